@@ -1,0 +1,51 @@
+"""Savable data loading: a stopped and resumed training run sees the same batches, bit for bit.
+
+    tar shards ─ TarShardReader ─ ShuffleBuffer ─ Encode(TaskEncoder) ─ OnlinePacker ─ Batcher ─ SavableLoader
+
+A pipeline is a function that builds these stages for one lane; the loader runs all lanes, in this process or in
+workers, and saves where each of them is with every batch.
+"""
+
+from savable_pipeline.batch import Batcher
+from savable_pipeline.encode import Encode
+from savable_pipeline.encoder import Skip, TaskEncoder
+from savable_pipeline.errors import (
+    CheckpointMismatchError,
+    EncodeError,
+    SavableError,
+    ShardError,
+    StateError,
+    WorkerError,
+)
+from savable_pipeline.lane import Lane
+from savable_pipeline.loader import SavableLoader
+from savable_pipeline.pack import OnlinePacker
+from savable_pipeline.reader import TarShardReader
+from savable_pipeline.rng import Rng
+from savable_pipeline.sample import Ref, Sample
+from savable_pipeline.shuffle import ShuffleBuffer
+from savable_pipeline.stage import Stage
+from savable_pipeline.state import merge_states
+
+__all__ = [
+    "Batcher",
+    "CheckpointMismatchError",
+    "Encode",
+    "EncodeError",
+    "Lane",
+    "OnlinePacker",
+    "Ref",
+    "Rng",
+    "Sample",
+    "SavableError",
+    "SavableLoader",
+    "ShardError",
+    "ShuffleBuffer",
+    "Skip",
+    "Stage",
+    "StateError",
+    "TarShardReader",
+    "TaskEncoder",
+    "WorkerError",
+    "merge_states",
+]

@@ -1,0 +1,157 @@
+"""What a saved state must agree on with the run that loads it, and how the two are compared, field by field."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.stage import Stage
+from savable_pipeline.state import pack_state, unpack_state
+
+log = logging.getLogger(__name__)
+
+_PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
+_FIXED = {
+    "lanes": "the number of lanes is a setting of the run: pass the saved one",
+    "stages": "a stage was added, removed or exchanged",
+    "shards": "shards were added, removed or rewritten since",
+}
+_SHOWN = 5  # shards named in a message before the rest is counted
+
+
+class Fingerprint(msgspec.Struct):
+    """Settings that change the data, by field; and the libraries that may change pixels."""
+
+    fields: dict[str, Any]
+    environment: dict[str, str]
+
+
+def fingerprint(stage: Stage, *, seed: int, lanes: int) -> Fingerprint:
+    """The fingerprint of a pipeline in a run with this seed and number of lanes."""
+    path = list(_path(stage))
+    fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": [name for name, _ in path]}
+    for name, settings in path:
+        for setting, value in settings.items():
+            fields[_unique(field_name(name, setting), fields)] = msgspec.to_builtins(value, str_keys=True)
+    return Fingerprint(fields, _environment())
+
+
+def pack_fingerprint(found: Fingerprint) -> bytes:
+    """As compressed, checksummed bytes."""
+    return pack_state(_Packed(zlib.compress(msgspec.msgpack.encode(found), 6)))
+
+
+def unpack_fingerprint(raw: bytes) -> Fingerprint:
+    """The fingerprint in a saved state. Raises `StateError`."""
+    packed = unpack_state(raw, _Packed, "fingerprint")
+    try:
+        return msgspec.msgpack.decode(zlib.decompress(packed.compressed), type=Fingerprint)
+    except (zlib.error, msgspec.DecodeError) as error:
+        raise StateError(f"fingerprint: {error}") from error
+
+
+def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) -> None:
+    """Raise `CheckpointMismatchError` that lists each field that differs, unless `allow` names it.
+
+    Libraries or processors that may change pixels are a warning.
+    """
+    allowed = _allowed(allow, here)
+    differing = sorted(
+        name for name in saved.fields.keys() | here.fields.keys() if saved.fields.get(name) != here.fields.get(name)
+    )
+    if "stages" in differing:  # then the settings below it tell nothing new
+        kept = set(saved.fields) & set(here.fields)
+        differing = [name for name in differing if name in kept]
+    refused = [name for name in differing if name not in allowed]
+    if refused:
+        lines = [f"  {name}: {_difference(name, saved.fields.get(name), here.fields.get(name))}" for name in refused]
+        may = [name for name in refused if name.rsplit(".")[-1] not in _FIXED]
+        hint = f"\nTo go on all the same, without exactness: allow={set(may)!r}" if len(may) == len(refused) else ""
+        raise CheckpointMismatchError(
+            "the state was saved by a run with other settings or data:\n" + "\n".join(lines) + hint
+        )
+    for name in differing:
+        log.warning(
+            "restoring although %s differs: %s",
+            name,
+            _difference(name, saved.fields[name], here.fields[name]),
+        )
+    for name in saved.environment.keys() | here.environment.keys():
+        before, now = saved.environment.get(name), here.environment.get(name)
+        if before != now:
+            log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, before, now)
+
+
+def field_name(stage: str, setting: str) -> str:
+    """What a stage's setting is called in a fingerprint, in messages and in `allow`."""
+    return "batch_size" if (stage, setting) == ("Batcher", "size") else f"{stage}.{setting}"
+
+
+def _allowed(allow: Iterable[str], here: Fingerprint) -> set[str]:
+    names = {allow} if isinstance(allow, str) else set(allow)
+    for name in names:
+        if name.rsplit(".")[-1] in _FIXED:
+            raise ValueError(f"allow={name!r}: this can never differ; {_FIXED[name.rsplit('.')[-1]]}")
+        if name not in here.fields:
+            raise ValueError(f"allow={name!r}: no such field; there are {', '.join(sorted(here.fields))}")
+    return names
+
+
+def _path(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and settings of each stage, the reader first."""
+    source = getattr(stage, "source", None)
+    if source is not None:
+        yield from _path(source)
+    yield type(stage).__qualname__, stage.settings()
+
+
+def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    number = 2
+    while name in taken:
+        name, number = f"{name.rsplit('#')[0]}#{number}", number + 1
+    return name
+
+
+def _difference(name: str, saved: Any, here: Any) -> str:
+    last = name.rsplit(".")[-1]
+    if last == "shards":
+        return f"{_shards(saved, here)} ({_FIXED[last]})"
+    cause = f" ({_FIXED[last]})" if last in _FIXED else ""
+    return f"saved {saved!r}, here {here!r}{cause}"
+
+
+def _shards(saved: Any, here: Any) -> str:
+    before = {name: rest for name, *rest in saved or []}
+    now = {name: rest for name, *rest in here or []}
+    groups = {
+        "added": sorted(now.keys() - before.keys()),
+        "removed": sorted(before.keys() - now.keys()),
+        "rewritten": sorted(name for name in now.keys() & before.keys() if now[name] != before[name]),
+    }
+    return "; ".join(
+        f"{what}: {', '.join(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        for what, names in groups.items()
+        if names
+    )
+
+
+def _environment() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
+    for name in _PIXEL_LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+class _Packed(msgspec.Struct):
+    compressed: bytes

@@ -1,0 +1,66 @@
+"""Seeds the global generators of Python, NumPy and torch for one call, and keeps the trainer's own untouched."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+KINDS = ("python", "numpy", "torch")
+
+
+def kinds(setting: bool | tuple[str, ...]) -> tuple[str, ...]:
+    """What `TaskEncoder.global_rng` means: which global generators are seeded. Raises ValueError."""
+    if isinstance(setting, bool):
+        return KINDS if setting else ()
+    unknown = [name for name in setting if name not in KINDS]
+    if unknown or isinstance(setting, str):
+        raise ValueError(f"global_rng must be True, False or a tuple of some of {KINDS}; got {setting!r}")
+    return tuple(setting)
+
+
+def seeder(setting: bool | tuple[str, ...]) -> Callable[[int], None] | None:
+    """A function that seeds the generators `setting` names with a 64-bit key; None if there are none."""
+    named = kinds(setting)
+    if not named:
+        return None
+    python, numpy, torch_ = (kind in named for kind in KINDS)
+    seed_python, seed_numpy, seed_torch = random.seed, np.random.seed, torch.default_generator.manual_seed
+
+    def seed(key: int) -> None:
+        if python:
+            seed_python(key)
+        if numpy:
+            seed_numpy(key & 0xFFFFFFFF)
+        if torch_:
+            seed_torch(key)
+
+    return seed
+
+
+@contextlib.contextmanager
+def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
+    """Inside: one torch thread, as in a worker, since some sums depend on their number; after: all as it was.
+
+    What is as it was: torch's number of threads, and the trainer's global generators that `seeded` names.
+    """
+    threads = torch.get_num_threads()
+    python = random.getstate() if "python" in seeded else None
+    numpy = np.random.get_state() if "numpy" in seeded else None
+    torch_ = torch.default_generator.get_state() if "torch" in seeded else None
+    if threads != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if python is not None:
+            random.setstate(python)
+        if numpy is not None:
+            np.random.set_state(numpy)
+        if torch_ is not None:
+            torch.default_generator.set_state(torch_)
+        if threads != 1:
+            torch.set_num_threads(threads)

@@ -1,0 +1,109 @@
+"""What a dataset holds, read from its index: only the first shard is opened, for a first key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml  # type: ignore[import-untyped]
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.shard_index import ShardEntry, ShardIndex, open_index
+from savable_pipeline.shard_paths import Shards, expand_braces, find_shards
+from savable_pipeline.tar import samples
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """How many samples have a part, and how long it is in bytes."""
+
+    samples: int
+    size: int
+
+    @property
+    def mean(self) -> float:
+        """The mean size in bytes."""
+        return self.size / self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """A dataset in numbers; sizes are in bytes."""
+
+    root: Path
+    shards: list[ShardEntry]
+    parts: dict[str, PartInfo]  # by extension, the most frequent first
+    first_key: str
+    first_parts: dict[str, int]  # by extension: size
+    splits: dict[str, int]  # by name: samples of its shards
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return sum(entry.samples for entry in self.shards)
+
+    @property
+    def size(self) -> int:
+        """The bytes of all shards."""
+        return sum(entry.size for entry in self.shards)
+
+
+def dataset_info(shards: Shards) -> Info:
+    """Describe a dataset. Raises `ShardError` if there is none or it holds no sample."""
+    root, names = find_shards(shards)
+    index = open_index(root, names)
+    tables = index.tables()
+    entries = [tables[name][0] for name in names]
+    rows = np.concatenate([np.arange(tables[name][1], tables[name][1] + tables[name][0].samples) for name in names])
+    if not len(rows):
+        raise ShardError(f"{root}: no sample in {len(names)} shards")
+    first = next(entry for entry in entries if entry.samples)
+    key, parts = _first_sample(root / first.name)
+    return Info(root, entries, _parts(index, rows), key, parts, _splits(root, entries))
+
+
+def _parts(index: ShardIndex, rows: np.ndarray) -> dict[str, PartInfo]:
+    layouts = np.asarray(index.layout_of)[rows] if index.layout_of else np.zeros(len(rows), dtype=np.uint32)
+    firsts = rows * index.members if index.members else np.asarray(index.firsts)[rows].astype(np.int64)
+    sizes = np.asarray(index.sizes)
+    counts: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for number, layout in enumerate(index.layouts):
+        mine = firsts[layouts == number]
+        for extension, member in layout.position.items() if len(mine) else ():
+            counts[extension] = counts.get(extension, 0) + len(mine)
+            totals[extension] = totals.get(extension, 0) + int(sizes[mine + member].sum(dtype=np.uint64))
+    ranked = sorted(counts, key=lambda extension: (-counts[extension], extension))
+    return {extension: PartInfo(counts[extension], totals[extension]) for extension in ranked}
+
+
+def _first_sample(path: Path) -> tuple[str, dict[str, int]]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        extent = next(samples(str(path), fd))
+    finally:
+        os.close(fd)
+    return extent.key, {e: member.size for e, member in zip(extent.extensions, extent.members, strict=True)}
+
+
+def _splits(root: Path, entries: list[ShardEntry]) -> dict[str, int]:
+    """Samples by split, as `.nv-meta/split.yaml` or `split.json` has it; nothing where there is neither."""
+    counts = {entry.name: entry.samples for entry in entries}
+    for path in (root / ".nv-meta/split.yaml", root / ".nv-meta/split.json"):
+        if path.exists():
+            return _split_counts(path, counts)
+    return {}
+
+
+def _split_counts(path: Path, counts: dict[str, int]) -> dict[str, int]:
+    try:
+        splits = yaml.safe_load(path.read_bytes())  # JSON is YAML
+        excluded = {name for pattern in splits.get("exclude", []) for name in expand_braces(pattern)}
+        return {
+            split: sum(counts.get(n, 0) for pattern in patterns for n in expand_braces(pattern) if n not in excluded)
+            for split, patterns in splits["split_parts"].items()
+        }
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise ShardError(f"{path}: expected `split_parts` with a list of shards for each split: {error}") from error

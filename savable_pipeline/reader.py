@@ -1,0 +1,193 @@
+"""`TarShardReader`: the first stage, which says what the lane reads next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.dataset import Dataset
+from savable_pipeline.encoder import TaskEncoder
+from savable_pipeline.lane import Lane
+from savable_pipeline.reader_order import ShuffledEpoch, dealt, dealt_count, span
+from savable_pipeline.sample import REF, Ref, RefArray, Sample
+from savable_pipeline.shard_paths import Shards
+from savable_pipeline.stage import ItemRef, Stage, State, parse_state
+
+_CHUNK = 1024  # refs worked out at a time
+_EPOCHS_KEPT = 4  # orders kept by the lanes of a process, which are seldom further apart
+
+
+class _ReaderState(msgspec.Struct):
+    epoch: int
+    position: int
+    lane: dict[str, int]
+
+
+class TarShardReader(Stage):
+    """Gives the samples of a lane's share of some tar shards, unread.
+
+    `shards` is a folder (searched below), a glob, a brace pattern such as `{000..099}.tar`, one tar, or a list.
+    `epochs=None` never ends; a number is how many epochs one pass takes. `shuffle` permutes shards, and blocks of
+    `block_size` samples within windows of `window` shards (None: all), anew each epoch, the same for all lanes;
+    `block_size=1, window=None` is a full shuffle. Without it, blocks come in file order, dealt over the lanes.
+    Raises `ShardError` if there is nothing to read.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        lane: Lane,
+        *,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        block_size: int = 8,
+        window: int | None = 32,
+    ) -> None:
+        for name, value in [("epochs", epochs), ("block_size", block_size), ("window", window)]:
+            if value is not None and value < 1:
+                raise ValueError(f"TarShardReader: {name} must be at least 1, not {value}")
+        names = shards if isinstance(shards, str) else repr(shards)
+        self.dataset = lane.shared(("dataset", names), lambda: Dataset(shards))
+        self._orders: OrderedDict[Any, ShuffledEpoch] = lane.shared(("orders", names), OrderedDict)
+        self._lane = lane
+        self.epochs = epochs
+        self.shuffle = shuffle
+        self.block_size = block_size
+        self.window = window
+        self._first_epoch = lane.epoch * (epochs or 0)
+        self._epoch = self._first_epoch
+        self._ref: ItemRef = ()
+        self._move_to(self._epoch, 0)
+
+    def _move_to(self, epoch: int, position: int) -> None:
+        """Stand at a position of the lane's share of an epoch."""
+        lane, count = self._lane, self.dataset.count
+        if self.shuffle:
+            self._begin, end = span(count, lane.index, lane.count, epoch)
+            self._length = end - self._begin
+        else:
+            self._length = dealt_count(count, lane.index, lane.count, epoch, self.block_size)
+        self._epoch = epoch
+        self._position = position  # of the next ref to give
+        self._ahead = np.empty(0, REF)  # refs worked out but not given
+        self._used = 0
+
+    def __next__(self) -> Sample:
+        refs = self.take_refs(1)
+        if not len(refs):
+            raise StopIteration
+        self._ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
+        return self.dataset.samples(refs)[0]
+
+    @property
+    def ref(self) -> ItemRef:
+        """The ref of the sample that `next` gave last."""
+        return self._ref
+
+    def take_refs(self, n: int) -> RefArray:
+        """Up to `n` refs: REF (n,); fewer only at the end of a finite pass."""
+        parts = []
+        while n:
+            piece = self._ahead[self._used : self._used + n]
+            if not len(piece):
+                if not self._work_out():
+                    break
+                continue
+            parts.append(piece)
+            n -= len(piece)
+            self._used += len(piece)
+            self._position += len(piece)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, REF)
+
+    def _work_out(self) -> bool:
+        """Work out the next refs; False at the end of the pass."""
+        while self._position == self._length:
+            if self.epochs is not None and self._epoch + 1 - self._first_epoch >= self.epochs:
+                return False
+            self._move_to(self._epoch + 1, 0)
+        start, stop = self._position, min(self._position + _CHUNK, self._length)
+        lane = self.lane
+        if self.shuffle:
+            index = self._order().locate(self._begin + start, self._begin + stop)
+        else:
+            index = dealt(start, stop, lane.index, lane.count, self._epoch, self.block_size)
+        self._ahead = np.empty(stop - start, REF)
+        self._ahead["index"] = index
+        self._ahead["epoch"] = self._epoch
+        self._used = 0
+        return True
+
+    def _order(self) -> ShuffledEpoch:
+        data, lane = self.dataset, self.lane
+        key = (lane.seed, self._epoch, self.block_size, self.window)
+        if key not in self._orders:
+            self._orders[key] = ShuffledEpoch(
+                data.firsts,
+                seed=lane.seed,
+                source=data.source,
+                epoch=self._epoch,
+                block_size=self.block_size,
+                window=self.window,
+            )
+            while len(self._orders) > _EPOCHS_KEPT:
+                self._orders.popitem(last=False)
+        return self._orders[key]
+
+    def samples(self, refs: RefArray) -> list[Sample]:
+        """The samples that these refs name, unread."""
+        return self.dataset.samples(refs)
+
+    def fetch(self, ref: ItemRef | Ref) -> Sample:
+        """The sample that a ref names."""
+        index, epoch = (ref.index, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
+        return self.dataset.samples(np.array([(index, epoch)], REF))[0]
+
+    def save_state(self) -> State:
+        """The epoch, the position in the lane's share of it, and where the lane's named random sequences stand."""
+        return {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
+
+    def restore_state(self, state: State) -> None:
+        """Stand where `state` was taken; nothing is read."""
+        saved: _ReaderState = parse_state(self, state, _ReaderState)
+        self._move_to(saved.epoch, saved.position)
+        self.lane.restore_state(saved.lane)
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument, and the shards: name, samples and hash of each."""
+        return {
+            "epochs": self.epochs,
+            "shuffle": self.shuffle,
+            "block_size": self.block_size,
+            "window": self.window if self.shuffle else None,
+            "shards": self.dataset.manifest(),
+        }
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that the reader was given."""
+        return self._lane
+
+    @property
+    def depth(self) -> int:
+        """0: nothing comes before a reader."""
+        return 0
+
+    @property
+    def endless(self) -> bool:
+        """Whether the reader begins the next epoch by itself, for ever."""
+        return self.epochs is None
+
+    @property
+    def population(self) -> int:
+        """How many samples the shards hold."""
+        return self.dataset.count
+
+    @property
+    def encoder(self) -> TaskEncoder | None:
+        """None: a reader encodes nothing."""
+        return None

@@ -1,0 +1,158 @@
+"""`Ref` and `Sample`: where an item comes from, and a sample's parts, read when they are asked for."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+if TYPE_CHECKING:
+    from savable_pipeline.dataset import Dataset
+
+# A ref before a sample is made of it: 12 bytes, so that a large buffer stays small in memory and in a state.
+REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
+RefArray: TypeAlias = NDArray[np.void]
+
+_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm")
+_TEXTS = ("txt", "text", "caption", "md")
+
+
+class Ref(NamedTuple):
+    """Where an item comes from: enough to make it again, identically.
+
+    `source` is a stable hash of the source's name, `index` counts the samples of the whole dataset, `part` counts
+    what a fan-out encoder makes of one sample.
+    """
+
+    source: int
+    epoch: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs here
+    part: int = 0
+
+
+class Sample(msgspec.Struct, gc=False, eq=False):
+    """A read-only mapping from extension ("jpg", "json") to bytes; each part is read when it is asked for.
+
+    Look-up minds no case. `.image()`, `.text()` and `.json()` decode the usual parts.
+    """
+
+    _dataset: Dataset | DetachedSample
+    _shard: int
+    _row: int
+    _index: int
+    _epoch: int
+
+    @property
+    def key(self) -> str:
+        """The name of the sample in its shard: what its members' names share before their first dot."""
+        return self._dataset.key(self._shard, self._row)
+
+    @property
+    def shard(self) -> str:
+        """The name of the shard, relative to the root of the dataset."""
+        return self._dataset.shard_name(self._shard)
+
+    @property
+    def offset(self) -> int:
+        """The offset in bytes of the sample's first header in its shard."""
+        return self._dataset.offset(self._row)
+
+    @property
+    def ref(self) -> Ref:
+        """Where the sample comes from."""
+        return Ref(self._dataset.source, self._epoch, self._index)
+
+    def __getitem__(self, extension: str) -> bytes:
+        return self._dataset.read(self._shard, self._row, extension)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dataset.extensions(self._row))
+
+    def __len__(self) -> int:
+        return len(self._dataset.extensions(self._row))
+
+    def __contains__(self, extension: object) -> bool:
+        return any(str(extension).lower() == known.lower() for known in self)
+
+    def keys(self) -> list[str]:
+        """The extensions, in the order of the tar."""
+        return list(self)
+
+    def values(self) -> list[bytes]:
+        """The bytes of each part."""
+        return [self[extension] for extension in self]
+
+    def items(self) -> list[tuple[str, bytes]]:
+        """Extension and bytes of each part."""
+        return [(extension, self[extension]) for extension in self]
+
+    def get(self, extension: str, default: Any = None) -> Any:
+        """The bytes of a part, or `default` where there is none."""
+        return self[extension] if extension in self else default  # noqa: SIM401
+
+    def json(self, extension: str = "json") -> Any:
+        """The part decoded as JSON."""
+        return json.loads(self[extension])
+
+    def text(self, extension: str | None = None) -> str:
+        """The part decoded as UTF-8; by default the first of txt, text, caption and md that is there."""
+        return self[extension or self._first(_TEXTS)].decode()
+
+    def image(self, extension: str | None = None, mode: str = "RGB") -> Image.Image:
+        """The part decoded as an image of this mode; by default the first image part that is there."""
+        return Image.open(io.BytesIO(self[extension or self._first(_IMAGES)])).convert(mode)
+
+    def _first(self, extensions: tuple[str, ...]) -> str:
+        for extension in extensions:
+            if extension in self:
+                return extension
+        raise KeyError(f"sample {self.key!r} of {self.shard} has none of {', '.join(extensions)}; it has {list(self)}")
+
+    def __repr__(self) -> str:
+        return f"Sample({self.key!r}, {list(self)}, shard={self.shard!r}, epoch={self._epoch}, index={self._index})"
+
+    def __reduce__(self) -> Any:
+        detached = DetachedSample(self._dataset.source, self.key, self.shard, self.offset, dict(self.items()))
+        return Sample, (detached, 0, 0, self._index, self._epoch)
+
+
+Mapping.register(Sample)
+
+
+class DetachedSample(msgspec.Struct, eq=False):
+    """Stands in for the dataset under a sample that left its process: the parts themselves."""
+
+    source: int
+    _key: str
+    _shard: str
+    _offset: int
+    parts: dict[str, bytes]
+
+    def key(self, shard: int, row: int) -> str:
+        return self._key
+
+    def shard_name(self, shard: int) -> str:
+        return self._shard
+
+    def offset(self, row: int) -> int:
+        return self._offset
+
+    def extensions(self, row: int) -> list[str]:
+        return list(self.parts)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        return self.parts[matching(extension, self.parts)]
+
+
+def matching(extension: str, known: Mapping[str, Any]) -> str:
+    """The one of `known` that equals `extension` but for case. Raises KeyError that lists what there is."""
+    for candidate in known:
+        if candidate.lower() == extension.lower():
+            return candidate
+    raise KeyError(f"no part {extension!r}; the sample has {', '.join(known)}")

@@ -1,0 +1,93 @@
+"""Which shards a user means: a folder, a glob, a brace pattern, one tar, or a list of these."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from savable_pipeline.errors import ShardError
+
+Shards: TypeAlias = str | os.PathLike[str] | Iterable["str | os.PathLike[str]"]
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+
+def find_shards(shards: Shards) -> tuple[Path, list[str]]:
+    """The root of the dataset and the names of its shards relative to it, sorted.
+
+    The root is the folder given, or the deepest folder that holds all the shards. Raises `ShardError` if there is
+    nothing, or a shard twice.
+    """
+    specs = [shards] if isinstance(shards, str | os.PathLike) else list(shards)
+    if not specs:
+        raise ShardError("the list of shards is empty")
+    if len(specs) == 1 and Path(specs[0]).is_dir():
+        root = Path(specs[0])
+        return root, _tars_below(root)
+    paths = [path for spec in specs for path in _expand(os.fspath(spec))]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ShardError(f"{twice}: the same shard is named twice")
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return root, sorted(path.relative_to(root).as_posix() for path in paths)
+
+
+def _expand(spec: str) -> list[Path]:
+    if "://" in spec:
+        raise ShardError(f"{spec}: shards behind a URL cannot be read yet; copy them to a local folder first")
+    paths: list[Path] = []
+    for pattern in expand_braces(spec):
+        path = Path(pattern).absolute()
+        if path.is_dir():
+            paths += [path / name for name in _tars_below(path)]
+        elif glob.has_magic(pattern) and not path.exists():
+            matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+            if not matches:
+                raise ShardError(f"{pattern}: no file matches")
+            paths += [Path(match) for match in matches]
+        elif path.is_file():
+            paths.append(path)
+        else:
+            raise ShardError(f"{pattern}: no such shard or folder")
+    for path in paths:
+        if path.name.endswith(_COMPRESSED):
+            raise ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
+    return paths
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a-{00..02}.tar` and `{x,y}.tar` spelled out, from left to right."""
+    match = _RANGE.search(pattern)
+    if match:
+        low, high = match.groups()
+        width = len(low) if low.startswith("0") or len(low) == len(high) else 0
+        choices = [str(number).zfill(width) for number in range(int(low), int(high) + 1)]
+        if not choices:
+            raise ShardError(f"{pattern}: the range {match[0]} is empty")
+    else:
+        match = _CHOICE.search(pattern)
+        if not match:
+            return [pattern]
+        choices = match[1].split(",")
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [spelled for choice in choices for spelled in expand_braces(before + choice + after)]
+
+
+def _tars_below(root: Path) -> list[str]:
+    names = []
+    compressed = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        here = Path(folder).relative_to(root)
+        names += [(here / name).as_posix() for name in files if name.endswith(".tar") and name[0] != "."]
+        compressed += [name for name in files if name.endswith(_COMPRESSED)]
+    if not names:
+        also = f"; {len(compressed)} compressed tars are there: `savable convert` re-packs them" if compressed else ""
+        raise ShardError(f"{root}: no .tar file in this folder or below it{also}")
+    return sorted(names)

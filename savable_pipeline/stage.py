@@ -1,0 +1,129 @@
+"""`Stage`: one step of a lane, and the protocol that a user's own steps follow.
+
+A stage is an iterator over what `source` gives. Stages before `Encode` give samples, stages after it give items,
+packs or batches. Three methods make it savable:
+
+    save_state()      what the stage needs to go on from here, as plain values, with its source's state in it
+    restore_state(s)  put a fresh stage, and its source, where s was taken
+    fetch(ref)        make the thing that this ref names again, identically
+
+`take` and `take_refs` give several at once, and none only at the end; a stage that only has `__next__` inherits them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.encoder import TaskEncoder
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.lane import Lane
+from savable_pipeline.sample import REF, RefArray, Sample
+
+State: TypeAlias = dict[str, Any]
+ItemRef: TypeAlias = tuple[Any, ...]  # (index, epoch, part); of a pack (number, ItemRef, ItemRef, …)
+
+
+class Stage:
+    """Base of every stage. A subclass has `__next__`, and `save_state`/`restore_state` if it keeps anything.
+
+    A stage that keeps items between two calls of `__next__` saves their `ref` and makes them again by
+    `self.source.fetch(ref)`; one that merges items overrides `ref` and `fetch`.
+    """
+
+    source: Stage
+
+    def __init__(self, source: Stage) -> None:
+        self.source = source
+
+    def __iter__(self) -> Stage:
+        return self
+
+    def __next__(self) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no __next__")
+
+    def save_state(self) -> State:
+        """What this stage and all before it need to go on from here."""
+        return {"source": self.source.save_state()}
+
+    def restore_state(self, state: State) -> None:
+        """Go on from where `state` was taken. The stage must be fresh, made with the same settings."""
+        self.source.restore_state(state["source"])
+
+    def fetch(self, ref: Any) -> Any:
+        """Make the thing that `ref` names again."""
+        return self.source.fetch(ref)
+
+    def settings(self) -> dict[str, Any]:
+        """What a saved state must agree on, as plain values: every setting that changes the stage's output."""
+        return {}
+
+    @property
+    def ref(self) -> ItemRef:
+        """The ref of what `next` gave last, as `fetch` takes it."""
+        return self.source.ref
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that the pipeline was built for."""
+        return self.source.lane
+
+    @property
+    def depth(self) -> int:
+        """How many stages come before this one: part of the key of what the stage draws."""
+        return self.source.depth + 1
+
+    @property
+    def endless(self) -> bool:
+        """Whether the stage never ends."""
+        return self.source.endless
+
+    @property
+    def population(self) -> int:
+        """How many samples the dataset has."""
+        return self.source.population
+
+    @property
+    def encoder(self) -> TaskEncoder | None:
+        """The encoder upstream, if there is one."""
+        return self.source.encoder
+
+    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+        """Some items, at most `n`, and their refs; none only at the end."""
+        for item in self:
+            return [item], [self.ref]
+        return [], []
+
+    def take_refs(self, n: int) -> RefArray:
+        """The refs of some samples, at most `n`: REF (any,); none only at the end."""
+        for sample in self:
+            return np.array([(sample._index, sample._epoch)], dtype=REF)
+        return np.empty(0, REF)
+
+    def samples(self, refs: RefArray) -> list[Sample]:
+        """The samples that these refs name, unread."""
+        return self.source.samples(refs)
+
+
+StructType = TypeVar("StructType", bound=msgspec.Struct)
+
+
+def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructType:
+    """The state of a stage as the struct `kind`. Raises `CheckpointMismatchError` if it is another stage's."""
+    try:
+        return msgspec.convert(state, kind)
+    except msgspec.ValidationError as error:
+        raise CheckpointMismatchError(
+            f"this is no state of {type(stage).__name__}: {error}; was a stage added, removed or exchanged?"
+        ) from error
+
+
+def dry_limit(population: int) -> int:
+    """How many samples in a row may give nothing before a run is ended as one that never will give anything.
+
+    30 times the dataset and a thousand: a lane that draws at random misses a single good sample so often with
+    probability e**-30. At most 100,000.
+    """
+    return min(30 * population + 1000, 100_000)

@@ -1,0 +1,184 @@
+"""`savable_pipeline.convert`: the same bytes whoever writes them, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_files import SMALL, fill, snapshot, write_lines
+
+from savable_pipeline.convert import convert
+from savable_pipeline.convert_input import Options
+from savable_pipeline.convert_pool import claimed
+from savable_pipeline.errors import SavableError, WorkerError
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 40, **{"bad.jpg": b"x", "nodot": b"x", "b/worse.png": b""})
+    for workers in (1, 2, 3):
+        convert(source, tmp_path / str(workers), SMALL, workers=workers)
+    one, two, three = (snapshot(tmp_path / str(workers)) for workers in (1, 2, 3))
+    assert len(one) == 2 * 14 + 6
+    assert one == two == three
+
+
+def test_the_bytes_depend_neither_on_the_place_nor_on_the_age_of_the_input(tmp_path: Path) -> None:
+    lines = [{"image": f"{i:03d}.jpg"} for i in (0, 3, 5)]
+    write_lines(fill(tmp_path / "in", 6) / "meta.jsonl", *lines)
+    shutil.copytree(tmp_path / "in", tmp_path / "deeper/elsewhere")
+    os.utime(tmp_path / "deeper/elsewhere/000.jpg", (1, 1))
+    convert(tmp_path / "in/meta.jsonl", tmp_path / "one", SMALL)
+    convert(tmp_path / "deeper/elsewhere/meta.jsonl", tmp_path / "two", SMALL)
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+
+
+def run_until_killed(source: Path, target: Path, event: int) -> bool:
+    """Convert in a process that is killed before its `event`-th touch of a file; tells whether it was."""
+
+    def child() -> None:
+        touched = 0
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            nonlocal touched
+            if name in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+                touched += str(args[0]).startswith(str(source.parent))
+                if touched == event:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        convert(source, target, SMALL)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> dict[str, str]:
+    """What the conversion of `tmp_path / "in"` comes to when nobody kills it."""
+    convert(fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""}), tmp_path / "calm", SMALL)
+    return snapshot(tmp_path / "calm")
+
+
+def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    event = 1
+    while run_until_killed(tmp_path / "in", tmp_path / "out", event):
+        report = convert(tmp_path / "in", tmp_path / "out", SMALL)
+        assert (report.samples, len(report.rejected)) == (6, 2)
+        assert snapshot(tmp_path / "out") == undisturbed, event
+        assert not [path for path in (tmp_path / "out").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
+        shutil.rmtree(tmp_path / "out")
+        event += 1
+    assert event > 60  # else the hook saw too little
+
+
+def test_a_conversion_killed_again_and_again_ends_with_the_same_bytes(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    kills = 0
+    while run_until_killed(tmp_path / "in", tmp_path / "out", 40):
+        kills += 1
+    assert 2 <= kills < 20
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_finished_shards_are_not_written_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    for event in range(30, 200, 5):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert run_until_killed(tmp_path / "in", tmp_path / "out", event)
+        done = sorted((tmp_path / "out/.nv-meta/savable.convert").glob("*.tar.json"))
+        if len(done) == 2:
+            break
+    shards = [tmp_path / "out" / path.name.removesuffix(".json") for path in done]
+    before = [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards]
+    convert(tmp_path / "in", tmp_path / "out", SMALL)
+    assert [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards] == before
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_a_conversion_that_is_done_is_only_reported_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    first = convert(tmp_path / "in", tmp_path / "calm", SMALL)
+    inodes = {path: path.stat().st_ino for path in (tmp_path / "calm").glob("*.tar")}
+    assert convert(tmp_path / "in", tmp_path / "calm", SMALL) == first
+    assert {path: path.stat().st_ino for path in inodes} == inodes
+    next(iter(inodes)).unlink()
+    assert convert(tmp_path / "in", tmp_path / "calm", SMALL) == first
+    assert snapshot(tmp_path / "calm") == undisturbed
+
+
+def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
+    """The command with two workers, in a process group of its own, once it has finished some shards."""
+    tool = Path(__file__).parents[1] / "tools/convert.py"
+    arguments = [sys.executable, str(tool), str(source), str(target), "--shard-samples=3", "--workers=2"]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True)
+    enough = len(list(target.glob("*.tar"))) + 3
+    deadline = time.monotonic() + 60
+    while len(list(target.glob("*.tar"))) < enough and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is None, "it ended before it could be disturbed"
+    return process
+
+
+def wait_until_gone(group: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.killpg(group, signal.SIGKILL)
+    raise AssertionError("some of its processes live on")
+
+
+def test_neither_a_kill_nor_ctrl_c_leaves_processes_behind(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 450)
+    process = start_command(source, tmp_path / "out")
+    process.kill()
+    process.communicate()
+    wait_until_gone(process.pid)
+    process = start_command(source, tmp_path / "out")
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and b"Traceback" not in errors and errors.endswith(b"stopped\n")
+    wait_until_gone(process.pid)
+    assert convert(source, tmp_path / "out", SMALL) == convert(source, tmp_path / "calm", SMALL)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 300)
+
+    def kill_one(done: int, total: int) -> None:
+        for child in multiprocessing.active_children()[:1] if done else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match="run the same command again"):
+        convert(source, tmp_path / "out", Options(shard_samples=1), workers=2, progress=kill_one)
+    convert(source, tmp_path / "out", Options(shard_samples=1), workers=1)
+    convert(source, tmp_path / "calm", Options(shard_samples=1), workers=1)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+def test_two_conversions_into_one_folder_do_not_meet(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2)
+    (tmp_path / "out/.nv-meta").mkdir(parents=True)
+    with (
+        claimed(tmp_path / "out/.nv-meta", tmp_path / "out/.nv-meta/savable.convert"),
+        pytest.raises(SavableError, match="another conversion is writing here"),
+    ):
+        convert(source, tmp_path / "out", SMALL)
