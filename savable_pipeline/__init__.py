@@ -26,6 +26,7 @@ from savable_pipeline.sample import Ref, Sample
 from savable_pipeline.shuffle import ShuffleBuffer
 from savable_pipeline.stage import Stage
 from savable_pipeline.state import merge_states
+from savable_pipeline.stateful_dataset import StatefulDataset
 
 __all__ = [
     "Batcher",
@@ -44,6 +45,7 @@ __all__ = [
     "Skip",
     "Stage",
     "StateError",
+    "StatefulDataset",
     "TarShardReader",
     "TaskEncoder",
     "WorkerError",

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
 RefArray: TypeAlias = NDArray[np.void]
 
-_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm")
-_TEXTS = ("txt", "text", "caption", "md")
+IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm")
+TEXT_PARTS = ("txt", "text", "caption", "md")
 
 
 class Ref(NamedTuple):
@@ -102,11 +102,11 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     def text(self, extension: str | None = None) -> str:
         """The part decoded as UTF-8; by default the first of txt, text, caption and md that is there."""
-        return self[extension or self._first(_TEXTS)].decode()
+        return self[extension or self._first(TEXT_PARTS)].decode()
 
     def image(self, extension: str | None = None, mode: str = "RGB") -> Image.Image:
         """The part decoded as an image of this mode; by default the first image part that is there."""
-        return Image.open(io.BytesIO(self[extension or self._first(_IMAGES)])).convert(mode)
+        return Image.open(io.BytesIO(self[extension or self._first(IMAGE_PARTS)])).convert(mode)
 
     def _first(self, extensions: tuple[str, ...]) -> str:
         for extension in extensions:

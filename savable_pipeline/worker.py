@@ -202,7 +202,10 @@ def _work(job: Job, connection: Connection, trainer: int, shared: dict[Any, Any]
         except Exception as error:
             known = type(error)(*error.args) if isinstance(error, SavableError) else None
             raw = wire.dumps((ticket, Failure(known, traceback.format_exc())))
-        connection.send_bytes(raw)
+        try:
+            connection.send_bytes(raw)
+        except OSError:
+            os._exit(0)  # the trainer is gone or has closed us
 
 
 def _listen(connection: Connection, trainer: int, requests: queue.SimpleQueue[Any]) -> None:

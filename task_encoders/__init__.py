@@ -1,0 +1,1 @@
+"""Encoders ready to use and to copy: image captioning and packed language modelling."""

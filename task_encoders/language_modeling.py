@@ -1,0 +1,81 @@
+"""`LanguageModelingEncoder`: text to documents of tokens, packed for variable-length attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from savable_pipeline import Rng, Sample, Skip, TaskEncoder
+from task_encoders.packing import batch_tokens, document, pack_tokens
+from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
+
+
+class LanguageModelingEncoder(TaskEncoder):
+    """Next-token prediction on the text in one part of each sample, packed or not.
+
+    `tokenizer` is a function from str to ids, an object with `encode(text)` such as Hugging Face's, or a
+    `Tokenizer` where special ids are wanted; None takes the UTF-8 bytes, between a beginning (257) and an end
+    (258). A document of more than `max_length` tokens becomes several items of at most that many. All tokens
+    are kept and all but the first are targets: the last label of an item is the first token of the next.
+    Batches are `max_length` long too; without it, as long as their longest row.
+    """
+
+    global_rng = False  # draws nothing
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | Tokenize | None = None,
+        *,
+        max_length: int | None = None,
+        part: str = "txt",
+    ) -> None:
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
+        self.tokenizer = as_tokenizer(tokenizer)
+        self.max_length = max_length
+        self.part = part
+
+    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any]]:
+        """One item, `tokens` and `labels`, both int64 (n,); or an iterator of them for a long document.
+
+        Skips a sample without the part as "no txt" (or what `part` is), one without a token as "empty".
+        Raises UnicodeDecodeError where the part is not UTF-8.
+        """
+        if self.part not in sample:
+            return Skip(f"no {self.part}")
+        tokens = self.tokenizer(sample.text(self.part))
+        if len(tokens) == 0:
+            return Skip("empty")
+        item = document(tokens)
+        if self.max_length is None or len(tokens) <= self.max_length:
+            return item
+        return _chunks(item, self.max_length)
+
+    def length(self, item: dict[str, Any]) -> int:
+        """The number of tokens."""
+        return len(item["tokens"])
+
+    def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
+        """One pack, T tokens in all.
+
+        `tokens`, `labels`, `position_ids`, int64 (T,); `cu_seqlens`, int32 (items + 1,); `max_seqlen`, int.
+        """
+        return pack_tokens(items)
+
+    def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
+        """B packs; or B items, each then a pack of its own.
+
+        `tokens`, `labels`, `position_ids`, int64 (B, T); `cu_seqlens`, int32 (segments + 1,), over all B * T
+        tokens, where the padding of a row is a segment of its own; `max_seqlen`, int.
+        """
+        packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
+        return batch_tokens(packs, pad=self.tokenizer.pad, length=self.max_length)
+
+    def settings(self) -> dict[str, Any]:
+        """The tokenizer's identity and special ids, `max_length` and `part`."""
+        return {**self.tokenizer.settings(), "max_length": self.max_length, "part": self.part}
+
+
+def _chunks(item: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(item["tokens"]), size):
+        yield {name: tensor[start : start + size] for name, tensor in item.items()}

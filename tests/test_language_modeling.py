@@ -1,0 +1,213 @@
+"""`LanguageModelingEncoder`: documents, packs, batches and their boundaries."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from savable_pipeline.encoder import Skip
+from savable_pipeline.rng import Rng
+from savable_pipeline.sample import DetachedSample, Sample
+from task_encoders.language_modeling import LanguageModelingEncoder
+from task_encoders.tokenizer import Tokenizer
+
+RNG = Rng(7)
+BOS, EOS = 257, 258
+
+
+def sample(**parts: str) -> Sample:
+    """A sample with these parts, at no place in particular."""
+    detached = DetachedSample(1, "a", "0.tar", 0, {name: text.encode() for name, text in parts.items()})
+    return Sample(detached, 0, 0, 0, 0)
+
+
+def words(text: str) -> list[int]:
+    """A word is its length."""
+    return [len(word) for word in text.split()]
+
+
+def items(encoder: LanguageModelingEncoder, *texts: str) -> list[dict[str, Any]]:
+    """The items of these texts, none of which fans out."""
+    return [encoder.encode(sample(txt=text), RNG) for text in texts]  # type: ignore[misc]
+
+
+def plain(made: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as lists."""
+    return {name: value.tolist() if torch.is_tensor(value) else value for name, value in made.items()}
+
+
+def test_bytes_stand_between_a_beginning_and_an_end_and_each_is_labelled_with_the_next() -> None:
+    (item,) = items(LanguageModelingEncoder(), "hé")
+    assert plain(item) == {
+        "tokens": [BOS, 104, 195, 169, EOS],
+        "labels": [104, 195, 169, EOS, -100],
+    }
+    assert item["tokens"].dtype == item["labels"].dtype == torch.int64
+
+
+def test_a_pack_restarts_positions_and_masks_labels_at_each_document() -> None:
+    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9))
+    pack = encoder.pack(items(encoder, "a bb ccc", "dddd", "ee f"), RNG)
+    assert plain(pack) == {
+        "tokens": [1, 2, 3, 9, 4, 9, 2, 1, 9],
+        "labels": [2, 3, 9, -100, 9, -100, 1, 9, -100],
+        "position_ids": [0, 1, 2, 3, 0, 1, 0, 1, 2],
+        "cu_seqlens": [0, 4, 6, 9],
+        "max_seqlen": 4,
+    }
+    kinds = {name: value.dtype for name, value in pack.items() if torch.is_tensor(value)}
+    assert kinds.pop("cu_seqlens") == torch.int32
+    assert set(kinds.values()) == {torch.int64}
+    assert encoder.length(items(encoder, "a bb ccc")[0]) == 4
+
+
+def test_no_label_is_a_token_of_another_document() -> None:
+    encoder = LanguageModelingEncoder(words)  # nothing marks an end, so only the boundaries keep documents apart
+    pack = encoder.pack(items(encoder, "a", "bb", "ccc dddd"), RNG)
+    assert pack["labels"].tolist() == [-100, -100, 4, -100]
+
+
+def test_padding_in_a_batch_of_packs_is_masked_and_a_segment_of_its_own() -> None:
+    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9, pad=8), max_length=5)
+    packs = [encoder.pack(items(encoder, "a bb", "ccc"), RNG), encoder.pack(items(encoder, "dddd"), RNG)]
+    assert plain(encoder.batch(packs, RNG)) == {
+        "tokens": [[1, 2, 9, 3, 9], [4, 9, 8, 8, 8]],
+        "labels": [[2, 9, -100, 9, -100], [9, -100, -100, -100, -100]],
+        "position_ids": [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]],
+        "cu_seqlens": [0, 3, 5, 7, 10],
+        "max_seqlen": 3,
+    }
+
+
+def test_items_batched_without_a_packer_are_padded_to_the_longest() -> None:
+    encoder = LanguageModelingEncoder(words)
+    assert plain(encoder.batch(items(encoder, "a bb ccc", "dddd"), RNG)) == {
+        "tokens": [[1, 2, 3], [4, 0, 0]],
+        "labels": [[2, 3, -100], [-100, -100, -100]],
+        "position_ids": [[0, 1, 2], [0, 0, 1]],
+        "cu_seqlens": [0, 3, 4, 6],
+        "max_seqlen": 3,
+    }
+
+
+def test_a_pack_that_is_longer_than_max_length_names_both_lengths() -> None:
+    encoder = LanguageModelingEncoder(words, max_length=2)
+    pack = encoder.pack(items(encoder, "a bb", "ccc"), RNG)
+    with pytest.raises(ValueError, match="pack of 3 tokens is longer than the encoder's max_length of 2"):
+        encoder.batch([pack], RNG)
+
+
+@given(text=st.text(min_size=1), max_length=st.integers(1, 9))
+def test_the_chunks_of_a_long_document_are_its_tokens_and_labels(text: str, max_length: int) -> None:
+    (whole,) = items(LanguageModelingEncoder(), text)
+    made = LanguageModelingEncoder(max_length=max_length).encode(sample(txt=text), RNG)
+    assert hasattr(made, "__next__") == (len(whole["tokens"]) > max_length)
+    chunks = [made] if isinstance(made, dict) else list(made)  # type: ignore[arg-type]
+    assert all(1 <= len(chunk["tokens"]) <= max_length for chunk in chunks)
+    for name in ("tokens", "labels"):
+        assert torch.equal(torch.cat([chunk[name] for chunk in chunks]), whole[name])
+
+
+def test_a_sample_without_text_is_skipped_by_its_reason() -> None:
+    encoder = LanguageModelingEncoder(words, part="py")
+    made = [encoder.encode(each, RNG) for each in (sample(txt="a"), sample(py=""), sample(py=" "), sample(py="a"))]
+    assert [each.reason for each in made[:3] if isinstance(each, Skip)] == ["no py", "empty", "empty"]
+    assert plain(made[3]) == {"tokens": [1], "labels": [-100]}  # type: ignore[arg-type]
+
+
+def test_max_length_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        LanguageModelingEncoder(max_length=0)
+
+
+def test_a_pickled_copy_makes_the_same() -> None:
+    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9), max_length=8)
+    copy = pickle.loads(pickle.dumps(encoder))
+    texts = ("a bb ccc", "dddd ee")
+    batch, again = (each.batch([each.pack(items(each, *texts), RNG)], RNG) for each in (encoder, copy))
+    assert plain(batch) == plain(again)
+    assert encoder.settings() == copy.settings()
+
+
+def test_settings_name_all_that_changes_an_item() -> None:
+    encoder = LanguageModelingEncoder(max_length=5, part="md")
+    assert encoder.settings() == {
+        "tokenizer": "bytes",
+        "bos": BOS,
+        "eos": EOS,
+        "pad": 256,
+        "max_length": 5,
+        "part": "md",
+    }
+    assert encoder.global_rng is False
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a two-layer perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """float64 (T, width) to the same; i sees j where `mask`, bool (T, T), is true at (i, j)."""
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(0, 1) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(seen.transpose(0, 1).flatten(1))
+        made: torch.Tensor = x + self.mlp(self.norms[1](x))
+        return made
+
+
+class Transformer(nn.Module):
+    """Two blocks on flat tokens; `cu_seqlens` is all it knows about documents."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(259, width), nn.Embedding(64, width)
+        self.blocks, self.head = nn.ModuleList([Block(width), Block(width)]), nn.Linear(width, 259)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """Logits, float64 (T, 259)."""
+        segment = torch.searchsorted(cu_seqlens[1:], torch.arange(len(tokens), dtype=torch.int32), right=True)
+        mask = (segment[:, None] == segment[None, :]).tril()
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x, mask)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@torch.no_grad()
+def test_a_model_makes_of_a_batch_of_packs_what_it_makes_of_each_document_alone() -> None:
+    torch.manual_seed(0)
+    model = Transformer().double()
+    encoder = LanguageModelingEncoder(max_length=32)
+    documents = items(encoder, "the first document", "a second", "three", "a fourth", "fifth, by itself")
+    packs = [
+        encoder.pack(documents[:2], RNG),
+        encoder.pack(documents[2:4], RNG),
+        encoder.pack(documents[4:], RNG),
+    ]
+    batch = encoder.batch(packs, RNG)
+    logits = model(batch["tokens"].flatten(), batch["position_ids"].flatten(), batch["cu_seqlens"])
+    labels = batch["labels"].flatten()
+    real = torch.cat([torch.arange(len(pack["tokens"])) + 32 * row for row, pack in enumerate(packs)])
+
+    alone = []
+    for each in documents:
+        n = len(each["tokens"])
+        alone.append(model(each["tokens"], torch.arange(n), torch.tensor([0, n], dtype=torch.int32)))
+    torch.testing.assert_close(logits[real], torch.cat(alone), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        functional.cross_entropy(logits, labels),
+        functional.cross_entropy(torch.cat(alone), torch.cat([each["labels"] for each in documents])),
+    )

@@ -1,0 +1,91 @@
+"""A pipeline with every stage and an encoder that does everything an encoder may do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import savable_pipeline as sp
+
+
+class ToyEncoder(sp.TaskEncoder):
+    """Skips every seventh sample, makes three of every fifth, and draws from all generators in every method."""
+
+    def __init__(self, *, skip: int = 7, fan_out: int = 5) -> None:
+        self.skip = skip
+        self.fan_out = fan_out
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        if self.skip and number % self.skip == 0:
+            return sp.Skip(f"every {self.skip}th")
+        if self.fan_out and number % self.fan_out == 0:
+            return self._parts(number, rng)
+        return self._item(number, rng)
+
+    def _parts(self, number: int, rng: sp.Rng) -> Iterator[Any]:
+        for _ in range(3):
+            yield self._item(number, rng)
+
+    def _item(self, number: int, rng: sp.Rng) -> dict[str, Any]:
+        return {"id": number, "drawn": draw(rng), "length": 1 + number % 9}
+
+    def length(self, item: Any) -> int:
+        return int(item["length"])
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"id": [item["id"] for item in items], "items": items, "drawn": draw(rng)}
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"items": items, "drawn": draw(rng)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"skip": self.skip, "fan_out": self.fan_out}
+
+
+def draw(rng: sp.Rng) -> list[Any]:
+    """Numbers from every source of randomness an encoder has."""
+    own = [rng.random(), rng.integers(10), rng.normal(), rng.choice("abc"), rng.permutation(3)]
+    made = [rng.numpy.random(), torch.rand(2, generator=rng.torch), rng.python.random()]
+    return [*own, *made, random.random(), np.random.rand(2), torch.randn(3)]
+
+
+def toy_pipeline(
+    shards: str,
+    lane: sp.Lane,
+    *,
+    epochs: int | None = None,
+    shuffle: bool = True,
+    block_size: int = 8,
+    window: int | None = 32,
+    buffer: int | None = 10,
+    pack: str | None = "best_fit",
+    max_length: int = 20,
+    open_packs: int = 3,
+    size: int = 2,
+    drop_last: bool = False,
+    skip: int = 7,
+    fan_out: int = 5,
+) -> sp.Stage:
+    """Every stage, each with its settings, or without it."""
+    stage: sp.Stage = sp.TarShardReader(
+        shards, lane, epochs=epochs, shuffle=shuffle, block_size=block_size, window=window
+    )
+    if buffer is not None:
+        stage = sp.ShuffleBuffer(stage, size=buffer)
+    stage = sp.Encode(stage, ToyEncoder(skip=skip, fan_out=fan_out))
+    if pack is not None:
+        stage = sp.OnlinePacker(stage, max_length=max_length, policy=pack, open_packs=open_packs)  # type: ignore[arg-type]
+    return sp.Batcher(stage, size=size, drop_last=drop_last)
+
+
+def numbers(batch: Any) -> list[int]:
+    """The ids of the samples in a batch of the toy pipeline."""
+    found: list[int] = []
+    for item in batch["items"]:
+        found += item["id"] if isinstance(item["id"], list) else [item["id"]]
+    return found
