@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +18,7 @@ from rich.table import Table
 from savable_pipeline.convert import Report
 from savable_pipeline.info import Info
 from savable_pipeline.shard_index import ShardEntry
+from savable_pipeline.state_summary import StateSummary, shown
 
 _LINE_EVERY_S = 10.0
 _SHOWN = 10  # rejects told one by one; the file has all
@@ -130,3 +132,57 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:,.1f} TB"
+
+
+def print_state(console: Console, state: StateSummary, size: int) -> None:
+    """Where a saved run stands: the run, then a row for each field of each stage, over the lanes that have begun."""
+    begun = {lane: row for lane, row in state.lanes.items() if row}
+    console.print(
+        f"slot {state.numbers['slot']:,} of epoch {state.numbers['epoch']}; {len(state.lanes)} of "
+        f"{state.numbers['lanes']} lanes, {len(begun)} have begun; {human_bytes(size)}"
+    )
+    settings = Table("setting", "value", title="the run", title_justify="left")
+    for name, value in {**state.settings, **state.environment}.items():
+        settings.add_row(escape(name), escape(_setting(name, value)))
+    console.print(settings)
+    if begun:
+        console.print(_lanes_table(begun, state.lane_bytes))
+
+
+def _setting(name: str, value: object) -> str:
+    if name.endswith(".shards") and isinstance(value, list):
+        return f"{len(value):,} shards, {sum(shard[1] for shard in value):,} samples"
+    return " → ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Table:
+    """A row a lane and a column a stage, with what the stage saved below each other; what is empty is left out."""
+    stages = list(dict.fromkeys(field.split(".")[0] for row in lanes.values() for field in row))
+    table = Table("lane", *map(escape, stages), "bytes", title="the lanes", title_justify="left")
+    for lane, row in lanes.items():
+        cells = []
+        for stage in stages:
+            fields = {field.rpartition(".")[2]: (field, value) for field, value in row.items() if _of(stage, field)}
+            lines = [
+                f"{name} {shown(field, value)}".strip()
+                for name, (field, value) in fields.items()
+                if value or value == 0
+            ]
+            cells.append(escape("\n".join(lines)))
+        table.add_row(str(lane), *cells, f"{sizes[lane]:,}")
+    return table
+
+
+def _of(stage: str, field: str) -> bool:
+    return field == stage or field.startswith(f"{stage}.")
+
+
+def print_differences(console: Console, found: list[tuple[str, str, str]], left: str, right: str) -> None:
+    """Where two states differ, and the value in each."""
+    if not found:
+        console.print("the two states are equal: they go on alike")
+        return
+    table = Table("where", escape(left), escape(right), title=f"{len(found)} differences", title_justify="left")
+    for row in found:
+        table.add_row(*map(escape, row))
+    console.print(table)

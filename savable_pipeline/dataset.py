@@ -29,6 +29,8 @@ class Dataset:
         self.root, names = find_shards(shards)
         self.source = key("source", source)
         self._index = open_index(self.root, names)
+        self._layout = self._index.layouts[0] if len(self._index.layouts) == 1 else None  # the one they all have
+        self._place = self._index.place
         tables = self._index.tables()
         self.entries: list[ShardEntry] = [tables[name][0] for name in names]
         self._rows = np.array([tables[name][1] for name in names], dtype=np.int64)
@@ -58,12 +60,11 @@ class Dataset:
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The bytes of one part of a sample. Raises KeyError, or `ShardError` if the shard no longer holds it."""
-        index = self._index
-        layout = index.layout(row)
+        layout = self._layout or self._index.layout(row)
         member = layout.position.get(extension)
         if member is None:
             member = layout.position[matching(extension, layout.position)]
-        offset, size = index.place(row, member, layout)
+        offset, size = self._place(row, member, layout)
         fd = self._handles.get(shard)
         if fd is None:
             fd = self._open(shard)

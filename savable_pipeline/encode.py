@@ -42,7 +42,7 @@ class Encode(Stage):
         self._encoder = encoder
         self._seed_globals = seeder(encoder.global_rng)
         self._bases: dict[int, int] = {}  # by source: what the random numbers of its samples are keyed with
-        self._is_iterator: dict[type, bool] = {Skip: False}
+        self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._refs = np.empty(0, REF)  # taken from the source; those before `_next` are done
         self._samples: list[Sample] = []
         self._next = 0
@@ -52,6 +52,7 @@ class Encode(Stage):
         self._row_of_skips = 0
         self._ref: ItemRef = ()
         self.skips: Counter[str] = Counter()
+        self._counted: list[str] = []  # the reasons counted in the last call of `take`
 
     @property
     def encoder(self) -> TaskEncoder:
@@ -74,7 +75,8 @@ class Encode(Stage):
         """Up to `n` items and their refs; fewer only at the end."""
         items: list[Any] = []
         refs: list[ItemRef] = []
-        first, part = self._next, self._part
+        first, part, row = self._next, self._part, self._row_of_skips
+        self._counted.clear()
         try:
             while len(items) < n:
                 if self._next == len(self._refs):
@@ -87,6 +89,8 @@ class Encode(Stage):
                     self._take_samples(items, refs, n)
         except BaseException:
             self._next, self._part, self._parts = first, part, None  # nothing of this call was given
+            self.skips -= Counter(self._counted)
+            self._row_of_skips = row
             raise
         return items, refs
 
@@ -106,32 +110,35 @@ class Encode(Stage):
 
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, or no more refs, or one fans out."""
-        encode, seed, is_iterator = self._encoder.encode, self._seed_globals, self._is_iterator
-        for i in range(self._next, len(self._samples)):
-            sample = self._samples[i]
-            self._next = i
-            rng = Rng(self._base(sample), (sample._epoch, sample._index, 0))
+        encode, seed, plain = self._encoder.encode, self._seed_globals, self._plain
+        dataset, base = None, 0
+        for sample in self._samples[self._next : self._next + n - len(items)]:
+            if sample._dataset is not dataset:
+                dataset = sample._dataset
+                base = self._base(dataset.source)
+            ref = (sample._index, sample._epoch, 0)
+            rng = Rng(base, ref)
             if seed is not None:
                 seed(rng.key)
             try:
                 item = encode(sample, rng)
             except Exception as error:
                 raise self._failed(sample, error) from error
-            kind = type(item)
-            if kind not in is_iterator:
-                is_iterator[kind] = hasattr(kind, "__next__")
-            if is_iterator[kind]:
+            if type(item) in plain:
+                items.append(item)
+                refs.append(ref)
+                self._row_of_skips = 0
+            elif type(item) is Skip:
+                self._skipped(item)
+            elif hasattr(item, "__next__"):
                 self._parts, self._part, self._rng = item, 0, rng
                 return
-            if kind is Skip:
-                self._skipped(item)
-                continue
-            items.append(item)
-            refs.append((sample._index, sample._epoch, 0))
-            if len(items) == n:
-                break
-        self._next += 1
-        self._row_of_skips = 0 if items else self._row_of_skips
+            else:
+                plain.add(type(item))
+                items.append(item)
+                refs.append(ref)
+                self._row_of_skips = 0
+            self._next += 1
 
     def _take_parts(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Take parts of the sample at `_next` until there are `n` items or it is done."""
@@ -141,6 +148,8 @@ class Encode(Stage):
         while len(items) < n:
             item = self._next_part(sample, self._parts, self._rng, self._part)
             if item is _DONE:
+                if not self._part:
+                    self._skipped(Skip("an iterator without items"))
                 self._next, self._part, self._parts = self._next + 1, 0, None
                 return
             if type(item) is Skip:
@@ -153,7 +162,7 @@ class Encode(Stage):
 
     def _parts_from(self, sample: Sample, part: int) -> Iterator[Any]:
         """Encode `sample` again and pass over its first `part` parts."""
-        self._rng = Rng(self._base(sample), (sample._epoch, sample._index, 0))
+        self._rng = Rng(self._base(sample._dataset.source), (sample._index, sample._epoch, 0))
         if self._seed_globals is not None:
             self._seed_globals(self._rng.key)
         try:
@@ -165,7 +174,7 @@ class Encode(Stage):
         return parts
 
     def _next_part(self, sample: Sample, parts: Iterator[Any], rng: Rng, part: int) -> Any:
-        rng.rekey((sample._epoch, sample._index, part))
+        rng.rekey((sample._index, sample._epoch, part))
         if self._seed_globals is not None:
             self._seed_globals(rng.key)
         try:
@@ -173,8 +182,7 @@ class Encode(Stage):
         except Exception as error:
             raise self._failed(sample, error) from error
 
-    def _base(self, sample: Sample) -> int:
-        source = sample._dataset.source
+    def _base(self, source: int) -> int:
         if source not in self._bases:
             self._bases[source] = key(self.lane.seed, "encode", source)
         return self._bases[source]
@@ -182,6 +190,7 @@ class Encode(Stage):
     def _skipped(self, skip: Skip) -> None:
         """Count it; end the run when so many samples in a row give nothing that none ever will."""
         self.skips[skip.reason] += 1
+        self._counted.append(skip.reason)
         self._row_of_skips += 1
         if self._row_of_skips & 1023 == 0 and self._row_of_skips.bit_count() == 1:
             log.warning("%d samples in a row were skipped: %s", self._row_of_skips, dict(self.skips.most_common(3)))
@@ -208,9 +217,14 @@ class Encode(Stage):
             if hasattr(item, "__next__"):
                 for number in range(part):
                     self._next_part(sample, item, self._rng, number)
-                return self._next_part(sample, item, self._rng, part)
+                item = self._next_part(sample, item, self._rng, part)
         finally:
             self._rng = rng
+        if item is _DONE:
+            raise EncodeError(
+                f"{type(self._encoder).__name__}.encode made no part {part} of shard {sample.shard}, key "
+                f"{sample.key!r} this time; it must depend on the sample and `rng` alone"
+            )
         return item
 
     def save_state(self) -> State:

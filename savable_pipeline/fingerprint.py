@@ -6,7 +6,7 @@ import logging
 import platform
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,7 +22,7 @@ _PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
 _FIXED = {
     "lanes": "the number of lanes is a setting of the run: pass the saved one",
     "stages": "a stage was added, removed or exchanged",
-    "shards": "shards were added, removed or rewritten since",
+    "TarShardReader.shards": "shards were added, removed or rewritten since",
 }
 _SHOWN = 5  # shards named in a message before the rest is counted
 
@@ -40,7 +40,8 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> Fingerprint:
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": [name for name, _ in path]}
     for name, settings in path:
         for setting, value in settings.items():
-            fields[_unique(field_name(name, setting), fields)] = msgspec.to_builtins(value, str_keys=True)
+            field = _unique(field_name(name, setting), fields)
+            fields[field] = _plain(field, value)
     return Fingerprint(fields, _environment())
 
 
@@ -63,7 +64,7 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
 
     Libraries or processors that may change pixels are a warning.
     """
-    allowed = _allowed(allow, here)
+    allowed = _allowed(allow, saved.fields.keys() | here.fields.keys())
     differing = sorted(
         name for name in saved.fields.keys() | here.fields.keys() if saved.fields.get(name) != here.fields.get(name)
     )
@@ -73,8 +74,8 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
     refused = [name for name in differing if name not in allowed]
     if refused:
         lines = [f"  {name}: {_difference(name, saved.fields.get(name), here.fields.get(name))}" for name in refused]
-        may = [name for name in refused if name.rsplit(".")[-1] not in _FIXED]
-        hint = f"\nTo go on all the same, without exactness: allow={set(may)!r}" if len(may) == len(refused) else ""
+        may_differ = not any(_fixed(name) for name in refused)
+        hint = f"\nTo go on all the same, without exactness: allow={refused}" if may_differ else ""
         raise CheckpointMismatchError(
             "the state was saved by a run with other settings or data:\n" + "\n".join(lines) + hint
         )
@@ -82,7 +83,7 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
         log.warning(
             "restoring although %s differs: %s",
             name,
-            _difference(name, saved.fields[name], here.fields[name]),
+            _difference(name, saved.fields.get(name), here.fields.get(name)),
         )
     for name in saved.environment.keys() | here.environment.keys():
         before, now = saved.environment.get(name), here.environment.get(name)
@@ -95,14 +96,30 @@ def field_name(stage: str, setting: str) -> str:
     return "batch_size" if (stage, setting) == ("Batcher", "size") else f"{stage}.{setting}"
 
 
-def _allowed(allow: Iterable[str], here: Fingerprint) -> set[str]:
+def _allowed(allow: Iterable[str], fields: Set[str]) -> set[str]:
     names = {allow} if isinstance(allow, str) else set(allow)
     for name in names:
-        if name.rsplit(".")[-1] in _FIXED:
-            raise ValueError(f"allow={name!r}: this can never differ; {_FIXED[name.rsplit('.')[-1]]}")
-        if name not in here.fields:
-            raise ValueError(f"allow={name!r}: no such field; there are {', '.join(sorted(here.fields))}")
+        if cause := _fixed(name):
+            raise ValueError(f"allow={name!r}: this can never differ; {cause}")
+        if name not in fields:
+            raise ValueError(f"allow={name!r}: no such field; there are {', '.join(sorted(fields))}")
     return names
+
+
+def _fixed(name: str) -> str | None:
+    """Why a field may never differ; None if it may."""
+    return _FIXED.get(name.split("#")[0])
+
+
+def _plain(field: str, value: Any) -> Any:
+    """A setting as it is read back from a state: tuples are lists, sets are sorted."""
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value, order="deterministic"))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"the setting {field} = {value!r} cannot be kept in a state ({error}): settings() gives numbers, strings, "
+            "bytes, and lists or dicts of these"
+        ) from error
 
 
 def _path(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -121,10 +138,9 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _difference(name: str, saved: Any, here: Any) -> str:
-    last = name.rsplit(".")[-1]
-    if last == "shards":
-        return f"{_shards(saved, here)} ({_FIXED[last]})"
-    cause = f" ({_FIXED[last]})" if last in _FIXED else ""
+    cause = f" ({_fixed(name)})" if _fixed(name) else ""
+    if name.startswith("TarShardReader.shards"):
+        return _shards(saved, here) + cause
     return f"saved {saved!r}, here {here!r}{cause}"
 
 

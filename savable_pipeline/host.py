@@ -32,7 +32,7 @@ class _Live:
     stage: Stage
     lane: Lane
     batches: int
-    early: tuple[Any, dict[str, Any]] | None = None  # with the stages' state before it
+    early: tuple[Any, bytes] | None = None  # with the lane's state before it
 
 
 class LaneHost:
@@ -93,7 +93,7 @@ class LaneHost:
         if isinstance(live.stage, Batcher):
             return live.stage.more()
         if live.early is None:
-            before = live.stage.save_state()
+            before = self._pack(live, True)  # as bytes at once: a stage may return what it will change
             batch = next(live.stage, _DRY)
             if batch is _DRY:
                 return False
@@ -101,8 +101,14 @@ class LaneHost:
         return True
 
     def _save(self, live: _Live, more: bool) -> bytes:
-        stages = live.early[1] if live.early is not None else live.stage.save_state()
-        return pack_state(LaneState(live.lane.index, live.lane.epoch, live.batches, more, stages))
+        return live.early[1] if live.early is not None else self._pack(live, more)
+
+    def _pack(self, live: _Live, more: bool) -> bytes:
+        return pack_state(LaneState(live.lane.index, live.lane.epoch, live.batches, more, live.stage.save_state()))
+
+    def forget(self) -> None:
+        """Drop all lanes."""
+        self._live = {}
 
 
 _DRY = object()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from savable_pipeline.fingerprint import (
     pack_fingerprint,
     unpack_fingerprint,
 )
-from savable_pipeline.global_rng import as_in_a_worker
+from savable_pipeline.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.host import Delivery, LaneHost, Pipeline, seeded_kinds
 from savable_pipeline.ranks import find_ranks
 from savable_pipeline.state import (
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from savable_pipeline.stage import Stage
+
+log = logging.getLogger(__name__)
 
 MAX_LAG = 16  # how many batches ago `state_dict(lag=)` reaches back
 
@@ -72,6 +76,10 @@ class SavableLoader:
             raise ValueError(
                 f"lanes and prefetch must be at least 1, num_workers 0: {lanes}, {prefetch}, {num_workers}"
             )
+        if not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, not {timeout}")
+        if not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"seed must fit into 64 bits, so that a state can hold it: {seed}")
         self._ranks = find_ranks(rank, world_size, group, mesh, lanes)
         self._job = Job(pipeline, seed, lanes)
         self._num_workers = num_workers
@@ -84,6 +92,7 @@ class SavableLoader:
         self._shared: dict[Any, Any] = {}
         self._host = LaneHost(pipeline, seed=seed, lanes=lanes, shared=self._shared)
         self._built: Stage | None = None
+        self._seeded: set[str] | None = None  # the global generators that its encoders have seeded
         self._fingerprint: tuple[Fingerprint, bytes] | None = None
         self._pool: Pool | None = None
         self._finalizer: Callable[[], Any] | None = None
@@ -97,13 +106,15 @@ class SavableLoader:
         self._stand(epoch, 0, fresh, {lane: pack_state(state) for lane, state in fresh.items()})
 
     def _stand(self, epoch: int, slot: int, lanes: dict[int, LaneState], states: dict[int, bytes]) -> None:
+        more = {lane: state.more for lane, state in lanes.items()}
+        history: deque[tuple[int, int, bytes]] = deque(maxlen=MAX_LAG)
         self._epoch = epoch
         self._slot = slot  # the first slot of the next step
-        self._states = states
-        self._more = {lane: state.more for lane, state in lanes.items()}
+        self._states = states  # by lane: after its batch that was given last
+        self._more = more
         self._rounds = -(-slot // self._job.lanes)  # rounds that are known to take place
         self._finished = False
-        self._history: deque[tuple[int, int, bytes]] = deque(maxlen=MAX_LAG)
+        self._history = history
         self._asked: dict[int, int] = {}  # slot → ticket
         self._received: dict[int, Delivery] = {}
         self._running: set[int] = set()  # lanes that the host in this process holds as they stand
@@ -121,7 +132,8 @@ class SavableLoader:
     def _pipeline(self) -> Stage:
         """The stages of one lane, built to be looked at."""
         if self._built is None:
-            self._built = self._host.build(self._ranks.rank, 0)[0]
+            with as_in_a_worker(set(KINDS)):
+                self._built = self._host.build(self._ranks.rank, 0)[0]
         return self._built
 
     # Iterating.
@@ -141,21 +153,35 @@ class SavableLoader:
         if delivery.dry:
             self.close()
             raise SavableError(f"lane {slot % self._job.lanes} had said that it had more batches, but has none")
-        del self._received[slot]
-        self._commit(slot % self._job.lanes, delivery)
+        self._commit(slot, slot % self._job.lanes, delivery)
         if self._num_workers:
-            self._ask_ahead()
+            with self._workers_dropped_on_error():
+                self._ask_ahead()
         return _pinned(delivery.batch) if self._pin_memory else delivery.batch
 
-    def _commit(self, lane: int, delivery: Delivery) -> None:
-        """Take note that the trainer is given this batch."""
-        self._history.append((self._slot, lane, self._states[lane]))
+    def _commit(self, slot: int, lane: int, delivery: Delivery) -> None:
+        """Take note that the trainer is given this batch.
+
+        Nothing is called before the last line, since Python hears Ctrl-C at calls: it comes before or after all this.
+        """
+        before = (self._slot, lane, self._states[lane])
+        del self._received[slot]
         self._states[lane] = delivery.state
         self._more[lane] = delivery.more
         self._slot += self._ranks.world_size
+        self._history.append(before)
 
     def _finish(self) -> None:
-        self.close()
+        left = self._rounds * self._job.lanes - self._slot
+        if left and self._ranks.rank == 0:
+            log.warning(
+                "the last %d slots of epoch %d are given to no rank: %d ranks that began at a slot they do not divide "
+                "would need more for a step",
+                left,
+                self._epoch,
+                self._ranks.world_size,
+            )
+        self._drop_workers()
         self._begin(self._epoch + 1)
         self._finished = True
 
@@ -177,54 +203,47 @@ class SavableLoader:
         if before >= self._slot:
             return self._receive(before).more
         if self._more[lane] is None:
-            delivery = self._probe(lane)
-            self._states[lane], self._more[lane] = delivery.state, delivery.more
+            if self._num_workers:
+                with self._workers_dropped_on_error():
+                    self._probe()
+            else:
+                delivery = self._deliver(lane, probe=True)
+                self._states[lane], self._more[lane] = delivery.state, delivery.more
+                self._running.add(lane)
         return bool(self._more[lane])
 
     # Getting batches made.
 
-    def _probe(self, lane: int) -> Delivery:
-        if self._num_workers:
-            pool = self._start()
-            tickets = {
-                other: pool.ask(other, self._states[other], probe=True)
-                for other in self._own_lanes
-                if self._more[other] is None
-            }
-            for other, ticket in tickets.items():
-                found = pool.answer(ticket)
-                self._states[other], self._more[other] = found.state, found.more
-                if other == lane:
-                    delivery = found
-            return delivery
-        return self._deliver(lane, probe=True)
+    def _probe(self) -> None:
+        """Let workers find out which lanes have a batch at all."""
+        pool = self._start()
+        unknown = [lane for lane in self._own_lanes if self._more[lane] is None]
+        tickets = {lane: pool.ask(lane, self._states[lane], probe=True) for lane in unknown}
+        for lane, ticket in tickets.items():
+            found = pool.answer(ticket)
+            self._states[lane], self._more[lane] = found.state, found.more
 
     def _receive(self, slot: int) -> Delivery:
         """The batch of a slot of this rank; waits for it."""
         if slot not in self._received:
             if self._num_workers:
-                self._ask_ahead(upto=slot)
-                try:
+                with self._workers_dropped_on_error():
+                    self._ask_ahead(upto=slot)
                     self._received[slot] = self._start().answer(self._asked.pop(slot))
-                except BaseException:
-                    self._drop_workers()
-                    raise
             else:
-                self._received[slot] = self._deliver(slot % self._job.lanes)
+                lane = slot % self._job.lanes
+                self._received[slot] = self._deliver(lane)
+                self._running.add(lane)
         return self._received[slot]
 
     def _deliver(self, lane: int, *, probe: bool = False) -> Delivery:
-        """Run a lane in this process."""
+        """Run a lane in this process. It counts as running when what it gave is noted, not before."""
         state = None if lane in self._running else self._states[lane]
         self._running.discard(lane)
-        with as_in_a_worker(self._seeded):
-            delivery = self._host.deliver(lane, state, probe=probe)
-        self._running.add(lane)
-        return delivery
-
-    @property
-    def _seeded(self) -> set[str]:
-        return seeded_kinds(self._pipeline)
+        if self._seeded is None:
+            self._seeded = seeded_kinds(self._pipeline)
+        with as_in_a_worker(self._seeded if state is None else set(KINDS)):  # a pipeline function may draw from any
+            return self._host.deliver(lane, state, probe=probe)
 
     def _start(self) -> Pool:
         """The worker processes, started if they are not there."""
@@ -254,18 +273,27 @@ class SavableLoader:
 
     def _drop_workers(self) -> None:
         """End the workers and forget what they were asked; the state stays."""
-        self.close()
-        self._asked, self._received = {}, {}
-
-    def close(self) -> None:
-        """End the workers. Iterating again starts new ones, at the same place."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-            self._asked, self._received = {}, {}
         if self._finalizer is not None:
             self._finalizer()
-            self._finalizer = None
+        self._pool = self._finalizer = None
+        self._asked, self._received = {}, {}
+        self._running = set()
+
+    @contextlib.contextmanager
+    def _workers_dropped_on_error(self) -> Iterator[None]:
+        """After an error, Ctrl-C too, no one knows what the workers were asked: begin again from the state."""
+        try:
+            yield
+        except BaseException:
+            self._drop_workers()
+            raise
+
+    def close(self) -> None:
+        """End the workers and close the shards. Iterating again goes on at the same place."""
+        self._drop_workers()
+        self._host.forget()
+        self._built = None
+        self._shared.clear()
 
     def __enter__(self) -> SavableLoader:
         return self
@@ -305,7 +333,7 @@ class SavableLoader:
         check_flat(state)
         compare(unpack_fingerprint(state["fingerprint"]), self._own_fingerprint()[0], allow)
         lanes = read_lanes(state, self._own_lanes)
-        self.close()
+        self._drop_workers()
         self._stand(state["epoch"], state["slot"], lanes, {lane: state[lane_name(lane)] for lane in lanes})
 
     def save_state(self) -> dict[str, Any]:

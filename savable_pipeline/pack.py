@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal
 
 import msgspec
@@ -21,10 +22,11 @@ _MISSING: Any = object()  # stands for an item that is made again from its ref w
 class _PackerState(msgspec.Struct):
     packs: list[list[tuple[Any, int]]]
     count: int
+    taken: Any
     source: dict[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _OpenPack:
     room: int
     refs: list[ItemRef] = field(default_factory=list)
@@ -70,6 +72,7 @@ class OnlinePacker(Stage):
         self.policy = policy
         self.open_packs = open_packs
         self._packs: list[_OpenPack] = []
+        self._taken: tuple[Any, ItemRef] | None = None  # of the source, not yet placed
         self._count = 0  # packs given
         self._key = self.lane.key("pack", self.depth)
         self._seed_globals = seeder(chosen.global_rng)
@@ -89,9 +92,12 @@ class OnlinePacker(Stage):
 
     def __next__(self) -> Any:
         while (due := self._due()) is None:
-            items, refs = self.source.take(1)
-            if items:
-                self._place(items[0], refs[0])
+            if self._taken is None:
+                items, refs = self.source.take(1)
+                self._taken = (items[0], refs[0]) if items else None
+            if self._taken is not None:
+                self._place(*self._taken)
+                self._taken = None
             elif self._packs:
                 due = self._packs[0]
                 break
@@ -109,7 +115,9 @@ class OnlinePacker(Stage):
         return min(self._packs[:-1], key=_room) if self.policy == "best_fit" else self._packs[0]
 
     def _place(self, item: Any, ref: ItemRef) -> None:
-        length = self._encoder.length(item)
+        if item is _MISSING:
+            item = self.source.fetch(ref)
+        length = self._length(item)
         if length > self.max_length:
             self._skipped(length)
             return
@@ -120,6 +128,18 @@ class OnlinePacker(Stage):
             self._packs += fitting
         pack = min(fitting, key=_room) if self.policy == "best_fit" else fitting[0]
         pack.add(item, ref, length)
+
+    def _length(self, item: Any) -> int:
+        try:
+            length = index(self._encoder.length(item))  # NumPy's integers too, which a state could not hold
+            if length < 0:
+                raise ValueError(f"a length of {length}")
+        except Exception as error:
+            raise EncodeError(
+                f"{type(self._encoder).__name__}.length raised {type(error).__name__}: {error}; stage OnlinePacker of "
+                f"{self.lane}"
+            ) from error
+        return length
 
     def _give(self, pack: _OpenPack) -> Any:
         for i, item in enumerate(pack.items):
@@ -158,15 +178,20 @@ class OnlinePacker(Stage):
         return self._pack([self.source.fetch(item) for item in ref[1:]], ref[0])
 
     def save_state(self) -> State:
-        """`packs`: per open pack, oldest first, the ref and length of each item; `count`: packs given so far."""
+        """`packs`: per open pack, oldest first, the ref and length of each item; `count`: packs given so far.
+
+        `taken`: the ref of an item that has no place yet, because an error came between; else None.
+        """
         packs = [list(zip(pack.refs, pack.lengths, strict=True)) for pack in self._packs]
-        return {"packs": packs, "count": self._count, "source": self.source.save_state()}
+        taken = None if self._taken is None else self._taken[1]
+        return {"packs": packs, "count": self._count, "taken": taken, "source": self.source.save_state()}
 
     def restore_state(self, state: State) -> None:
         """Hold the open packs of `state` again; their items are made when they are needed."""
         saved = parse_state(self, state, _PackerState)
         self.source.restore_state(saved.source)
         self._count = saved.count
+        self._taken = None if saved.taken is None else (_MISSING, as_ref(saved.taken))
         self._packs = []
         for placed in saved.packs:
             pack = _OpenPack(self.max_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.encoder import TaskEncoder
+from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.lane import Lane
 from savable_pipeline.reader_order import ShuffledEpoch, dealt, dealt_count, span
 from savable_pipeline.sample import REF, Ref, RefArray, Sample
 from savable_pipeline.shard_paths import Shards
 from savable_pipeline.stage import ItemRef, Stage, State, parse_state
 
-_CHUNK = 1024  # refs worked out at a time
+_CHUNK = 2048  # refs worked out at a time
 _EPOCHS_KEPT = 4  # orders kept by the lanes of a process, which are seldom further apart
 
 
@@ -49,7 +51,8 @@ class TarShardReader(Stage):
         for name, value in [("epochs", epochs), ("block_size", block_size), ("window", window)]:
             if value is not None and value < 1:
                 raise ValueError(f"TarShardReader: {name} must be at least 1, not {value}")
-        names = shards if isinstance(shards, str) else repr(shards)
+        shards = os.fspath(shards) if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
+        names = shards if isinstance(shards, str) else tuple(shards)
         self.dataset = lane.shared(("dataset", names), lambda: Dataset(shards))
         self._orders: OrderedDict[Any, ShuffledEpoch] = lane.shared(("orders", names), OrderedDict)
         self._lane = lane
@@ -155,6 +158,11 @@ class TarShardReader(Stage):
         """Stand where `state` was taken; nothing is read."""
         saved: _ReaderState = parse_state(self, state, _ReaderState)
         self._move_to(saved.epoch, saved.position)
+        if not 0 <= saved.position <= self._length:
+            raise CheckpointMismatchError(
+                f"TarShardReader: the state stands at sample {saved.position} of the lane's {self._length}; was it "
+                "saved with other shards or another number of lanes?"
+            )
         self.lane.restore_state(saved.lane)
 
     def settings(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from savable_pipeline.keys import Bijection, key, permutation
 
 Positions = NDArray[np.int64]
-_WINDOWS_KEPT = 256  # permutations of blocks kept at a time, 32 kB each at most
+_WINDOWS_KEPT = 128  # permutations of blocks kept at a time, 128 kB each at most
 
 
 class ShuffledEpoch:

@@ -8,11 +8,13 @@ the key itself is only computed at the first draw.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import index
 from random import Random as PythonRandom
 from struct import Struct
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
@@ -21,29 +23,23 @@ from savable_pipeline.keys import MASK, word
 
 T = TypeVar("T")
 _PARTS = Struct("<QQQ")
-_NUMPY, _TORCH, _PYTHON = 1, 2, 3  # what a foreign generator's key is derived with
+_KINDS = ("numpy", "torch", "python")  # their keys are words -1, -2 and -3
 
 
-class Rng:
+class Rng(msgspec.Struct, gc=False, eq=False):
     """Random numbers keyed by `(base, *parts)`; `draws` counts the words drawn so far."""
 
-    __slots__ = ("_base", "_key", "_numpy", "_parts", "_python", "_torch", "draws")
-
-    def __init__(self, base: int, parts: tuple[int, int, int] = (0, 0, 0), draws: int = 0) -> None:
-        self._base = base
-        self._parts = parts
-        self._key: int | None = None
-        self.draws = draws
-        self._numpy: np.random.Generator | None = None
-        self._torch: torch.Generator | None = None
-        self._python: PythonRandom | None = None
+    _base: int
+    _parts: tuple[int, int, int] = (0, 0, 0)
+    draws: int = 0
+    _key: int | None = None
+    _made: dict[str, Any] | None = None  # generators of other kinds
 
     def rekey(self, parts: tuple[int, int, int]) -> None:
         """Start again as the generator of `(base, *parts)`."""
         self._parts = parts
-        self._key = None
         self.draws = 0
-        self._numpy = self._torch = self._python = None
+        self._key = self._made = None
 
     @property
     def key(self) -> int:
@@ -64,6 +60,7 @@ class Rng:
 
     def integers(self, n: int) -> int:
         """An integer in [0, n), without bias, for n up to 2**64 (Lemire: Fast Random Integer Generation, 2019)."""
+        n = index(n)  # NumPy's integers would overflow
         if not 0 < n <= 1 << 64:
             raise ValueError(f"integers(n) needs 1 ≤ n ≤ 2**64, not {n}")
         product = self.bits() * n
@@ -96,23 +93,25 @@ class Rng:
     @property
     def numpy(self) -> np.random.Generator:
         """A NumPy generator of this key, the same one each time it is asked for."""
-        if self._numpy is None:
-            self._numpy = np.random.Generator(np.random.Philox(key=word(self.key, -1 - _NUMPY)))
-        return self._numpy
+        return self._once("numpy", lambda key: np.random.Generator(np.random.Philox(key=key)))
 
     @property
     def torch(self) -> torch.Generator:
         """A torch generator on the CPU of this key, the same one each time it is asked for."""
-        if self._torch is None:
-            self._torch = torch.Generator().manual_seed(word(self.key, -1 - _TORCH))
-        return self._torch
+        return self._once("torch", lambda key: torch.Generator().manual_seed(key))
 
     @property
     def python(self) -> PythonRandom:
         """A generator of Python's own kind of this key, the same one each time it is asked for."""
-        if self._python is None:
-            self._python = PythonRandom(word(self.key, -1 - _PYTHON))
-        return self._python
+        return self._once("python", PythonRandom)
+
+    def _once(self, kind: str, make: Callable[[int], T]) -> T:
+        if self._made is None:
+            self._made = {}
+        if kind not in self._made:
+            self._made[kind] = make(word(self.key, -1 - _KINDS.index(kind)))
+        made: T = self._made[kind]
+        return made
 
 
 def _log(x: float) -> float:

@@ -3,7 +3,8 @@
 Made on first use by one process, under a lock, and kept in `.nv-meta/savable.index` beside the shards (in a cache
 where the place is read-only). `X.tar.idx`, which Megatron-Energon reads, is written beside each shard too.
 
-    "SAVIDX01" │ header length u64 │ its xxh3_64 │ header: MessagePack │ padding │ starts │ layouts │ firsts │ sizes
+    "SAVIDX01" │ xxh3_64 of the rest │ header length u64 │ header: MessagePack │ padding │ starts │ layouts │ firsts
+    │ sizes
 
     starts   uint64 (samples,)      offset of the sample's first header in its shard
     layouts  uint32 (samples,)      which extensions it has, in order, and how many 512-byte blocks of headers stand
@@ -32,7 +33,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tar import BLOCK, Extent, padded, samples
+from savable_pipeline.tar import BLOCK, Extent, members, padded, samples
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ class ShardIndex:
         """Offset and size in bytes of member number `member` of the sample in `row`."""
         first = row * self.members if self.members else self.firsts[row]
         offset = self.starts[row] + layout.gaps[0]
+        if not member:
+            return offset, self.sizes[first]
         for i in range(member):
             offset += padded(self.sizes[first + i]) + layout.gaps[i + 1]
         return offset, self.sizes[first + member]
@@ -145,10 +148,21 @@ def scan(root: Path, name: str) -> ShardTable:
             end = extent.members[-1].end
             for member in extent.members:
                 digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
+        for member in members(str(path), fd, end):
+            end = member.end
         size = os.fstat(fd).st_size
     finally:
         os.close(fd)
+    _check_utf8(path, [name, *(extension for layout in set(layouts) for extension, _ in layout)])
     return ShardTable(ShardEntry(name, size, len(starts), digest.intdigest()), starts, end, layouts, sizes)
+
+
+def _check_utf8(path: Path, names: list[str]) -> None:
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ShardError(f"{path!s}: the name {name!r} is no UTF-8; rename it and write the shard again") from None
 
 
 def _layout(extent: Extent) -> tuple[tuple[str, int], ...]:
@@ -226,16 +240,19 @@ def write_index(path: Path, tables: list[ShardTable]) -> None:
     lengths = [len(layout) for table in tables for layout in table.layouts]
     header = _Header([table.entry for table in tables], [list(layout) for layout in numbers], members, 8 if wide else 4)
     encoded = msgspec.msgpack.encode(header)
-    prefix = _MAGIC + len(encoded).to_bytes(8, "little") + xxh3_64_intdigest(encoded).to_bytes(8, "little")
     arrays = [
         np.array([start for table in tables for start in table.starts], dtype="<u8"),
         np.array(layout_of if len(numbers) > 1 else [], dtype="<u4"),
         np.array([] if members else np.cumsum([0, *lengths])[:-1], dtype="<u8"),
         sizes.astype("<u8" if wide else "<u4"),
     ]
-    body = prefix + encoded
+    begin = len(encoded).to_bytes(8, "little") + encoded
+    rest = [begin, bytes(-(16 + len(begin)) % _ALIGN), *(_aligned(array.tobytes()) for array in arrays)]
+    digest = xxh3_64()
+    for part in rest:
+        digest.update(part)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, [body, bytes(-len(body) % _ALIGN), *(_aligned(array.tobytes()) for array in arrays)])
+    _replace(path, [_MAGIC, digest.intdigest().to_bytes(8, "little"), *rest])
 
 
 def _aligned(raw: bytes) -> bytes:
@@ -250,11 +267,10 @@ def _replace(path: Path, parts: list[bytes]) -> None:
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[_Header, int]:
-    length = int.from_bytes(view[8:16], "little")
-    encoded = bytes(view[24 : 24 + length])
-    if bytes(view[:8]) != _MAGIC or xxh3_64_intdigest(encoded) != int.from_bytes(view[16:24], "little"):
+    if bytes(view[:8]) != _MAGIC or xxh3_64_intdigest(view[16:]) != int.from_bytes(view[8:16], "little"):
         raise ShardError(f"{path}: not an index of this version, or damaged")
-    return msgspec.msgpack.decode(encoded, type=_Header), 24 + length + -(24 + length) % _ALIGN
+    length = int.from_bytes(view[16:24], "little")
+    return msgspec.msgpack.decode(view[24 : 24 + length], type=_Header), 24 + length + -(24 + length) % _ALIGN
 
 
 def _array(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:

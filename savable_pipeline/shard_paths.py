@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from savable_pipeline.errors import ShardError
+
+log = logging.getLogger(__name__)
 
 Shards: TypeAlias = str | os.PathLike[str] | Iterable["str | os.PathLike[str]"]
 
@@ -28,7 +31,7 @@ def find_shards(shards: Shards) -> tuple[Path, list[str]]:
     if not specs:
         raise ShardError("the list of shards is empty")
     if len(specs) == 1 and Path(specs[0]).is_dir():
-        root = Path(specs[0])
+        root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
         return root, _tars_below(root)
     paths = [path for spec in specs for path in _expand(os.fspath(spec))]
     if len(set(paths)) < len(paths):
@@ -47,10 +50,10 @@ def _expand(spec: str) -> list[Path]:
         if path.is_dir():
             paths += [path / name for name in _tars_below(path)]
         elif glob.has_magic(pattern) and not path.exists():
-            matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+            matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
             if not matches:
                 raise ShardError(f"{pattern}: no file matches")
-            paths += [Path(match) for match in matches]
+            paths += [Path(match).absolute() for match in matches]
         elif path.is_file():
             paths.append(path)
         else:
@@ -90,4 +93,6 @@ def _tars_below(root: Path) -> list[str]:
     if not names:
         also = f"; {len(compressed)} compressed tars are there: `savable convert` re-packs them" if compressed else ""
         raise ShardError(f"{root}: no .tar file in this folder or below it{also}")
+    if compressed:
+        log.warning("%s: %d compressed tars are left out: `savable convert` re-packs them", root, len(compressed))
     return sorted(names)

@@ -43,7 +43,9 @@ def pack_state(state: msgspec.Struct) -> bytes:
 
 def unpack_state(raw: bytes, kind: type[T], what: str) -> T:
     """The struct `kind` in `raw`. Raises `StateError` if it is damaged or of another version; `what` names it."""
-    if not isinstance(raw, bytes | bytearray) or raw[:4] != _MAGIC or len(raw) < _HEAD:
+    if not isinstance(raw, bytes | bytearray):
+        raise StateError(f"{what}: a state is bytes, not {type(raw).__name__}")
+    if raw[:4] != _MAGIC or len(raw) < _HEAD:
         raise StateError(f"{what}: not a state of savable_pipeline, or cut short ({len(raw)} bytes)")
     version = int.from_bytes(raw[4:6], "little")
     if version != VERSION:
@@ -84,6 +86,8 @@ def check_flat(state: Mapping[str, Any]) -> None:
     numbers = [name for name in ("lanes", "epoch", "slot") if type(state[name]) is not int or state[name] < 0]
     if numbers:
         raise StateError(f"the state's {numbers[0]} is {state[numbers[0]]!r}, not a count")
+    if not state["lanes"]:
+        raise StateError("the state is of a run with no lanes")
 
 
 def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:

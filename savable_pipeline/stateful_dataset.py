@@ -53,7 +53,7 @@ class StatefulDataset(IterableDataset[Any]):
         self._iteration = -1
         # The epochs begun, and the seed of the workers that began the last: one number, so that each worker reads and
         # writes both at once, and all workers that are started together write the same.
-        self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> StatefulDataset:
         self._stand(self._next_iteration())

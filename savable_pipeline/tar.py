@@ -4,8 +4,8 @@
     └─ first member of a sample                                 └─ the end
 
 A member may be preceded by GNU long-name ('L') or PAX ('x', 'g') blocks; its header then starts at the first of
-them. Only regular files count. Members that are no part of a sample (no dot in the name, hidden, metadata) are
-passed over. Formats: v7, ustar, GNU, PAX.
+them. Only regular files count; links, directories and devices have no payload, whatever size they give. Members that
+are no part of a sample (no dot in the name, hidden, metadata) are passed over. Formats: v7, ustar, GNU, PAX.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from savable_pipeline.errors import ShardError
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = (b"0", b"\0", b"7")
+_NO_PAYLOAD = (b"1", b"2", b"3", b"4", b"5", b"6")  # hard link, symbolic link, devices, directory, pipe
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"x", b"g", b"S"
+_EXTENDING = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage, not a name
 
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
@@ -29,12 +32,13 @@ _METADATA = re.compile(r"__[^/]*__($|/)")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A regular file in a tar: its name, and in bytes where its headers and its payload start and how long it is."""
+    """A member of a tar: its name, and in bytes where its headers and its payload start and how long it is."""
 
     name: str
     header: int
     payload: int
     size: int
+    regular: bool  # a file; not a folder, a link, ...
 
     @property
     def end(self) -> int:
@@ -69,7 +73,7 @@ def samples(path: str, fd: int) -> Iterator[Extent]:
     """The samples of an open tar: runs of adjacent members with one key. Raises `ShardError`."""
     sample: Extent | None = None
     for member in members(path, fd):
-        parts = split_name(member.name)
+        parts = split_name(member.name) if member.regular else None
         if parts is None:
             continue
         key, extension = parts
@@ -89,7 +93,7 @@ def samples(path: str, fd: int) -> Iterator[Extent]:
 
 
 def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
-    """The regular files of an open tar from a header's offset on. Raises `ShardError` with the byte where it broke."""
+    """The members of an open tar from a header's offset on. Raises `ShardError` with the byte where it broke."""
     end_of_file = os.fstat(fd).st_size
     long_name: str | None = None
     extended: dict[str, str] = {}
@@ -103,8 +107,12 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
             return
         _check(path, offset, header)
         kind = header[156:157]
-        fields = {**everywhere, **extended}
-        size = int(fields["size"]) if "size" in fields else _number(path, offset, header[124:136])
+        fields = {} if kind in _EXTENDING else {**everywhere, **extended}
+        name = fields.get("path") or long_name or _header_name(header)
+        regular = kind in _REGULAR and not name.endswith("/")
+        size = int(fields["size"]) if "size" in fields else _number(path, offset, header, slice(124, 136))
+        if kind in _NO_PAYLOAD or (kind == b"\0" and not regular):  # a name with a slash at its end: a folder in v7
+            size = 0
         payload = offset + BLOCK
         if payload + size > end_of_file:
             raise ShardError(
@@ -112,7 +120,7 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
                 f"on, the file ends at {end_of_file}; copy or write the shard again"
             )
         offset = payload + padded(size)
-        if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
+        if kind in _EXTENDING:
             block = _extended(path, fd, payload, size)
             if kind == _LONG_NAME:
                 long_name = _text(block)
@@ -121,42 +129,36 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
             elif kind == _PAX_GLOBAL:
                 everywhere.update(_pax_records(path, payload, block))
             continue
-        if kind in _REGULAR:
-            name = fields.get("path") or long_name or _header_name(header)
-            if not name.endswith("/"):
-                yield Member(name, start, payload, size)
-        elif kind == _SPARSE:
+        if kind == _SPARSE or any(field.startswith("GNU.sparse.") for field in fields):
             raise ShardError(f"{path}: the member at byte {start} is a sparse file; write the shard without --sparse")
+        yield Member(name, start, payload, size, regular)
         long_name, extended, start = None, {}, offset
 
 
 def _check(path: str, offset: int, header: bytes) -> None:
     if len(header) < BLOCK:
-        raise ShardError(f"{path}: truncated: a header at byte {offset} is cut short after {len(header)} bytes")
-    expected = _number(path, offset, header[148:156])
+        raise _no_header(path, offset, header, f"truncated: it is cut short after {len(header)} bytes")
+    expected = _number(path, offset, header, slice(148, 156))
     unsigned = sum(header) - sum(header[148:156]) + 8 * 32
     if expected != unsigned:
-        found = "a gzip file" if header[:2] == b"\x1f\x8b" else f"checksum {unsigned}"
-        raise ShardError(
-            f"{path}: no tar header at byte {offset}: expected checksum {expected}, found {found}; "
-            "the shard is damaged, compressed or no tar at all"
-        )
+        raise _no_header(path, offset, header, f"expected checksum {expected}, found {unsigned}")
 
 
-def _number(path: str, offset: int, raw: bytes) -> int:
+def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
+    if offset == 0 and header.startswith(_COMPRESSED):
+        return ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
+    return ShardError(f"{path}: no tar header at byte {offset}: {found}; the shard is damaged or no tar at all")
+
+
+def _number(path: str, offset: int, header: bytes, where: slice) -> int:
     """An octal field, or a base-256 one (first bit set), of a header."""
+    raw = header[where]
     if raw[0] & 0x80:
         return int.from_bytes(bytes([raw[0] & 0x7F]) + raw[1:], "big")
-    digits = raw.strip(b" \0") or b"0"
-    try:
-        return int(digits, 8)
-    except ValueError:
-        hint = "; it is compressed: `savable convert` re-packs it" if _compressed(path) else ""
-        raise ShardError(f"{path}: no tar header at byte {offset}: {raw!r} is no octal number{hint}") from None
-
-
-def _compressed(path: str) -> bool:
-    return path.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))
+    digits = raw.lstrip(b" ").split(b"\0", 1)[0].rstrip(b" ") or b"0"
+    if digits.strip(b"01234567"):  # int() would take a sign or an underscore too
+        raise _no_header(path, offset, header, f"{raw!r} is no octal number")
+    return int(digits, 8)
 
 
 def _text(raw: bytes) -> str:
@@ -181,12 +183,12 @@ def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
     position = 0
     while position < len(block) and block[position] != 0:
         length, _, _ = block[position : position + 20].partition(b" ")
-        if not length.isdigit() or int(length) <= len(length) + 1:
-            raise ShardError(f"{path}: a PAX record at byte {offset + position} has no length")
+        if not length.isdigit() or not len(length) + 1 < int(length) <= len(block) - position:
+            raise ShardError(f"{path}: the PAX record at byte {offset + position} has no right length")
         record = block[position + len(length) + 1 : position + int(length) - 1]
         name, _, value = record.partition(b"=")
         records[_text(name)] = _text(value)
         position += int(length)
-    if "size" in records and not records["size"].isdigit():
+    if "size" in records and not re.fullmatch("[0-9]{1,19}", records["size"]):
         raise ShardError(f"{path}: the PAX header at byte {offset} gives the size {records['size']!r}")
     return records

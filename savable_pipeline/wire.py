@@ -1,5 +1,7 @@
 """How a batch is written down to pass from a worker to the trainer: pickle protocol 5, tensors as their raw bytes.
 
+A tensor keeps the order of its dimensions in memory (channels last, say), on which the bits of a convolution depend.
+
 What is read back comes from our own worker process, never from data or a saved state.
 """
 
@@ -15,9 +17,11 @@ import torch
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-            plain = not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
-            if plain:
-                return _tensor, (_raw(value), value.dtype, tuple(value.shape))
+            other = value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
+            if not other:
+                order = () if value.is_contiguous() else _memory_order(value)
+                laid = value.permute(order) if order else value
+                return _tensor, (_raw(laid), value.dtype, tuple(laid.shape), order)
         return NotImplemented
 
 
@@ -39,7 +43,11 @@ def _raw(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
     return pickle.PickleBuffer(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _tensor(raw: bytearray | bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not raw:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(raw, dtype=dtype).view(shape)
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions, the slowest in memory first."""
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _tensor(raw: bytearray | bytes, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    laid = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+    return laid.permute([order.index(i) for i in range(len(order))]) if order else laid

@@ -24,18 +24,22 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
             tar.addfile(info, io.BytesIO(payload))
 
 
+def write_numbered_shards(folder: Path, sizes: list[int], **extra: Any) -> None:
+    """JSON samples `{"id": n}` with n counting through, `sizes[i]` of them in shard i."""
+    n = 0
+    for shard, size in enumerate(sizes):
+        numbered = range(n, n + size)
+        members = [(f"s{i:06d}.json", json.dumps({"id": i, **extra}).encode()) for i in numbered]
+        write_tar(folder / f"{shard:04d}.tar", members)
+        n += size
+
+
 @pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
-    """Writes shards of JSON samples `{"id": n}` with n counting through, `sizes[i]` of them in shard i."""
+    """Writes shards of numbered samples, as `write_numbered_shards`, and gives their folder."""
 
     def make(sizes: list[int], folder: str = "shards", **extra: Any) -> Path:
-        n = 0
-        for shard, size in enumerate(sizes):
-            members = []
-            for _ in range(size):
-                members.append((f"s{n:06d}.json", json.dumps({"id": n, **extra}).encode()))
-                n += 1
-            write_tar(tmp_path / folder / f"{shard:04d}.tar", members)
+        write_numbered_shards(tmp_path / folder, sizes, **extra)
         return tmp_path / folder
 
     return make

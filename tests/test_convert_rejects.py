@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
 
 from savable_pipeline.convert import convert
 from savable_pipeline.convert_input import Options
+from tests.toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
 
 UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
 
@@ -21,7 +21,7 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
     ("name", "content", "reason"),
     [
         ("x.jpg", b"no image", UNREADABLE),
-        ("x.jpg", jpeg(3)[:-40], UNREADABLE),
+        ("x.jpg", jpeg(3, side=256)[:-400], UNREADABLE),
         ("x.seg.PNG", jpeg(3)[:90], UNREADABLE),
         ("x.jpg", b"", "empty file"),
         ("x.json", b"{", "malformed JSON"),

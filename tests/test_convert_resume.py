@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_files import SMALL, fill, snapshot, write_lines
 
 from savable_pipeline.convert import convert
 from savable_pipeline.convert_input import Options
 from savable_pipeline.convert_pool import claimed
 from savable_pipeline.errors import SavableError, WorkerError
+from tests.toy_files import SMALL, fill, snapshot, write_lines
 
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
@@ -123,7 +125,8 @@ def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
     """The command with two workers, in a process group of its own, once it has finished some shards."""
     tool = Path(__file__).parents[1] / "tools/convert.py"
     arguments = [sys.executable, str(tool), str(source), str(target), "--shard-samples=3", "--workers=2"]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True)
+    with target.with_name("errors").open("wb") as errors:
+        process = subprocess.Popen(arguments, stderr=errors, start_new_session=True)
     enough = len(list(target.glob("*.tar"))) + 3
     deadline = time.monotonic() + 60
     while len(list(target.glob("*.tar"))) < enough and time.monotonic() < deadline:
@@ -132,29 +135,37 @@ def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
     return process
 
 
+def living(group: int) -> list[int]:
+    """The processes of a group; one that is dead and waits to be buried does not count."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [int(path.parent.name)] if int(its_group) == group and state != "Z" else []
+    return found
+
+
 def wait_until_gone(group: int) -> None:
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
+    while living(group):
+        if time.monotonic() > deadline:
+            os.killpg(group, signal.SIGKILL)
+            raise AssertionError("some of its processes live on")
         time.sleep(0.05)
-    os.killpg(group, signal.SIGKILL)
-    raise AssertionError("some of its processes live on")
 
 
 def test_neither_a_kill_nor_ctrl_c_leaves_processes_behind(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 450)
     process = start_command(source, tmp_path / "out")
     process.kill()
-    process.communicate()
+    process.wait()
     wait_until_gone(process.pid)
     process = start_command(source, tmp_path / "out")
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130 and b"Traceback" not in errors and errors.endswith(b"stopped\n")
+    assert process.wait(timeout=20) == 130
     wait_until_gone(process.pid)
+    errors = (tmp_path / "errors").read_text()
+    assert "Traceback" not in errors and errors.endswith("stopped\n")
     assert convert(source, tmp_path / "out", SMALL) == convert(source, tmp_path / "calm", SMALL)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
 
@@ -172,6 +183,17 @@ def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> N
     convert(source, tmp_path / "out", Options(shard_samples=1), workers=1)
     convert(source, tmp_path / "calm", Options(shard_samples=1), workers=1)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+def test_a_conversion_waits_until_the_workers_of_a_killed_one_are_gone(tmp_path: Path) -> None:
+    work = tmp_path / "out/.nv-meta/savable.convert"
+    work.mkdir(parents=True)
+    held = os.open(work, os.O_RDONLY)  # as each worker does
+    fcntl.flock(held, fcntl.LOCK_SH)
+    threading.Timer(0.3, os.close, (held,)).start()
+    begin = time.monotonic()
+    convert(fill(tmp_path / "in", 2), tmp_path / "out", SMALL)
+    assert time.monotonic() - begin > 0.3
 
 
 def test_two_conversions_into_one_folder_do_not_meet(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from savable_pipeline.convert_input import Options
 SMALL = Options(shard_samples=3)
 
 
-def jpeg(shade: int) -> bytes:
+def jpeg(shade: int, side: int = 8) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (shade, 255 - shade, 7)).save(buffer, "JPEG")
+    gradient = Image.linear_gradient("L").resize((side, side))
+    Image.merge("RGB", (gradient, gradient, Image.new("L", (side, side), shade))).save(buffer, "JPEG")
     return buffer.getvalue()
 
 

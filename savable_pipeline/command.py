@@ -1,0 +1,145 @@
+"""The command `savable`: thin doors to the library, one function a command.
+
+What a command was asked for goes to stdout, progress and errors to stderr. It exits with 0 if all is well,
+1 if something was found wrong with the data, 2 if it could not do its work, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from savable_pipeline.command_output import print_differences, print_info, print_report, print_state, progress_of
+from savable_pipeline.convert import REJECTED
+from savable_pipeline.convert import convert as convert_files
+from savable_pipeline.convert_input import Options
+from savable_pipeline.convert_jsonl import FILE_FIELDS
+from savable_pipeline.errors import SavableError
+from savable_pipeline.info import dataset_info
+from savable_pipeline.state_summary import differences, read_checkpoint, summarize
+
+app = typer.Typer(
+    help="Make and inspect datasets for savable_pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@app.callback()
+def _root() -> None:
+    """Make and inspect datasets for savable_pipeline."""
+
+
+@contextlib.contextmanager
+def errors_as_lines() -> Iterator[None]:
+    """Tell the errors of the library, and Ctrl-C, in one line on stderr."""
+    try:
+        yield
+    except (SavableError, ValueError, OSError) as error:
+        line = " ".join(str(error).split())
+        _err.print(f"[bold red]error:[/] {escape(line)}")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        _err.print("stopped")
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of files, or a .jsonl file.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder for the shards; made if it is missing.")],
+    shard_bytes: Annotated[int, typer.Option(help="Longest a shard may grow, in bytes.")] = 256_000_000,
+    shard_samples: Annotated[int | None, typer.Option(help="Most samples in a shard.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that write; by default one a processor, or one for little.")
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Exit with 0 even if something was rejected.")] = False,
+    check_images: Annotated[bool, typer.Option(help="Decode each image once, and reject what fails.")] = True,
+    allow_outside: Annotated[
+        bool, typer.Option("--allow-outside", help="Take files outside SRC that links or fields lead to.")
+    ] = False,
+    key_field: Annotated[
+        str | None, typer.Option(help="JSONL: the field with a sample's key; by default its line number.")
+    ] = None,
+    file_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD[=PART]",
+            help=f"JSONL: a field that names a file; repeatable. By default {', '.join(FILE_FIELDS)}.",
+        ),
+    ] = None,
+    no_files: Annotated[bool, typer.Option("--no-files", help="JSONL: no field names a file.")] = False,
+    files_from: Annotated[
+        Path | None, typer.Option(help="JSONL: the folder of the files; by default where SRC lies.")
+    ] = None,
+) -> None:
+    """Write the samples of SRC as WebDataset shards into DST.
+
+    In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt.
+    In a .jsonl file each line is one, written as its json part beside the files that it names.
+
+    What is bad is left out and reported, and the exit code is 1, or 0 with --skip-bad. A conversion that was
+    stopped goes on where it stopped when the same command is given again, and ends with the same bytes.
+    """
+    with errors_as_lines():
+        if no_files and file_field:
+            raise ValueError("--no-files and --file-field exclude each other")
+        options = Options(
+            shard_bytes=shard_bytes,
+            shard_samples=shard_samples,
+            check_images=check_images,
+            allow_outside=allow_outside,
+            key_field=key_field,
+            file_fields=() if no_files else tuple(file_field) if file_field else None,
+        )
+        with progress_of(_err, f"reading {source}") as progress:
+            report = convert_files(source, target, options, files_from=files_from, workers=workers, progress=progress)
+        print_report(_out, report, target / REJECTED)
+        if not report.samples:
+            raise ValueError(f"{target} holds no shard: everything in {source} was rejected")
+    if report.rejected and not skip_bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def info(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern or one tar.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Say what a dataset holds: shards, samples, parts and their sizes, splits."""
+    with errors_as_lines():
+        print_info(_out, dataset_info(path), as_json=as_json)
+
+
+@app.command()
+def state(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What torch.save wrote: a state, or a checkpoint.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another, to be compared with FILE.")] = None,
+) -> None:
+    """Say where a saved run stands: slot, and of each lane its epoch, position, buffer, packs and random counters.
+
+    With two files, say what differs, and exit with 1 if anything does.
+    """
+    with errors_as_lines():
+        summary = summarize(read_checkpoint(file))
+        if other is None:
+            print_state(_out, summary, file.stat().st_size)
+            return
+        found = differences(summary, summarize(read_checkpoint(other)))
+    print_differences(_out, found, file.name, other.name)
+    if found:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

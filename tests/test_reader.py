@@ -1,0 +1,198 @@
+"""The reader: a lane's refs, from any position, for as many epochs as asked."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from tests.conftest import write_tar
+from tests.toy_dataset import drained, first, pairs, readers
+
+SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "shuffle": st.booleans(),
+        "block_size": st.integers(1, 10),
+        "window": st.one_of(st.none(), st.integers(1, 8)),
+    }
+)
+
+
+@given(SIZES, st.integers(1, 30), st.integers(1, 3), st.integers(0, 5), SETTINGS)
+def test_the_lanes_of_an_epoch_have_every_sample_once(
+    sizes: list[int], lanes: int, epochs: int, seed: int, how: dict[str, Any]
+) -> None:
+    make = readers(sizes, lanes=lanes, seed=seed, epochs=epochs, **how)
+    given = [ref for lane in range(lanes) for ref in drained(make(lane), 7)]
+    assert sorted(given) == sorted((index, epoch) for epoch in range(epochs) for index in range(sum(sizes)))
+
+
+@given(SIZES, st.integers(1, 8), SETTINGS, st.lists(st.integers(1, 50), min_size=1), st.data())
+def test_refs_are_the_same_however_many_are_taken_at_a_time_and_after_any_restore(
+    sizes: list[int], lanes: int, how: dict[str, Any], chunks: list[int], data: st.DataObject
+) -> None:
+    make = readers(sizes, lanes=lanes, **how)
+    lane = data.draw(st.integers(0, lanes - 1))
+    expected = first(make(lane), 200, chunk=1)
+    reader, given = make(lane), []
+    for chunk in itertools.islice(itertools.cycle(chunks), 200):
+        if len(given) + chunk > 200:
+            break
+        given += pairs(reader.take_refs(chunk))
+        if data.draw(st.booleans()):
+            state = reader.save_state()
+            reader = make(lane)
+            reader.restore_state(state)
+    assert given == expected[: len(given)]
+
+
+def test_a_restore_at_every_position_goes_on_exactly() -> None:
+    make = readers([3, 0, 5, 1], lanes=2, epochs=3, block_size=2)
+    expected = drained(make(1))
+    for position in range(len(expected) + 1):
+        before, after = make(1), make(1)
+        assert first(before, position) == expected[:position]
+        after.restore_state(before.save_state())
+        assert drained(after) == expected[position:]
+
+
+def test_unshuffled_lanes_read_blocks_of_file_order_in_turn() -> None:
+    make = readers([4, 1, 6], lanes=2, epochs=2, shuffle=False, block_size=2)
+    assert drained(make(0)) == [(i, 0) for i in (0, 1, 4, 5, 8, 9)] + [(i, 1) for i in (2, 3, 6, 7, 10)]
+    assert drained(make(1)) == [(i, 0) for i in (2, 3, 6, 7, 10)] + [(i, 1) for i in (0, 1, 4, 5, 8, 9)]
+
+
+def test_epochs_none_never_ends_and_a_number_ends() -> None:
+    assert {epoch for _, epoch in first(readers([5])(0), 5000)} == set(range(1000))
+    assert readers([5])(0).endless
+    finite = readers([5], epochs=3)(0)
+    assert not finite.endless
+    assert len(drained(finite)) == 15
+    assert len(finite.take_refs(1)) == 0
+    with pytest.raises(StopIteration):
+        next(finite)
+
+
+def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None:
+    make = readers([1, 1], lanes=5, block_size=1)
+    given = [first(make(lane), 4) for lane in range(5)]
+    assert all(len({epoch for _, epoch in refs}) == 4 for refs in given)
+    by_epoch = sorted((epoch, index) for refs in given for index, epoch in refs if epoch < 9)
+    assert by_epoch == [(epoch, index) for epoch in range(9) for index in (0, 1)]
+
+
+def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
+    shared: dict[Any, Any] = {}
+    readers([5])(0)
+    from tests.toy_dataset import NumberDataset
+
+    shared[("dataset", "numbers")] = NumberDataset([5])
+    second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
+    assert sorted(drained(second)) == [(i, epoch) for i in range(5) for epoch in (2, 3)]
+    assert drained(readers([5], epochs=4)(0))[10:] == drained(
+        sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
+    )
+
+
+@settings(max_examples=30)
+@given(st.integers(8, 40), st.integers(2, 6), st.integers(1, 6), st.integers(0, 3))
+def test_a_lane_reads_within_two_windows_of_shards_at_a_time(shards: int, window: int, lanes: int, epoch: int) -> None:
+    if shards < 2 * window:
+        return
+    size = 30
+    reader = readers([size] * shards, lanes=lanes, window=window, epochs=epoch + 1, block_size=4)(0)
+    refs = [index // size for index, e in drained(reader) if e == epoch]
+    within = window * size // 2  # so many refs in a row touch one window, or at its border two
+    for start in range(0, len(refs), within):
+        assert len(set(refs[start : start + within])) <= 2 * window
+    windows = -(-shards // window)
+    assert len(refs) - sum(a != b for a, b in itertools.pairwise(refs)) > 0 or windows == 1
+
+
+def test_different_seeds_and_epochs_give_different_orders() -> None:
+    orders = [first(readers([50] * 4, seed=seed)(0), 400) for seed in (0, 1)]
+    assert [index for index, _ in orders[0]] != [index for index, _ in orders[1]]
+    assert [index for index, _ in orders[0][:200]] != [index for index, _ in orders[0][200:]]
+
+
+def test_lanes_share_the_orders_of_a_few_epochs() -> None:
+    make = readers([30] * 4, lanes=2)
+    one, two = make(0), make(1)
+    first(one, 600), first(two, 60)
+    assert one._orders is two._orders
+    assert len(one._orders) == 4
+
+
+def test_by_hand_it_gives_samples(make_shards: Any) -> None:
+    reader = sp.TarShardReader(str(make_shards([3, 2])), sp.Lane(), shuffle=False, epochs=1)
+    samples = list(reader)
+    assert [sample.json()["id"] for sample in samples] == [0, 1, 2, 3, 4]
+    assert reader.ref == (4, 0, 0)
+    assert reader.fetch(reader.ref).json() == reader.fetch(samples[4].ref).json() == {"id": 4}
+    assert reader.population == 5 and reader.depth == 0 and reader.encoder is None
+
+
+def test_two_readers_over_lists_that_are_made_anew_do_not_get_each_others_shards(make_shards: Any) -> None:
+    folders = [make_shards([2], "one"), make_shards([3], "two")]
+    lane = sp.Lane()
+    counts = [sp.TarShardReader((folder / name for name in ["0000.tar"]), lane).population for folder in folders]
+    assert counts == [2, 3]
+
+
+def test_shards_are_indexed_once_for_all_lanes_of_a_process(make_shards: Any) -> None:
+    shared: dict[Any, Any] = {}
+    folder = make_shards([2])
+    lanes = [sp.TarShardReader(folder, sp.Lane(i, 2, shared=shared)) for i in range(2)]
+    assert lanes[0].dataset is lanes[1].dataset
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"block_size": 0}, {"window": 0}, {"epochs": -1}])
+def test_a_setting_below_one_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        readers([5], **wrong)(0)
+
+
+def test_no_sample_at_all_is_an_error(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("README", b"")])
+    with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
+        sp.TarShardReader(tmp_path, sp.Lane())
+
+
+def test_a_position_that_the_lane_does_not_have_is_a_mismatch() -> None:
+    reader = readers([5])(0)
+    with pytest.raises(sp.CheckpointMismatchError, match="stands at sample 6 of the lane's 5"):
+        reader.restore_state({"epoch": 0, "position": 6, "lane": {}})
+    with pytest.raises(sp.CheckpointMismatchError, match="no state of TarShardReader"):
+        reader.restore_state({"refs": b""})
+
+
+def test_named_random_numbers_of_the_lane_are_saved_with_the_reader() -> None:
+    make = readers([5])
+    before, after = make(0), make(0)
+    expected = [before.lane.rng("mine").random() for _ in range(5)]
+    fresh = make(0)
+    assert [fresh.lane.rng("mine").random() for _ in range(2)] == expected[:2]
+    after.restore_state(fresh.save_state())
+    assert [after.lane.rng("mine").random() for _ in range(3)] == expected[2:]
+
+
+def test_settings_name_what_changes_the_order(make_shards: Any) -> None:
+    reader = sp.TarShardReader(str(make_shards([2, 1])), sp.Lane(), block_size=4)
+    settings = reader.settings()
+    assert [settings[name] for name in ("epochs", "shuffle", "block_size", "window")] == [None, True, 4, 32]
+    assert [(name, samples) for name, samples, _ in settings["shards"]] == [("0000.tar", 2), ("0001.tar", 1)]
+
+
+def test_an_epoch_of_a_billion_samples_begins_at_once_anywhere() -> None:
+    make = readers([10**6] * 1000, lanes=3)
+    reader = make(1)
+    reader.restore_state({"epoch": 5, "position": 333_000_000, "lane": {}})
+    refs = reader.take_refs(2000)
+    assert len(np.unique(refs["index"])) == 2000

@@ -1,0 +1,293 @@
+"""Workers that fail: killed, hanging, leaving, or with errors of every kind; the loader stays exact in each case."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline import worker
+from tests.streams import take
+from tests.toy_faults import (
+    FaultyEncoder,
+    LambdaEncoder,
+    LargeEncoder,
+    builds_only_here,
+    faulty_stage_pipeline,
+    number_pipeline,
+)
+from tests.toy_pipelines import toy_pipeline
+
+
+def loader(pipeline: Any, num_workers: int = 2, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 12, "num_workers": num_workers, **settings})
+
+
+@pytest.fixture
+def faulty(make_shards: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Makes a pipeline of numbers in file order whose encoder fails at a sample until `cured` is there."""
+    shards = str(make_shards([60, 60]))
+
+    def make(how: str, at: int = 9, **settings: Any) -> Any:
+        encoder = FaultyEncoder(how, at, tmp_path / "cured")
+        return partial(number_pipeline, shards, encoder=encoder, **settings)
+
+    return make
+
+
+def workers() -> list[Any]:
+    return sorted(multiprocessing.active_children(), key=lambda process: process.pid)
+
+
+# Killed.
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize("killed", [slice(0, 1), slice(1, 2), slice(0, 2)])
+@pytest.mark.parametrize("after", [1, 4])
+def test_after_a_worker_was_killed_the_same_batches_come(
+    make_shards: Any, killed: slice, after: int, epochs: int | None
+) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
+    expected = take(loader(pipeline, 0), 24)
+    with loader(pipeline) as own:
+        found = take(own, after)
+        time.sleep(0.1)  # until what was asked ahead is made, so that the next ask meets a dead worker
+        for process in workers()[killed]:
+            process.kill()
+            process.join()
+        told = []
+        while len(found) < len(expected):
+            try:
+                found += take(own, 1)
+            except sp.WorkerError as error:
+                told.append(str(error))
+        assert found == expected
+        assert len(told) == 1 and "ended by signal SIGKILL; the loader's state is whole" in told[0]
+
+
+def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_told_and_nothing_is_lost(make_shards: Any) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder())
+    expected = take(loader(pipeline, 0), 6)
+    with loader(pipeline, 1) as own:
+        found = take(own, 1)
+        time.sleep(0.3)  # the worker has made the next batch and waits for us to take it
+        workers()[0].kill()
+        with pytest.raises(sp.WorkerError, match="ended by signal SIGKILL"):
+            take(own, 6)
+        found += take(own, 5)
+        assert found == expected
+
+
+def test_a_state_saved_after_a_worker_was_killed_resumes_exactly(make_shards: Any) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
+    expected = take(loader(pipeline, 0), 20)
+    with loader(pipeline) as own:
+        found = take(own, 6)
+        for process in workers():
+            process.kill()
+        with pytest.raises(sp.WorkerError):
+            while True:
+                found += take(own, 1)
+        state = own.state_dict()
+    fresh = loader(pipeline, 0)
+    fresh.load_state_dict(state)
+    assert found + take(fresh, 20 - len(found)) == expected
+
+
+@pytest.mark.parametrize("how", ["exit", "os exit"])
+def test_an_encoder_that_leaves_the_process_is_told_with_its_exit_code(faulty: Any, how: str, tmp_path: Path) -> None:
+    with loader(faulty(how), 1) as own:
+        found = [next(own) for _ in range(4)]
+        for _ in range(2):
+            with pytest.raises(sp.WorkerError, match=f"ended with exit code {3 if how == 'exit' else 5}"):
+                next(own)
+        (tmp_path / "cured").touch()
+        found += [next(own) for _ in range(6)]
+    assert found == [[2 * i, 2 * i + 1] for i in range(10)]
+
+
+# Hanging.
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(
+    faulty: Any, tmp_path: Path, epochs: int | None
+) -> None:
+    with loader(faulty("hang", epochs=epochs), timeout=0.5) as own:
+        found = [next(own) for _ in range(4)]
+        pids = [process.pid for process in workers()]
+        start = time.monotonic()
+        with pytest.raises(sp.WorkerError, match=r"worker 0 gave no batch of lane 4 in 0\.5 s \(process \d+\)"):
+            next(own)
+        assert 0.4 < time.monotonic() - start < 5
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        (tmp_path / "cured").touch()
+        found += [next(own) for _ in range(6)]
+    assert found == [[2 * i, 2 * i + 1] for i in range(10)]
+
+
+def test_a_batch_that_takes_long_but_not_too_long_is_no_matter(faulty: Any) -> None:
+    with loader(faulty("none"), 1, timeout=2) as own:
+        next(own)
+        (process,) = workers()
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        while time.monotonic() - started < 0.5:
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGCONT)
+        assert [next(own) for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_a_stopped_worker_is_killed_when_the_loader_closes(faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_EXIT_WAIT_S", 0.3)
+    own = loader(faulty("none"), 3)
+    next(own)
+    pids = [process.pid for process in workers()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    own.close()
+    assert time.monotonic() - start < 0.8  # together, not one after the other
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_the_timeout_does_not_count_the_imports_of_a_worker(make_shards: Any) -> None:
+    """A spawned worker imports torch, which takes seconds."""
+    pipeline = partial(number_pipeline, str(make_shards([20])))
+    with loader(pipeline, 1, multiprocessing_context="spawn", timeout=0.5) as own:
+        assert next(own) == [0, 1]
+
+
+def test_a_worker_that_does_not_start_is_an_error(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_START_S", 0.2)
+    pipeline = partial(number_pipeline, str(make_shards([20])))
+    with (
+        loader(pipeline, 1, multiprocessing_context="spawn") as own,
+        pytest.raises(sp.WorkerError, match=r"worker 0 \(process \d+\) has not started in 0 s"),
+    ):
+        next(own)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("how", ["value", "unpicklable"])
+@pytest.mark.parametrize("at", [0, 9])
+def test_an_error_of_an_encoder_says_where_and_again_and_nothing_is_lost(
+    faulty: Any, tmp_path: Path, how: str, num_workers: int, at: int, epochs: int | None
+) -> None:
+    with loader(faulty(how, at, epochs=epochs), num_workers) as own:
+        found = []
+        told = []
+        for _ in range(3):
+            with pytest.raises(sp.EncodeError) as caught:
+                while True:
+                    found.append(next(own))
+            told.append(str(caught.value))
+            if num_workers:
+                text = str(caught.value.__cause__)
+                assert text.startswith("in a worker:\nTraceback") and "in fail" in text and "Error: " in text
+        assert len(set(told)) == 1
+        offset = at * 1024
+        for part in ("FaultyEncoder.encode raised", "stage Encode", "0000.tar", f"'s{at:06d}'", f"offset {offset},"):
+            assert part in told[0]
+        assert ("ValueError: no such colour" if how == "value" else "UnpicklableError: broken 7") in told[0]
+        state = own.state_dict()
+        (tmp_path / "cured").touch()
+        found += [next(own) for _ in range(10 - len(found))]
+        assert found == [[2 * i, 2 * i + 1] for i in range(10)]
+    fresh = loader(faulty(how, at, epochs=epochs), 1)
+    fresh.load_state_dict(state)
+    assert next(fresh) == found[state["slot"]]
+    fresh.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_class_of_the_users_own_can_be_caught_as_ours(make_shards: Any, num_workers: int) -> None:
+    pipeline = partial(faulty_stage_pipeline, str(make_shards([20])))
+    with loader(pipeline, num_workers) as own:
+        for _ in range(2):
+            with pytest.raises(sp.ShardError, match="shard 7 is upside down"):
+                next(own)
+
+
+def test_a_pipeline_that_cannot_be_built_in_a_worker_is_told_with_its_traceback(make_shards: Any) -> None:
+    pipeline = partial(builds_only_here, os.getpid(), str(make_shards([20])))
+    with loader(pipeline) as own:
+        for _ in range(2):
+            with pytest.raises(sp.WorkerError, match=r"in builds_only_here(.|\n)*RuntimeError: no licence"):
+                next(own)
+
+
+def test_a_batch_that_cannot_be_sent_is_told(make_shards: Any) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([20])), encoder=LambdaEncoder())
+    with loader(pipeline) as own:
+        for _ in range(2):
+            with pytest.raises(sp.WorkerError, match=r"in a worker(.|\n)*LambdaEncoder\.batch\.<locals>\.<lambda>"):
+                next(own)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_pipeline_that_cannot_be_sent_to_workers_is_an_error_at_once(make_shards: Any, method: str) -> None:
+    shards = str(make_shards([20]))
+    for pipeline in (lambda lane: number_pipeline(shards, lane), partial(number_pipeline, shards, encoder=lambda: 1)):
+        with pytest.raises(ValueError, match=rf"sent to workers started by {method}: (.|\n)*functools\.partial"):
+            loader(pipeline, multiprocessing_context=method)
+        loader(pipeline, 0, multiprocessing_context=method)
+        loader(pipeline, 2, multiprocessing_context="fork")
+
+
+# Interrupted.
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_interrupted_at_any_moment_stands_before_or_after_a_batch(
+    make_shards: Any, num_workers: int, epochs: int | None
+) -> None:
+    """As by Ctrl-C in a notebook, after which one looks at the loader and goes on."""
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs, max_length=9, size=1)
+    alone = loader(pipeline, 0)
+    stream = [(epoch, batch) for epoch in range(1 if epochs is None else 6) for batch in [*take(alone, 150), None]]
+    draw = random.Random(0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = at = 0
+    try:
+        with loader(pipeline, num_workers) as own:
+            while at < 140:
+                found = []
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 0.1 if num_workers else 0.002))
+                    found = take(own, 1) or [None]
+                except KeyboardInterrupt:
+                    interrupted += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                state = own.state_dict()
+                ends = [i for i, (epoch, batch) in enumerate(stream) if batch is None and epoch < state["epoch"]]
+                now = state["slot"] + (ends[-1] + 1 if ends else 0)
+                assert now in (at, at + 1)
+                assert not found or (now == at + 1 and found[0] == stream[at][1])
+                fresh = loader(pipeline, 0)
+                fresh.load_state_dict(state)
+                assert (take(fresh, 1) or [None]) == [stream[now][1]]
+                at = now
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 10
