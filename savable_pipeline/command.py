@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from savable_pipeline.command_output import print_differences, print_info, print_report, print_state, progress_of
-from savable_pipeline.convert import REJECTED
+from savable_pipeline.convert import REJECTED, Options
 from savable_pipeline.convert import convert as convert_files
-from savable_pipeline.convert_input import Options
-from savable_pipeline.convert_jsonl import FILE_FIELDS
+from savable_pipeline.convert.jsonl import FILE_FIELDS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.info import dataset_info
 from savable_pipeline.state_summary import differences, read_checkpoint, summarize

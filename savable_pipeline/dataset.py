@@ -74,9 +74,12 @@ class Dataset:
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
         fd = self._handles[shard] if shard in self._handles else self._open(shard)
-        first = next(members(str(self.root / self.shard_name(shard)), fd, self.offset(row)))
-        parts = split_name(first.name)
-        return parts[0] if parts else first.name
+        path, offset = self.root / self.shard_name(shard), self.offset(row)
+        first = next(members(str(path), fd, offset), None)
+        parts = split_name(first.name) if first else None
+        if parts is None:
+            raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
+        return parts[0]
 
     def shard_name(self, shard: int) -> str:
         """The name of a shard relative to the root."""

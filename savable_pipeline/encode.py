@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.encoder import Skip, TaskEncoder
-from savable_pipeline.errors import EncodeError
+from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.global_rng import seeder
 from savable_pipeline.keys import key
 from savable_pipeline.rng import Rng
@@ -122,6 +122,8 @@ class Encode(Stage):
                 seed(rng.key)
             try:
                 item = encode(sample, rng)
+            except SavableError:  # of the shard, not of the encoder
+                raise
             except Exception as error:
                 raise self._failed(sample, error) from error
             if type(item) in plain:
@@ -167,6 +169,8 @@ class Encode(Stage):
             self._seed_globals(self._rng.key)
         try:
             parts: Iterator[Any] = self._encoder.encode(sample, self._rng)
+        except SavableError:  # of the shard, not of the encoder
+            raise
         except Exception as error:
             raise self._failed(sample, error) from error
         for passed in range(part):
@@ -179,6 +183,8 @@ class Encode(Stage):
             self._seed_globals(rng.key)
         try:
             return next(parts, _DONE)
+        except SavableError:  # of the shard, not of the encoder
+            raise
         except Exception as error:
             raise self._failed(sample, error) from error
 

@@ -114,7 +114,8 @@ def _fixed(name: str) -> str | None:
 def _plain(field: str, value: Any) -> Any:
     """A setting as it is read back from a state: tuples are lists, sets are sorted."""
     try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(value, order="deterministic"))
+        plain = msgspec.to_builtins(value, str_keys=True, order="deterministic")
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
     except (TypeError, OverflowError, ValueError) as error:
         raise ValueError(
             f"the setting {field} = {value!r} cannot be kept in a state ({error}): settings() gives numbers, strings, "

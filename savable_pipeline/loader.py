@@ -72,10 +72,8 @@ class SavableLoader:
         multiprocessing_context: str | BaseContext | None = None,
         timeout: float = 600.0,
     ) -> None:
-        if lanes < 1 or num_workers < 0 or prefetch < 1:
-            raise ValueError(
-                f"lanes and prefetch must be at least 1, num_workers 0: {lanes}, {prefetch}, {num_workers}"
-            )
+        if num_workers < 0 or prefetch < 1:
+            raise ValueError(f"num_workers must be at least 0 and prefetch 1: {num_workers}, {prefetch}")
         if not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, not {timeout}")
         if not -(1 << 63) <= seed < 1 << 64:

@@ -219,5 +219,6 @@ def as_ref(ref: Any) -> ItemRef:
 
 
 def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
-    """An encoder's class and settings, as part of a stage's settings."""
-    return {"encoder": type(encoder).__qualname__, **encoder.settings()}
+    """An encoder's class and settings, as part of a stage's settings, whose names they may share."""
+    own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
+    return {"encoder": type(encoder).__qualname__, **own}

@@ -72,6 +72,8 @@ def find_ranks(
 
     Raises ValueError if they contradict each other, or the world size does not divide the lanes.
     """
+    if lanes < 1:
+        raise ValueError(f"lanes must be at least 1, not {lanes}")
     if (rank is None) != (world_size is None):
         raise ValueError("give both rank and world_size, or neither")
     if mesh is not None:

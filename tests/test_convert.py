@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from savable_pipeline.convert import convert
-from savable_pipeline.convert_input import Options
+from savable_pipeline.convert import Options, convert
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shard_index import ShardIndex, open_index
 from tests.toy_files import SMALL, fill, snapshot, tar_files, write_lines

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from savable_pipeline.convert import convert
-from savable_pipeline.convert_input import Options
+from savable_pipeline.convert import Options, convert
 from tests.toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
 
 UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
@@ -28,7 +27,7 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
         ("README", b"x", "no extension"),
         ("x.", b"x", TAR_NAME),
         ("x._hidden", b"x", TAR_NAME),
-        ("__meta__/x.txt", b"x", "no extension"),
+        ("__meta__/x.txt", b"x", "readers take it for metadata"),
         ("x\n.txt", b"x", TAR_NAME),
         ("x\udcff.txt", b"x", TAR_NAME),
         ("000.TXT", b"x", "two parts with one extension"),
@@ -158,3 +157,14 @@ def test_reasons_are_the_same_each_time_and_large_images_draw_no_warning(
         first = convert(tmp_path / "in", tmp_path / "one", SMALL)
     assert [reject.file for reject in first.rejected] == ["huge.png", "x.jpg"]
     assert not any("0x" in reject.detail for reject in first.rejected)
+
+
+def test_a_file_that_readers_take_for_metadata_is_rejected_as_that(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    (folder / "__phello__").mkdir(parents=True)
+    (folder / "__phello__" / "spam.py").write_text("pass")
+    (folder / "a.txt").write_text("a")
+    report = convert(folder, tmp_path / "shards", Options())
+    assert [(reject.file, reject.reason) for reject in report.rejected] == [
+        ("__phello__/spam.py", "readers take it for metadata")
+    ]

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from savable_pipeline.convert import convert
-from savable_pipeline.convert_input import Options
-from savable_pipeline.convert_pool import claimed
+from savable_pipeline.convert import Options, convert
+from savable_pipeline.convert.pool import claimed
 from savable_pipeline.errors import SavableError, WorkerError
 from tests.toy_files import SMALL, fill, snapshot, write_lines
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from tests.conftest import write_tar
-from tests.toy_dataset import drained, first, pairs, readers
+from tests.toy_dataset import NumberDataset, drained, first, pairs, readers
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
 SETTINGS = st.fixed_dictionaries(
@@ -89,16 +89,11 @@ def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None
 
 
 def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
-    shared: dict[Any, Any] = {}
-    readers([5])(0)
-    from tests.toy_dataset import NumberDataset
-
-    shared[("dataset", "numbers")] = NumberDataset([5])
+    shared: dict[Any, Any] = {("dataset", "numbers"): NumberDataset([5])}
     second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
-    assert sorted(drained(second)) == [(i, epoch) for i in range(5) for epoch in (2, 3)]
-    assert drained(readers([5], epochs=4)(0))[10:] == drained(
-        sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
-    )
+    refs = drained(second)
+    assert {epoch for _, epoch in refs} == {2, 3}
+    assert refs == drained(readers([5], epochs=4)(0))[10:]
 
 
 @settings(max_examples=30)
@@ -112,8 +107,6 @@ def test_a_lane_reads_within_two_windows_of_shards_at_a_time(shards: int, window
     within = window * size // 2  # so many refs in a row touch one window, or at its border two
     for start in range(0, len(refs), within):
         assert len(set(refs[start : start + within])) <= 2 * window
-    windows = -(-shards // window)
-    assert len(refs) - sum(a != b for a, b in itertools.pairwise(refs)) > 0 or windows == 1
 
 
 def test_different_seeds_and_epochs_give_different_orders() -> None:

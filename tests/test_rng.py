@@ -157,6 +157,18 @@ def test_normal_has_the_moments_of_a_normal_distribution() -> None:
     assert abs((standard**4).mean() - 3) < 0.2
 
 
+class Extreme(Rng):
+    """Draws the same word again and again."""
+
+    def bits(self) -> int:
+        return self._base
+
+
+def test_normal_is_symmetric_to_the_outermost_of_its_values() -> None:
+    assert Extreme(2**64 - 1).normal() == -Extreme(0).normal() == pytest.approx(8.20953615160139)
+    assert (Extreme(0).random(), Extreme(2**64 - 1).random()) == (0.0, 1 - 2.0**-53)
+
+
 def test_choice_and_permutation_give_each_order_as_often() -> None:
     rng = Rng(2)
     orders = ["".join("abc"[i] for i in rng.permutation(3)) for _ in range(6000)]

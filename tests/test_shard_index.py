@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from savable_pipeline import shard_index
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shard_index import INDEX_NAME, ShardIndex, open_index, scan
+from savable_pipeline.shard_index import INDEX_NAME, ShardIndex, open_index, scan, write_index
 from tests.conftest import write_tar
 
 
@@ -198,27 +199,40 @@ def test_an_index_with_any_byte_damaged_or_cut_off_is_made_again(mixed: Any, cap
     assert "making it again" in caplog.text
 
 
-def _open_and_report(root: Path, trace: Path, found: Any) -> None:
-    def counting(root: Path, name: str) -> Any:
-        with trace.open("a") as file:
-            file.write(f"{name}\n")
+def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None:
+    """Open the index when all processes are ready; scanning is slow, scans and writes are written down."""
+
+    def slow_scan(root: Path, name: str) -> Any:
+        time.sleep(0.1)
+        _note(trace, name)
         return scan(root, name)
 
-    shard_index.scan = counting
+    def noted_write(path: Path, tables: Any) -> None:
+        _note(trace, "index")
+        write_index(path, tables)
+
+    shard_index.scan, shard_index.write_index = slow_scan, noted_write
+    together.wait(30)
     found.put(contents(root, open_index(root, NAMES)))
+
+
+def _note(trace: Path, what: str) -> None:
+    with trace.open("a") as file:
+        file.write(f"{what}\n")
 
 
 def test_of_several_processes_that_open_at_once_one_makes_the_index(mixed: Any, tmp_path: Path) -> None:
     root, expected = mixed
     context = multiprocessing.get_context("fork")
-    found = context.Queue()
-    processes = [context.Process(target=_open_and_report, args=(root, tmp_path / "trace", found)) for _ in range(6)]
+    found, together = context.Queue(), context.Barrier(5)
+    arguments = (root, tmp_path / "trace", together, found)
+    processes = [context.Process(target=_open_and_report, args=arguments) for _ in range(5)]
     for process in processes:
         process.start()
-    assert [found.get(timeout=30) for _ in processes] == [expected] * 6
+    assert [found.get(timeout=30) for _ in processes] == [expected] * 5
     for process in processes:
         process.join(30)
-    assert sorted((tmp_path / "trace").read_text().split()) == NAMES
+    assert sorted((tmp_path / "trace").read_text().split()) == [*NAMES, "index"]
     assert not list(root.glob("**/*.tmp"))
 
 

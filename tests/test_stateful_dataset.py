@@ -23,9 +23,7 @@ def pipeline(make_shards: Any) -> Any:
 
 def loader(pipeline: Any, num_workers: int, **options: Any) -> Any:
     dataset = sp.StatefulDataset(pipeline, seed=3, lanes=12)
-    return StatefulDataLoader(
-        dataset, batch_size=None, num_workers=num_workers, collate_fn=unchanged, **options
-    )
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers, collate_fn=unchanged, **options)
 
 
 def unchanged(batch: Any) -> Any:

@@ -285,6 +285,14 @@ def test_global_pax_headers_and_numbers_with_spaces_are_understood(tmp_path: Pat
     assert parse(path) == judged(path) == [("a", [("txt", b"hello")]), ("b", [("txt", b"world")])]
 
 
+def test_a_global_pax_header_holds_for_what_has_none_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    own = extended(b"x", record(b"path", b"own.txt")) + header(b"b", b"%011o\0" % 0)
+    every = extended(b"g", record(b"path", b"global.txt")) + header(b"a", b"%011o\0" % 0)
+    path.write_bytes(every + own + bytes(1024))
+    assert parse(path) == judged(path) == [("global", [("txt", b"")]), ("own", [("txt", b"")])]
+
+
 def test_an_extension_twice_is_an_error_that_names_shard_and_offset(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"1"), ("k.json", b"{}"), ("k.txt", b"2")])
     with pytest.raises(ShardError, match=r"a\.tar: sample 'k' has the extension 'txt' twice.* byte 2048"):

@@ -11,8 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from savable_pipeline.convert import REJECTED
-from savable_pipeline.convert_input import Options
+from savable_pipeline.convert import REJECTED, Options
 
 SMALL = Options(shard_samples=3)
 

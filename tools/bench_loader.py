@@ -65,7 +65,12 @@ def write_json_shards(folder: Path) -> None:
 def json_record(number: int) -> bytes:
     draw = np.random.default_rng(number)
     words = [f"w{word:05d}" for word in draw.integers(0, 50_000, 120)]
-    record = {"id": number, "url": f"http://example.com/{number}", "score": float(draw.random()), "text": " ".join(words)}
+    record = {
+        "id": number,
+        "url": f"http://example.com/{number}",
+        "score": float(draw.random()),
+        "text": " ".join(words),
+    }
     return json.dumps(record).encode()
 
 

@@ -36,8 +36,7 @@ from rich.console import Console
 
 import savable_pipeline as sp
 from savable_pipeline.compare import digest
-from savable_pipeline.convert import convert
-from savable_pipeline.convert_input import Options
+from savable_pipeline.convert import Options, convert
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 

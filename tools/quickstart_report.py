@@ -132,10 +132,10 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
 def _draw_trial(trial: Trial, axis: Any) -> None:
     kill, resume = max(trial.killed), min(trial.resumed)
     axis.plot(*_curve(trial.uninterrupted), color="0.8", linewidth=6, label="uninterrupted")
-    axis.axvspan(resume, kill, color="tab:red", alpha=0.12, linewidth=0)
-    axis.axvline(kill, color="tab:red", linewidth=1, linestyle="--")
     axis.plot(*_curve(trial.killed), color="tab:blue", linewidth=1.6, label=f"until SIGKILL after step {kill}")
     axis.plot(*_curve(trial.resumed), color="tab:orange", linewidth=1.6, label=f"resumed at step {resume}")
+    axis.axvline(kill, color="tab:red", linewidth=1, linestyle="--")
+    axis.axvspan(resume, kill, color="tab:red", alpha=0.12, linewidth=0, label="steps done twice")
     axis.set(title=trial.title, xlabel="step", ylabel="training loss (nats a token)", ylim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)

@@ -20,7 +20,7 @@ import msgspec
 from PIL import Image, UnidentifiedImageError
 from webdataset.writer import TarWriter
 
-from savable_pipeline.convert_input import Files, Part, Reject
+from savable_pipeline.convert.source import Files, Part, Reject
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shard_index import scan, write_index, write_tar_idx
 

@@ -3,7 +3,7 @@
     a/cat.jpg  a/cat.txt  a/dog.seg.png      →      a/cat: jpg, txt      a/dog: seg.png
 
 A sample with a fault that can be seen from names and sizes is rejected here; what only its bytes can tell is
-found when its shard is written (`convert_shard`). For JSONL see `convert_jsonl`.
+found when its shard is written (`convert.shard`). For JSONL see `convert.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from savable_pipeline.tar import split_name
+from savable_pipeline.tar import is_metadata, split_name
 
 _TEXTS = ("txt", "text", "caption", "md")  # what may be empty: a sample may have nothing to say
 _SHARDS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.idx")
@@ -84,7 +84,8 @@ def read_folder(root: Path, allow_outside: bool) -> Input:
     for name, size, fault in _walk(found, os.path.realpath(root), allow_outside):
         parts = split_name(name)
         if parts is None:
-            found.rejected.append(Reject(printable(name), "", fault or "no extension"))
+            unread = "readers take it for metadata" if is_metadata(name) else "no extension"
+            found.rejected.append(Reject(printable(name), "", fault or unread))
         else:
             key, extension = parts
             samples.setdefault(key, []).append((Part(extension, name, size), fault))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from savable_pipeline.convert_input import Input, Options, Part, Reject, add_sample, outside, printable
+from savable_pipeline.convert.source import Input, Options, Part, Reject, add_sample, outside, printable
 
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 TEXT_FIELDS = ("caption", "text")

@@ -21,7 +21,7 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from savable_pipeline.convert_shard import Job, write_shard
+from savable_pipeline.convert.shard import Job, write_shard
 from savable_pipeline.errors import SavableError, WorkerError
 
 _POLL_S = 0.2  # how often the progress is told
@@ -54,7 +54,7 @@ def write_shards(jobs: list[Job], work: Path, workers: int, progress: Callable[[
 
 def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Callable[[int], None]) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["savable_pipeline.convert_pool"])
+    context.set_forkserver_preload(["savable_pipeline.convert.pool"])
     stop = context.Event()
     done = context.Value("Q", 0)
     with ProcessPoolExecutor(workers, context, _enter, (work, stop, done)) as pool:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from savable_pipeline.convert_input import Input, Options, Reject, read_folder
-from savable_pipeline.convert_jsonl import read_jsonl
-from savable_pipeline.convert_plan import MANIFEST, Plan, check_manifest, make_plan, read_manifest
-from savable_pipeline.convert_pool import claimed, write_shards
-from savable_pipeline.convert_shard import Job, Written, read_written, replace_bytes
-from savable_pipeline.energon_meta import energon_files
+from savable_pipeline.convert.energon import energon_files
+from savable_pipeline.convert.jsonl import read_jsonl
+from savable_pipeline.convert.plan import MANIFEST, Plan, check_manifest, make_plan, read_manifest
+from savable_pipeline.convert.pool import claimed, write_shards
+from savable_pipeline.convert.shard import Job, Written, read_written, replace_bytes
+from savable_pipeline.convert.source import Input, Options, Reject, read_folder
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shard_index import INDEX_NAME, ShardIndex, write_index
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from savable_pipeline.convert_input import Files, Input, Options
+from savable_pipeline.convert.source import Files, Input, Options
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tar import BLOCK, padded
 

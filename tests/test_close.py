@@ -1,0 +1,247 @@
+"""No process, descriptor or shared memory is left, on whatever path a loader or its trainer ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from tests.streams import take
+from tests.toy_faults import FaultyEncoder, LargeEncoder, number_pipeline
+from tests.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def pipeline(make_shards: Any) -> Any:
+    return partial(toy_pipeline, str(make_shards([40, 7, 60])))
+
+
+def loader(pipeline: Any, num_workers: int = 2, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 12, "num_workers": num_workers, **settings})
+
+
+def children() -> list[str]:
+    """The processes of this one."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def held() -> tuple[list[str], list[str]]:
+    """The processes and descriptors that this process has."""
+    gc.collect()
+    descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return children(), [name for name in descriptors if "/proc/" not in name]
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = held()
+    yield
+    assert held() == before
+
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+# Paths on which a loader ends. Each leaves the loader itself alive, so that nothing is left to the garbage collector.
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_nothing_is_left_after_close(pipeline: Any, num_workers: int) -> None:
+    before = held()
+    own = loader(pipeline, num_workers)
+    take(own, 5)
+    assert len(children()) == num_workers + len(before[0])
+    own.close()
+    assert held() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_nothing_is_left_after_a_with_block_that_an_error_leaves(pipeline: Any, num_workers: int) -> None:
+    before = held()
+    with pytest.raises(ZeroDivisionError), loader(pipeline, num_workers) as own:
+        for _batch in own:
+            _ = 1 / 0
+    assert held() == before
+
+
+def test_no_process_is_left_after_the_end_of_an_epoch(make_shards: Any) -> None:
+    own = loader(partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1))
+    assert take(own, 1000)
+    assert not multiprocessing.active_children()
+    own.close()
+
+
+def test_no_process_is_left_after_an_error_of_an_encoder(make_shards: Any, tmp_path: Path) -> None:
+    encoder = FaultyEncoder("value", 9, tmp_path / "cured")
+    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder))
+    with pytest.raises(sp.EncodeError):
+        take(own, 100)
+    assert not multiprocessing.active_children()
+    own.close()
+
+
+def test_nothing_is_left_after_break_and_del(pipeline: Any) -> None:
+    before = held()
+    own = loader(pipeline)
+    for _batch in own:
+        break
+    del own
+    assert held() == before
+
+
+def test_nothing_is_left_of_a_loader_that_never_began(pipeline: Any) -> None:
+    before = held()
+    own = loader(pipeline)
+    own.state_dict()
+    own.close()
+    assert held() == before
+
+
+def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: Any, tmp_path: Path) -> None:
+    encoder = FaultyEncoder("hang", 9, tmp_path / "cured")
+    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), prefetch=4)
+    next(own)
+    time.sleep(0.2)
+    start = time.monotonic()
+    own.close()
+    assert time.monotonic() - start < 1.5
+
+
+def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -> None:
+    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder()), prefetch=4)
+    next(own)
+    time.sleep(0.2)
+    start = time.monotonic()
+    own.close()
+    assert time.monotonic() - start < 1.5
+
+
+def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:
+    """A file in /dev/shm outlives whom it belongs to."""
+    with loader(pipeline) as own:
+        take(own, 5)
+        for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
+            assert "/dev/shm/" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_fifty_starts_and_stops_leave_nothing(pipeline: Any) -> None:
+    expected = take(loader(pipeline, 0), 50)
+    own = loader(pipeline, 1)
+    found = []
+    for _ in range(50):
+        found += take(own, 1)
+        own.close()
+    assert found == expected
+
+
+def test_two_loaders_at_once_do_not_disturb_each_other(pipeline: Any) -> None:
+    train, validation = take(loader(pipeline, 0), 12), take(loader(pipeline, 0, seed=4), 12)
+    first, second = loader(pipeline), loader(pipeline, seed=4)
+    found: list[str] = []
+    for step in range(6):
+        found += take(first, 1)
+        assert take(second, 1) == [validation[step]]
+    first.close()
+    assert take(second, 3) == validation[6:9]
+    found += take(first, 3)  # begun anew, after the other
+    second.close()
+    found += take(first, 3)
+    first.close()
+    assert found == train
+
+
+def test_a_child_of_the_trainer_that_exits_ends_no_worker(pipeline: Any) -> None:
+    """Such as a process that the trainer forks to save a checkpoint, which inherits the loader."""
+    own = loader(pipeline)
+    expected = take(loader(pipeline, 0), 10)
+    found = take(own, 4)
+    for _ in range(2):
+        child = os.fork()
+        if not child:
+            own.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert found + take(own, 6) == expected
+    own.close()
+
+
+# Paths on which a trainer ends.
+
+
+def start(shards: Path, method: str, how: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A trainer in a session of its own, and its workers."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "tests.toy_trainer", str(shards), method, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(workers) == 2
+    return trainer, workers
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that are there and are no zombies."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [pid] if state != "Z" else []
+    return found
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while alive(pids):
+        assert time.monotonic() < deadline, f"{alive(pids)} are still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_end_when_their_trainer_is_killed(make_shards: Any, method: str) -> None:
+    trainer, workers = start(make_shards([40, 7, 60]), method, "run")
+    assert alive(workers) == workers
+    trainer.kill()
+    trainer.communicate()
+    wait_until_gone(workers, 5)
+
+
+def test_ctrl_c_reaches_the_trainer_alone_whose_state_is_whole(make_shards: Any, tmp_path: Path) -> None:
+    trainer, workers = start(make_shards([40, 7, 60]), "fork", "run")
+    time.sleep(0.2)
+    os.killpg(trainer.pid, signal.SIGINT)
+    printed, errors = trainer.communicate(timeout=30)
+    assert (printed, errors, trainer.returncode) == ("saved\n", "", 0)
+    wait_until_gone(workers, 5)
+
+    saved = torch.load(tmp_path / "state.pt")
+    fresh = loader(partial(toy_pipeline, str(tmp_path / "shards")), 0)
+    fresh.load_state_dict(saved["data"])
+    assert take(fresh, 3) == saved["next"]
+    assert saved["data"]["slot"] > 3
+
+
+@pytest.mark.parametrize("how", ["leave", "raise"])
+def test_a_trainer_that_ends_without_closing_leaves_no_worker(make_shards: Any, how: str) -> None:
+    trainer, workers = start(make_shards([40, 7, 60]), "fork", how)
+    _, errors = trainer.communicate(timeout=30)
+    assert trainer.returncode == (how == "raise")
+    assert ("the trainer broke" in errors) == (how == "raise") and errors.count("Traceback") == (how == "raise")
+    wait_until_gone(workers, 1)

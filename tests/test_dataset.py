@@ -1,0 +1,164 @@
+"""A dataset: every part as `tarfile` reads it, and clear errors when the shards are no longer what was indexed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from savable_pipeline import dataset as dataset_module
+from savable_pipeline.dataset import Dataset
+from savable_pipeline.errors import ShardError
+from savable_pipeline.sample import REF, Sample
+from tests.conftest import write_tar
+
+
+def all_samples(dataset: Dataset, epoch: int = 0) -> list[Sample]:
+    return dataset.samples(np.array([(i, epoch) for i in range(dataset.count)], REF))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three shards of 2, 0 and 3 samples, of other layouts."""
+    root = tmp_path / "shards"
+    write_tar(root / "a/0.tar", [("x.json", b"{}"), ("x.txt", b"one"), ("y.txt", b"t" * 1000)])
+    write_tar(root / "b.tar", [("README", b"")])
+    write_tar(
+        root / "c.tar",
+        [("p/k0.bin", b""), ("p/k1.bin", bytes(range(256)) * 40), ("p/k2.JPG", b"j"), ("p/k2.txt", b"z")],
+    )
+    return root
+
+
+def test_every_part_has_the_bytes_that_tarfile_reads(shards: Path) -> None:
+    expected = []
+    for name in ("a/0.tar", "c.tar"):
+        with tarfile.open(shards / name) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                assert file is not None
+                expected.append((name, member.name, file.read()))
+    samples = all_samples(Dataset(shards))
+    found = [(s.shard, f"{s.key}.{extension}", data) for s in samples for extension, data in s.items()]
+    assert found == expected
+
+
+def test_samples_are_counted_through_all_shards_sorted_by_name(shards: Path) -> None:
+    dataset = Dataset(shards)
+    samples = all_samples(dataset, epoch=3)
+    assert [(s.key, s.shard, s.offset) for s in samples] == [
+        ("x", "a/0.tar", 0),
+        ("y", "a/0.tar", 2048),
+        ("p/k0", "c.tar", 0),
+        ("p/k1", "c.tar", 512),
+        ("p/k2", "c.tar", 512 + 512 + 10240),
+    ]
+    assert [tuple(s.ref) for s in samples] == [(dataset.source, 3, i, 0) for i in range(5)]
+    assert dataset.firsts.tolist() == [0, 2, 2, 5]
+    assert [entry[:2] for entry in dataset.manifest()] == [["a/0.tar", 2], ["b.tar", 0], ["c.tar", 3]]
+
+
+def test_refs_in_any_order_and_twice_name_their_samples(shards: Path) -> None:
+    samples = Dataset(shards).samples(np.array([(4, 0), (1, 7), (4, 1)], REF))
+    assert [(s.key, s.ref.epoch, s.ref.index) for s in samples] == [("p/k2", 0, 4), ("y", 7, 1), ("p/k2", 1, 4)]
+
+
+def test_a_subset_of_the_shards_is_a_dataset_of_its_own(shards: Path) -> None:
+    Dataset(shards)
+    alone = Dataset(shards / "c.tar")
+    assert [sample.key for sample in all_samples(alone)] == ["p/k0", "p/k1", "p/k2"]
+    assert all_samples(alone)[1]["bin"] == bytes(range(256)) * 40
+
+
+def test_the_source_is_a_hash_of_the_name_of_the_source_not_of_its_place(shards: Path) -> None:
+    assert Dataset(shards).source == Dataset(shards / "c.tar").source == Dataset(shards, source="").source
+    assert Dataset(shards, source="web").source != Dataset(shards).source
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "gone", "a folder"])
+def test_a_shard_that_changed_since_it_was_indexed_is_an_error_when_it_is_opened(shards: Path, change: str) -> None:
+    samples = all_samples(Dataset(shards))
+    path = shards / "c.tar"
+    if change == "longer":
+        path.write_bytes(path.read_bytes() + bytes(512))
+    elif change == "shorter":
+        os.truncate(path, 2048)
+    else:
+        path.unlink()
+        if change == "a folder":
+            path.mkdir()
+    with pytest.raises(ShardError, match=r"c\.tar: .*indexed"):
+        samples[3]["bin"]
+    assert samples[0]["txt"] == b"one"  # the others are not touched by it
+
+
+def test_a_shard_cut_short_while_it_is_open_is_an_error(shards: Path) -> None:
+    samples = all_samples(Dataset(shards))
+    assert samples[4]["txt"] == b"z"
+    os.truncate(shards / "c.tar", 2048)
+    with pytest.raises(ShardError, match=r"c\.tar: 9216 of 10240 bytes at byte 1024 are missing"):
+        samples[3]["bin"]
+    with pytest.raises(ShardError, match=r"c\.tar"):
+        samples[4]["txt"]
+    with pytest.raises(ShardError, match=r"c\.tar"):
+        _ = samples[4].key
+
+
+def test_a_read_that_gives_less_than_asked_for_goes_on(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = all_samples(Dataset(shards))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, offset: pread(fd, min(n, 100), offset))
+    assert samples[3]["bin"] == bytes(range(256)) * 40
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def few_handles(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(dataset_module, "OPEN_SHARDS", 3)
+    gc.collect()
+    yield open_files()
+
+
+def test_more_shards_than_handles_are_read_and_closed(make_shards: Any, few_handles: int) -> None:
+    dataset = Dataset(make_shards([1] * 10))
+    samples = all_samples(dataset)
+    for _ in range(2):
+        assert [sample.json()["id"] for sample in samples] == list(range(10))
+        assert [int(sample.key[1:]) for sample in samples] == list(range(10))
+        assert len(dataset._handles) == 3
+        assert open_files() <= few_handles + 3 + 1  # and the index
+    del dataset, samples
+    gc.collect()
+    assert open_files() == few_handles
+
+
+def test_an_error_at_opening_leaves_no_file_open(shards: Path, few_handles: int) -> None:
+    dataset = Dataset(shards)
+    os.truncate(shards / "c.tar", 2048)
+    before = open_files()
+    for _ in range(5):
+        with pytest.raises(ShardError):
+            all_samples(dataset)[3]["bin"]
+    assert open_files() == before
+
+
+def test_shards_without_a_single_sample_are_an_error(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("README", b"")])
+    with pytest.raises(ShardError, match=r"no sample in 1 shards; a sample's files are named KEY\.EXTENSION"):
+        Dataset(tmp_path)
+
+
+def test_a_dataset_works_after_the_working_folder_changed(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shards.parent)
+    dataset = Dataset("shards")
+    monkeypatch.chdir("/")
+    assert all_samples(dataset)[0]["txt"] == b"one"
