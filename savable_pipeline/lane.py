@@ -45,9 +45,12 @@ class Lane:
         return key(self.seed, "lane", self.index, self.epoch, *parts)
 
     def rng(self, name: str) -> Rng:
-        """The lane's own sequence of random numbers called `name`; where it stands is saved with the lane."""
+        """The lane's own sequence of random numbers called `name`; where it stands is saved with the lane.
+
+        It has no `.numpy`, `.torch` and `.python`, whose places a state could not hold.
+        """
         if name not in self._rngs:
-            self._rngs[name] = Rng(self.key("rng", name), draws=self._restored.get(name, 0))
+            self._rngs[name] = Rng(self.key("rng", name), draws=self._restored.get(name, 0), _counted=True)
         return self._rngs[name]
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:

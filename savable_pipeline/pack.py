@@ -132,8 +132,8 @@ class OnlinePacker(Stage):
     def _length(self, item: Any) -> int:
         try:
             length = index(self._encoder.length(item))  # NumPy's integers too, which a state could not hold
-            if length < 0:
-                raise ValueError(f"a length of {length}")
+            if length < 1:  # a pack of nothing would never be full
+                raise ValueError(f"a length of {length}; every item takes at least 1")
         except Exception as error:
             raise EncodeError(
                 f"{type(self._encoder).__name__}.length raised {type(error).__name__}: {error}; stage OnlinePacker of "

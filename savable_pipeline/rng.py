@@ -34,6 +34,7 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     draws: int = 0
     _key: int | None = None
     _made: dict[str, Any] | None = None  # generators of other kinds
+    _counted: bool = False  # a sequence of a lane, of which a state holds `draws` and nothing else
 
     def rekey(self, parts: tuple[int, int, int]) -> None:
         """Start again as the generator of `(base, *parts)`."""
@@ -106,6 +107,11 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         return self._once("python", PythonRandom)
 
     def _once(self, kind: str, make: Callable[[int], T]) -> T:
+        if self._counted:
+            raise ValueError(
+                f"lane.rng(...).{kind}: such a generator keeps a place of its own, which no state holds; draw from "
+                f"lane.rng(...) itself, or key a generator anew each time with its bits()"
+            )
         if self._made is None:
             self._made = {}
         if kind not in self._made:

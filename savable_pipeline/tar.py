@@ -62,12 +62,11 @@ def padded(size: int) -> int:
 
 def is_metadata(name: str) -> bool:
     """Whether a member is metadata by its name, and no part of a sample."""
-    return bool(_METADATA.match(name.removeprefix("./")))
+    return bool(_METADATA.match(name))
 
 
 def split_name(name: str) -> tuple[str, str] | None:
     """Key and extension of a member's name, cut at the first dot of its last part; None if it is no sample."""
-    name = name.removeprefix("./")
     if is_metadata(name):
         return None
     match = _NAME.match(name)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Whoever starts the tests in the background may have Ctrl-C ignored; then so have the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MakeShards = Callable[..., Path]
 

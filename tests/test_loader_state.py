@@ -52,7 +52,8 @@ def test_a_state_before_the_first_batch_starts_nothing(pipeline: Any, tmp_path: 
     state = own.state_dict()
     assert not multiprocessing.active_children() and threading.active_count() == threads
     assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
-    assert not [path for path in Path("/proc/self/fd").iterdir() if ".tar" in str(path.resolve()).split("/")[-1]]
+    opened = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if path.startswith(str(tmp_path)) and path.endswith(".tar")]
     with resumed(pipeline, state, 1) as fresh:
         assert take(own, 5) == take(fresh, 5) == take(loader(pipeline), 5)
     own.close()
@@ -233,7 +234,7 @@ def test_loading_into_a_finished_loader_goes_on_from_the_state(finite: Any) -> N
     rest = take(own, 1000)
     own.load_state_dict(state)
     assert own.epoch == 0
-    assert take(own, 1000) == rest
+    assert [digest(next(own)), *take(own, 1000)] == rest
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -275,8 +275,9 @@ def test_a_length_that_is_no_count_is_an_error(length: Any, cause: type[Exceptio
     assert isinstance(caught.value.__cause__, cause)
 
 
-def test_an_item_of_length_zero_goes_into_any_pack() -> None:
-    assert list(packer([0, 9, 0, 1])) == [[(0, 0), (1, 9), (2, 0), (3, 1)]]
+def test_an_item_of_length_zero_is_an_error_for_no_pack_would_be_full_of_them() -> None:
+    with pytest.raises(sp.EncodeError, match="every item takes at least 1"):
+        list(packer([3, 0]))
 
 
 @pytest.mark.parametrize("wrong", [{"max_length": 0}, {"open_packs": 0}, {"policy": "worst_fit"}])
