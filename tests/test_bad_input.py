@@ -237,7 +237,10 @@ def encoded(shards: Any) -> sp.Stage:
         (lambda shards: sp.OnlinePacker(encoded(shards), max_length=0), "max_length and open_packs must be at least"),
         (lambda shards: sp.OnlinePacker(encoded(shards), max_length=-1), "max_length and open_packs must be at least"),
         (lambda shards: sp.OnlinePacker(encoded(shards), max_length=1, open_packs=0), "max_length and open_packs must"),
-        (lambda shards: sp.OnlinePacker(encoded(shards), max_length=1, policy="best"), "policy must be 'best_fit'"),
+        (
+            lambda shards: sp.OnlinePacker(encoded(shards), max_length=1, policy="best"),  # type: ignore[arg-type]
+            "policy must be 'best_fit'",
+        ),
         (lambda shards: sp.OnlinePacker(sp.TarShardReader(str(shards), sp.Lane()), max_length=9), "give encoder="),
         (lambda shards: sp.Batcher(encoded(shards), size=0), "size must be at least 1, not 0"),
         (lambda shards: sp.Batcher(encoded(shards), size=-1), "size must be at least 1, not -1"),
@@ -246,8 +249,8 @@ def encoded(shards: Any) -> sp.Stage:
         (lambda shards: sp.Lane(0, 0), "index 0, count 0"),
         (lambda shards: sp.Lane().rng("a").integers(0), "not 0"),
         (lambda shards: sp.Lane().rng("a").integers(-3), "not -3"),
-        (lambda shards: sp.StatefulDataset(number_pipeline, seed=0, lanes=0), "lanes must be at least 1, not 0"),
-        (lambda shards: sp.StatefulDataset(number_pipeline, seed=0, lanes=-4), "lanes must be at least 1, not -4"),
+        (lambda shards: sp.StatefulDataset(no_stage_pipeline, seed=0, lanes=0), "lanes must be at least 1, not 0"),
+        (lambda shards: sp.StatefulDataset(no_stage_pipeline, seed=0, lanes=-4), "lanes must be at least 1, not -4"),
     ],
 )
 def test_a_wrong_number_in_a_stage(make_shards: Any, make: Callable[[Any], Any], message: str) -> None:

@@ -246,7 +246,8 @@ def test_a_batch_that_cannot_be_sent_is_told(make_shards: Any) -> None:
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_pipeline_that_cannot_be_sent_to_workers_is_an_error_at_once(make_shards: Any, method: str) -> None:
     shards = str(make_shards([20]))
-    for pipeline in (lambda lane: number_pipeline(shards, lane), partial(number_pipeline, shards, encoder=lambda: 1)):
+    holds_a_lambda: Any = partial(toy_pipeline, shards, size=lambda: 1)  # type: ignore[arg-type]
+    for pipeline in (lambda lane: number_pipeline(shards, lane), holds_a_lambda):
         with pytest.raises(ValueError, match=rf"sent to workers started by {method}: (.|\n)*functools\.partial"):
             loader(pipeline, multiprocessing_context=method)
         loader(pipeline, 0, multiprocessing_context=method)
@@ -278,7 +279,7 @@ def interrupted_at(moment: int, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 def one(loader: sp.SavableLoader) -> str | None:
     """The next batch; None for the end of an epoch."""
-    return (take(loader, 1) or [None])[0]
+    return next(iter(take(loader, 1)), None)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_a_loader_interrupted_at_any_moment_stands_before_or_after_a_batch(
     """
     pipeline = partial(toy_pipeline, str(make_shards([30])), epochs=epochs, buffer=2, max_length=9, size=1)
     alone = loader(pipeline, 0, lanes=3)
-    first = take(alone, 9) if epochs is None else [*take(alone, 1000), None]
+    first: list[str | None] = [*take(alone, 9)] if epochs is None else [*take(alone, 1000), None]
     stream = first + [one(alone) for _ in range(3)]
     assert (None in first) == (epochs == 1)
     start %= len(first)
