@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from savable_pipeline.encoder import TaskEncoder
+from savable_pipeline.encoder import TaskEncoder, encoder_settings
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.global_rng import seeder
-from savable_pipeline.pack import as_ref, encoder_settings
+from savable_pipeline.pack import as_ref
 from savable_pipeline.rng import Rng
 from savable_pipeline.stage import ItemRef, Stage, State, parse_state
 

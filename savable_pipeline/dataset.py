@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.errors import ShardError
+from savable_pipeline.indexing import INDEX_NAME, open_index
 from savable_pipeline.keys import key
 from savable_pipeline.sample import RefArray, Sample, matching
-from savable_pipeline.shard_index import INDEX_NAME, ShardEntry, open_index
+from savable_pipeline.shard_index import ShardEntry
 from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import members, split_name
 
@@ -113,7 +114,7 @@ class Dataset:
                 f"{path}: {size} bytes, but {entry.size} when it was indexed; the shard was rewritten or cut short "
                 "since: start again to index it, or put the old shard back"
             )
-        if not self._ends_as_indexed(fd, shard):
+        if not self._index.ends_as_written(entry.name, fd):
             os.close(fd)
             raise ShardError(
                 f"{path}: as large as when it was indexed, but its last sample lies elsewhere: the shard was rewritten "
@@ -123,19 +124,6 @@ class Dataset:
         while len(self._handles) > OPEN_SHARDS:
             os.close(self._handles.popitem(last=False)[1])
         return fd
-
-    def _ends_as_indexed(self, fd: int, shard: int) -> bool:
-        """Whether the shard's last sample begins with the part that the index says, where it says."""
-        row = int(self._rows[shard]) + self.entries[shard].samples - 1
-        layout = self._index.layout(row)
-        try:
-            found = next(members(self.entries[shard].name, fd, self.offset(row)), None)
-        except ShardError:
-            return False
-        if found is None or (found.payload, found.size) != self._place(row, 0, layout):
-            return False
-        parts = split_name(found.name)
-        return parts is not None and parts[1] == next(iter(layout.position))
 
     def _read_on(self, fd: int, shard: int, offset: int, size: int, data: bytes) -> bytes:
         """A read may return less than asked for (2 GB is the most Linux gives at once); go on until it is all there."""

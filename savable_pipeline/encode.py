@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.encoder import Skip, TaskEncoder
+from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.global_rng import seeder
 from savable_pipeline.keys import key
@@ -248,7 +248,7 @@ class Encode(Stage):
 
     def settings(self) -> dict[str, Any]:
         """The encoder's class and its own settings."""
-        return {"encoder": type(self._encoder).__qualname__, **self._encoder.settings()}
+        return encoder_settings(self._encoder)
 
 
 _DONE = object()

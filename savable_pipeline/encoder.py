@@ -54,3 +54,9 @@ class TaskEncoder:
     def settings(self) -> dict[str, Any]:
         """What a saved state must agree on: every setting that changes what a sample becomes, as plain values."""
         return {}
+
+
+def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
+    """An encoder's class and settings, as part of a stage's settings, whose names they may share."""
+    own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
+    return {"encoder": type(encoder).__qualname__, **own}

@@ -10,7 +10,8 @@ import numpy as np
 import yaml  # type: ignore[import-untyped]
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shard_index import ShardEntry, ShardIndex, open_index
+from savable_pipeline.indexing import open_index
+from savable_pipeline.shard_index import ShardEntry, ShardIndex
 from savable_pipeline.shard_paths import Shards, expand_braces, find_shards
 from savable_pipeline.tar import samples
 

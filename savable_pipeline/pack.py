@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from savable_pipeline.encoder import TaskEncoder
+from savable_pipeline.encoder import TaskEncoder, encoder_settings
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.global_rng import seeder
 from savable_pipeline.rng import Rng
@@ -216,9 +216,3 @@ def _room(pack: _OpenPack) -> int:
 def as_ref(ref: Any) -> ItemRef:
     """A ref that was written down as nested lists."""
     return tuple(as_ref(part) if isinstance(part, list | tuple) else part for part in ref)
-
-
-def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
-    """An encoder's class and settings, as part of a stage's settings, whose names they may share."""
-    own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
-    return {"encoder": type(encoder).__qualname__, **own}

@@ -1,8 +1,5 @@
 """The index of a folder of shards: where every member of every sample lies, in one memory-mapped file.
 
-Made on first use by one process, under a lock, and kept in `.nv-meta/savable.index` beside the shards (in a cache
-where the place is read-only). `X.tar.idx`, which Megatron-Energon reads, is written beside each shard too.
-
     "SAVIDX01" │ xxh3_64 of the rest │ header length u64 │ header: MessagePack │ padding │ starts │ layouts │ firsts
     │ sizes
 
@@ -17,14 +14,9 @@ Samples are in shard order; a shard's rows are consecutive. All arrays are littl
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +25,8 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tar import BLOCK, Extent, members, padded, samples
+from savable_pipeline.tar import BLOCK, members, padded, split_name
 
-log = logging.getLogger(__name__)
-
-INDEX_NAME = ".nv-meta/savable.index"
 _MAGIC = b"SAVIDX01"
 _ALIGN = 64
 
@@ -89,6 +78,7 @@ class ShardIndex:
         view = memoryview(self._map)
         header, offset = _read_header(path, view)
         self.shards = header.shards
+        self._tables: dict[str, tuple[ShardEntry, int]] = {}
         self.layouts = [Layout(parts) for parts in header.layouts]
         self.members = header.members
         count = sum(entry.samples for entry in header.shards)
@@ -100,12 +90,12 @@ class ShardIndex:
 
     def tables(self) -> dict[str, tuple[ShardEntry, int]]:
         """By name: the shard's entry and the row of its first sample."""
-        rows = {}
-        row = 0
-        for entry in self.shards:
-            rows[entry.name] = (entry, row)
-            row += entry.samples
-        return rows
+        if not self._tables:
+            row = 0
+            for entry in self.shards:
+                self._tables[entry.name] = (entry, row)
+                row += entry.samples
+        return self._tables
 
     def layout(self, row: int) -> Layout:
         """The layout of the sample in `row`."""
@@ -121,6 +111,22 @@ class ShardIndex:
             offset += padded(self.sizes[first + i]) + layout.gaps[i + 1]
         return offset, self.sizes[first + member]
 
+    def ends_as_written(self, name: str, fd: int) -> bool:
+        """Whether a shard's last sample begins with the part that the index says, where it says; True without one."""
+        entry, row = self.tables()[name]
+        if not entry.samples:
+            return True
+        row += entry.samples - 1
+        layout = self.layout(row)
+        try:
+            found = next(members(name, fd, self.starts[row]), None)
+        except ShardError:
+            return False
+        if found is None or (found.payload, found.size) != self.place(row, 0, layout):
+            return False
+        parts = split_name(found.name)
+        return parts is not None and parts[1] == next(iter(layout.position))
+
     def table(self, name: str) -> ShardTable:
         """The rows of one shard, to be written into another index."""
         entry, row = self.tables()[name]
@@ -129,104 +135,6 @@ class ShardIndex:
         parts = [tuple((e, gap // BLOCK) for e, gap in zip(o.position, o.gaps, strict=True)) for o in layouts]
         sizes = [self.place(r, i, o)[1] for r, o in zip(rows, layouts, strict=True) for i in range(len(o.gaps))]
         return ShardTable(entry, [self.starts[r] for r in rows], 0, parts, sizes)
-
-
-def scan(root: Path, name: str) -> ShardTable:
-    """Read every header of one shard. Raises `ShardError`."""
-    path = root / name
-    starts: list[int] = []
-    layouts: list[tuple[tuple[str, int], ...]] = []
-    sizes: list[int] = []
-    digest = xxh3_64()
-    end = 0
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        for extent in samples(str(path), fd):
-            starts.append(extent.members[0].header)
-            layouts.append(_layout(extent))
-            sizes.extend(member.size for member in extent.members)
-            end = extent.members[-1].end
-            for member in extent.members:
-                digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
-        for member in members(str(path), fd, end):
-            end = member.end
-        size = os.fstat(fd).st_size
-    finally:
-        os.close(fd)
-    _check_utf8(path, [name, *(extension for layout in set(layouts) for extension, _ in layout)])
-    return ShardTable(ShardEntry(name, size, len(starts), digest.intdigest()), starts, end, layouts, sizes)
-
-
-def _check_utf8(path: Path, names: list[str]) -> None:
-    for name in names:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ShardError(f"{path!s}: the name {name!r} is no UTF-8; rename it and write the shard again") from None
-
-
-def _layout(extent: Extent) -> tuple[tuple[str, int], ...]:
-    ends = [extent.members[0].header, *(member.end for member in extent.members)]
-    gaps = [(member.payload - end) // BLOCK for member, end in zip(extent.members, ends, strict=False)]
-    return tuple(zip(extent.extensions, gaps, strict=True))
-
-
-def open_index(root: Path, names: list[str]) -> ShardIndex:
-    """The index of the shards `names` below `root`; what is missing or has another size is scanned first.
-
-    Raises `ShardError` for a shard that cannot be read, and for a set of shards without a single sample.
-    """
-    sizes = {name: _file_size(root / name) for name in names}
-    for path in _places(root):
-        index = _fresh(path, sizes)
-        if index is not None:
-            return index
-    with _locked(root) as path:
-        index = _fresh(path, sizes)  # another process may have made it while we waited
-        if index is not None:
-            return index
-        write_index(path, _tables(root, path, sizes))
-        return ShardIndex(path)
-
-
-def _fresh(path: Path, sizes: dict[str, int]) -> ShardIndex | None:
-    """The index at `path` if it is there, whole, and knows each shard with its size."""
-    try:
-        index = ShardIndex(path)
-    except (OSError, ValueError):
-        return None
-    except ShardError as error:
-        log.warning("%s; making it again", error)
-        return None
-    known = {entry.name: entry.size for entry in index.shards}
-    return index if all(known.get(name) == size for name, size in sizes.items()) else None
-
-
-def _tables(root: Path, path: Path, sizes: dict[str, int]) -> list[ShardTable]:
-    """One table a shard: kept from the index at `path` where still right, scanned where not."""
-    kept: dict[str, ShardTable] = {}
-    with contextlib.suppress(OSError, ValueError, ShardError):
-        old = ShardIndex(path)
-        for entry in old.shards:
-            here = root / entry.name
-            if entry.size == (sizes.get(entry.name) or (here.stat().st_size if here.exists() else -1)):
-                kept[entry.name] = old.table(entry.name)
-    missing = [name for name in sizes if name not in kept]
-    log.info("indexing %d of %d shards in %s", len(missing), len(sizes), root)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for table in pool.map(lambda name: scan(root, name), missing):
-            kept[table.entry.name] = table
-            write_tar_idx(root / table.entry.name, table)
-    return [kept[name] for name in sorted(kept)]
-
-
-def write_tar_idx(shard: Path, table: ShardTable) -> None:
-    """Write `X.tar.idx`: little-endian uint64 offsets of the samples, then the end. Left out in a read-only place."""
-    offsets = np.array([*table.starts, table.end], dtype="<u8").tobytes()
-    path = shard.with_suffix(".tar.idx")
-    with contextlib.suppress(OSError):
-        if not path.exists() or path.read_bytes() != offsets:
-            _replace(path, [offsets])
 
 
 def write_index(path: Path, tables: list[ShardTable]) -> None:
@@ -252,14 +160,15 @@ def write_index(path: Path, tables: list[ShardTable]) -> None:
     for part in rest:
         digest.update(part)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, [_MAGIC, digest.intdigest().to_bytes(8, "little"), *rest])
+    replace_file(path, [_MAGIC, digest.intdigest().to_bytes(8, "little"), *rest])
 
 
 def _aligned(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % 8)
 
 
-def _replace(path: Path, parts: list[bytes]) -> None:
+def replace_file(path: Path, parts: list[bytes]) -> None:
+    """Write a file aside first and then rename it."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with aside.open("wb") as file:
         file.writelines(parts)
@@ -278,35 +187,3 @@ def _array(path: Path, view: memoryview, offset: int, kind: str, count: int) -> 
     if end > len(view):
         raise ShardError(f"{path}: the index is cut short: {len(view)} bytes where {end} are needed")
     return view[offset:end].cast(kind), end + -end % 8  # type: ignore[call-overload]
-
-
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise ShardError(f"{path}: {error.strerror}") from error
-
-
-def _places(root: Path) -> list[Path]:
-    """Where the index may lie: beside the shards, or in the cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "savable_pipeline"
-    return [
-        root / INDEX_NAME,
-        cache / f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}.index",
-    ]
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[Path]:
-    """Hold the lock of the first place that can be written; gives the index's path there."""
-    for path in _places(root):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = path.with_name(path.name + ".lock").open("ab")
-        except OSError:
-            continue
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield path
-        return
-    raise ShardError(f"{root}: no place to write an index: neither {INDEX_NAME} there nor a cache can be written")

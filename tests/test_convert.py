@@ -10,7 +10,8 @@ import pytest
 
 from savable_pipeline.convert import Options, convert
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shard_index import ShardIndex, open_index
+from savable_pipeline.indexing import open_index
+from savable_pipeline.shard_index import ShardIndex
 from tests.toy_files import SMALL, fill, snapshot, tar_files, write_lines
 
 

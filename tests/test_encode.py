@@ -312,7 +312,7 @@ def test_settings_are_the_encoders_own_and_its_class() -> None:
             return {"image_size": 3}
 
     assert "Sized" in sp.Encode(_Source(), Sized(mixed)).settings()["encoder"]
-    assert sp.Encode(_Source(), Sized(mixed)).settings()["image_size"] == 3
+    assert sp.Encode(_Source(), Sized(mixed)).settings()["encoder.image_size"] == 3
 
 
 class _Source(sp.Stage):

@@ -23,7 +23,8 @@ from savable_pipeline.convert.pool import claimed, write_shards
 from savable_pipeline.convert.shard import Job, Written, read_written, replace_bytes
 from savable_pipeline.convert.source import Input, Options, Reject, read_folder
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shard_index import INDEX_NAME, ShardIndex, write_index
+from savable_pipeline.indexing import INDEX_NAME
+from savable_pipeline.shard_index import ShardIndex, write_index
 
 META = ".nv-meta"
 REJECTED = ".nv-meta/savable.rejected.jsonl"

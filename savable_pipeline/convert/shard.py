@@ -22,7 +22,8 @@ from webdataset.writer import TarWriter
 
 from savable_pipeline.convert.source import Files, Part, Reject
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shard_index import scan, write_index, write_tar_idx
+from savable_pipeline.indexing import scan, write_tar_idx
+from savable_pipeline.shard_index import write_index
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "pbm")
 

@@ -1,4 +1,4 @@
-"""The index: where every member lies, made once, made again when the shards or it are no longer as they were."""
+"""The index of a folder of shards: how it is made, found and written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from savable_pipeline import shard_index
+from savable_pipeline import indexing
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shard_index import INDEX_NAME, ShardIndex, open_index, scan, write_index
+from savable_pipeline.indexing import INDEX_NAME, open_index, scan
+from savable_pipeline.shard_index import ShardIndex, write_index
 from tests.conftest import write_tar
 
 
@@ -131,7 +132,7 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return scan(root, name)
 
-    monkeypatch.setattr(shard_index, "scan", counting)
+    monkeypatch.setattr(indexing, "scan", counting)
     return names
 
 
@@ -211,7 +212,7 @@ def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None
         _note(trace, "index")
         write_index(path, tables)
 
-    shard_index.scan, shard_index.write_index = slow_scan, noted_write
+    indexing.scan, indexing.write_index = slow_scan, noted_write
     together.wait(30)
     found.put(contents(root, open_index(root, NAMES)))
 
