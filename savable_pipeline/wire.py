@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+_SMALL = 4096  # bytes: a tensor of so many is copied, so that one that is kept for long does not hold a whole batch
 
 
 class _Pickler(pickle.Pickler):
@@ -25,16 +30,26 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def dumps(value: Any) -> bytes:
-    """`value` as bytes."""
+def dumps(value: Any) -> tuple[memoryview, list[memoryview]]:
+    """`value` as a pickle, and the bytes of its larger tensors and arrays, which stay where they are."""
+    buffers: list[memoryview] = []
+
+    def apart(buffer: pickle.PickleBuffer) -> bool:
+        """Whether the pickle itself is to hold the buffer."""
+        raw = buffer.raw()
+        if raw.nbytes <= _SMALL:
+            return True
+        buffers.append(raw)
+        return False
+
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(value)
-    return file.getvalue()
+    _Pickler(file, protocol=5, buffer_callback=apart).dump(value)
+    return file.getbuffer(), buffers
 
 
-def loads(raw: bytes) -> Any:
-    """What `dumps` wrote; tensors are writable."""
-    return pickle.loads(raw)
+def loads(pickled: Buffer, buffers: Iterable[Buffer]) -> Any:
+    """What `dumps` wrote. Its larger tensors and arrays view `buffers`, and are writable if those are."""
+    return pickle.loads(pickled, buffers=buffers)
 
 
 def _raw(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
@@ -48,6 +63,6 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def _tensor(raw: bytearray | bytes, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+def _tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
     laid = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
     return laid.permute([order.index(i) for i in range(len(order))]) if order else laid

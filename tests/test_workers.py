@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
@@ -55,8 +56,8 @@ def workers() -> list[Any]:
 @pytest.mark.parametrize("epochs", [None, 1])
 @pytest.mark.parametrize("killed", [slice(0, 1), slice(1, 2), slice(0, 2)])
 @pytest.mark.parametrize("after", [1, 4])
-def test_after_a_worker_was_killed_the_same_batches_come(
-    make_shards: Any, killed: slice, after: int, epochs: int | None
+def test_a_worker_that_was_killed_is_replaced_and_the_same_batches_come(
+    make_shards: Any, killed: slice, after: int, epochs: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
     expected = take(loader(pipeline, 0), 24)
@@ -66,26 +67,42 @@ def test_after_a_worker_was_killed_the_same_batches_come(
         for process in workers()[killed]:
             process.kill()
             process.join()
-        told = []
-        while len(found) < len(expected):
-            try:
-                found += take(own, 1)
-            except sp.WorkerError as error:
-                told.append(str(error))
+        found += take(own, len(expected) - after)
         assert found == expected
-        assert len(told) == 1 and "ended by signal SIGKILL; the loader's state is whole" in told[0]
+        assert len(workers()) == 2
+    assert "ended by signal SIGKILL" in caplog.text and "replaced" in caplog.text
 
 
-def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_told_and_nothing_is_lost(make_shards: Any) -> None:
+def test_workers_killed_all_the_time_change_nothing(make_shards: Any) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
+    expected = take(loader(pipeline, 0), 120)
+    draw = random.Random(3)
+    kills = 0
+    with loader(pipeline, 3) as own:
+        found = []
+        while len(found) < len(expected):
+            if kills < 60 and (alive := workers()):
+                draw.choice(alive).kill()
+                kills += 1
+                time.sleep(draw.choice([0, 0, 0.002, 0.02]))
+            found += take(own, min(2, len(expected) - len(found)))
+    assert found == expected and kills > 50
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_replaced_and_nothing_is_lost(
+    make_shards: Any, num_workers: int
+) -> None:
     pipeline = partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder())
-    expected = take(loader(pipeline, 0), 6)
-    with loader(pipeline, 1) as own:
+    expected = take(loader(pipeline, 0), 10)
+    with loader(pipeline, num_workers) as own:
         found = take(own, 1)
-        time.sleep(0.3)  # the worker has made the next batch and waits for us to take it
-        workers()[0].kill()
-        with pytest.raises(sp.WorkerError, match="ended by signal SIGKILL"):
-            take(own, 6)
-        found += take(own, 5)
+        for pause in (0.3, 0.0, 0.001, 0.003, 0.01):
+            time.sleep(pause)
+            for process in workers()[:1]:  # there may be none yet in place of the last
+                process.kill()
+            found += take(own, 1)
+        found += take(own, 4)
         assert found == expected
 
 
@@ -96,25 +113,38 @@ def test_a_state_saved_after_a_worker_was_killed_resumes_exactly(make_shards: An
         found = take(own, 6)
         for process in workers():
             process.kill()
-        with pytest.raises(sp.WorkerError):
-            while True:
-                found += take(own, 1)
         state = own.state_dict()
-    fresh = loader(pipeline, 0)
-    fresh.load_state_dict(state)
-    assert found + take(fresh, 20 - len(found)) == expected
+        found += take(own, 3)
+        later = own.state_dict()
+    for start, saved in ((6, state), (9, later)):
+        fresh = loader(pipeline, 0)
+        fresh.load_state_dict(saved)
+        assert found[:start] + take(fresh, 20 - start) == expected
 
 
 @pytest.mark.parametrize("how", ["exit", "os exit"])
-def test_an_encoder_that_leaves_the_process_is_told_with_its_exit_code(faulty: Any, how: str, tmp_path: Path) -> None:
+def test_an_encoder_that_ends_the_process_each_time_is_told_with_its_exit_code(
+    faulty: Any, how: str, tmp_path: Path
+) -> None:
     with loader(faulty(how), 1) as own:
         found = [next(own) for _ in range(4)]
         for _ in range(2):
-            with pytest.raises(sp.WorkerError, match=f"ended with exit code {3 if how == 'exit' else 5}"):
+            told = f"ended with exit code {3 if how == 'exit' else 5}, while it made a batch of lane 4: death 3 there"
+            with pytest.raises(sp.WorkerError, match=told):
                 next(own)
         (tmp_path / "cured").touch()
         found += [next(own) for _ in range(6)]
     assert found == [[2 * i, 2 * i + 1] for i in range(10)]
+
+
+def test_so_many_deaths_in_all_end_the_run(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_DEATHS", 4)
+    pipeline = partial(number_pipeline, str(make_shards([60])))
+    with loader(pipeline, 1) as own, pytest.raises(sp.WorkerError, match="4 in all"):
+        for _ in range(100):
+            next(own)
+            for process in workers():
+                process.kill()
 
 
 # Hanging.
@@ -128,7 +158,7 @@ def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(
         found = [next(own) for _ in range(4)]
         pids = [process.pid for process in workers()]
         start = time.monotonic()
-        with pytest.raises(sp.WorkerError, match=r"worker 0 gave no batch of lane 4 in 0\.5 s \(process \d+\)"):
+        with pytest.raises(sp.WorkerError, match=r"worker 0 \(process \d+\) gave no batch of lane 4 in 0\.5 s"):
             next(own)
         assert 0.4 < time.monotonic() - start < 5
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -2,6 +2,7 @@
 
     python tools/bench_loader.py              all of it, about five minutes
     python tools/bench_loader.py throughput   JSON of 1 kB: samples/s of each loader, in turn
+    python tools/bench_loader.py transport    batches of 9.6 MB from two workers, against torch's DataLoader
     python tools/bench_loader.py resume       seconds to the first batch after a resume, at 1 % and 95 % of an epoch
     python tools/bench_loader.py state        bytes of a state and time to take one
     python tools/bench_loader.py memory       a buffer of 100,000 images against one of 1,000
@@ -33,6 +34,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import DataLoader, IterableDataset
+from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from task_encoders.captioning import CaptioningEncoder
@@ -41,6 +44,7 @@ SAMPLES, PER_SHARD = 160_000, 10_000
 BUFFER, BATCH = 10_000, 256
 ROUNDS, SECONDS = 5, 2.0  # each loader is measured so often, and so long each time
 PRELOADED = 20_000  # samples of the bare loop
+ALL = ["throughput", "transport", "resume", "state", "memory"]
 console = Console()
 
 
@@ -229,6 +233,54 @@ def rate(batches: Iterator[Any]) -> float:
     return samples / (time.perf_counter() - start)
 
 
+class FilledEncoder(JsonEncoder):
+    """Fills batches of 64×3×224×224 uint8, whatever the samples are."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return 7
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return torch.full((64, 3, 224, 224), 7, dtype=torch.uint8)
+
+
+def filled_pipeline(folder: str, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), FilledEncoder()), size=1)
+
+
+class Filled(IterableDataset[Any]):
+    """The same batches for torch's DataLoader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.full((64, 3, 224, 224), 7, dtype=torch.uint8)
+
+
+def transport(folder: Path) -> dict[str, Any]:
+    """Batches/s of 9.6 MB from two workers; the trainer reads every byte, by a hash."""
+    loader = sp.SavableLoader(partial(filled_pipeline, str(folder)), seed=1, lanes=8, num_workers=2)
+    running: dict[str, Iterator[Any]] = {
+        "savable_pipeline": iter(loader),
+        "torch DataLoader": iter(DataLoader(Filled(), None, num_workers=2)),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in running}
+    for warm_up in (True, *[False] * ROUNDS):
+        for name, batches in running.items():
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() - start < SECONDS:
+                xxh3_64_intdigest(memoryview(next(batches).view(-1).numpy()))
+                count += 1
+            if not warm_up:
+                rates[name].append(count / (time.perf_counter() - start))
+    loader.close()
+    ratio = statistics.median(own / its for own, its in zip(*rates.values(), strict=True))
+    table = Table("batches of 64×3×224×224 uint8, two workers", "batches/s", title="transport")
+    for name, found in rates.items():
+        table.add_row(name, f"{statistics.median(found):,.0f}")
+    table.add_row("ratio", f"{ratio:.2f}")
+    console.print(table)
+    return {"batches_per_s": {name: statistics.median(found) for name, found in rates.items()}, "ratio": ratio}
+
+
 def image_pipeline(folder: str, buffer: int, lane: sp.Lane) -> sp.Stage:
     encoder = CaptioningEncoder(image_size=64)
     samples = sp.ShuffleBuffer(sp.TarShardReader(folder, lane), size=-(-buffer // lane.count))
@@ -331,11 +383,11 @@ def peak_megabytes(folder: str, size: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="*", choices=["throughput", "resume", "state", "memory", []], default=[])
+    parser.add_argument("what", nargs="*", choices=[*ALL, []], default=[])
     parser.add_argument("--data", type=Path, default=Path(tempfile.gettempdir()) / "savable_pipeline_bench")
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     args = parser.parse_args()
-    wanted = args.what or ["throughput", "resume", "state", "memory"]
+    wanted = args.what or ALL
     texts, images = args.data / "json", args.data / "images"
     if not (images / "done").exists():
         console.print(f"writing the data to {args.data}")
@@ -345,6 +397,7 @@ def main() -> None:
     console.print(f"{os.cpu_count()} processors, Python {sys.version.split()[0]}, torch {torch.__version__}")
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "throughput": partial(throughput, texts),
+        "transport": partial(transport, texts),
         "resume": partial(resume, texts, images),
         "state": partial(state, texts),
         "memory": partial(memory, images),
