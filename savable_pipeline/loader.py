@@ -23,6 +23,7 @@ from savable_pipeline.fingerprint import (
 )
 from savable_pipeline.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.host import Delivery, LaneHost, Pipeline, seeded_kinds
+from savable_pipeline.pool import Pool, check_picklable, get_context
 from savable_pipeline.ranks import find_ranks
 from savable_pipeline.state import (
     VERSION,
@@ -33,7 +34,7 @@ from savable_pipeline.state import (
     pack_state,
     read_lanes,
 )
-from savable_pipeline.worker import Job, Pool, check_picklable, get_context
+from savable_pipeline.worker import Job
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

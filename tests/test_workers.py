@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline import worker
+from savable_pipeline import pool
 from tests.streams import take
 from tests.toy_faults import (
     FaultyEncoder,
@@ -138,7 +138,7 @@ def test_an_encoder_that_ends_the_process_each_time_is_told_with_its_exit_code(
 
 
 def test_so_many_deaths_in_all_end_the_run(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_DEATHS", 4)
+    monkeypatch.setattr(pool, "_DEATHS", 4)
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with loader(pipeline, 1) as own, pytest.raises(sp.WorkerError, match="4 in all"):
         for _ in range(100):
@@ -180,7 +180,7 @@ def test_a_batch_that_takes_long_but_not_too_long_is_no_matter(faulty: Any) -> N
 
 
 def test_stopped_workers_are_killed_when_the_loader_closes(faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_EXIT_WAIT_S", 0.4)
+    monkeypatch.setattr(pool, "_EXIT_WAIT_S", 0.4)
     own = loader(faulty("none"), 4)
     next(own)
     pids = [process.pid for process in workers()]
@@ -203,7 +203,7 @@ def test_the_timeout_does_not_count_the_imports_of_a_worker(make_shards: Any) ->
 
 
 def test_a_worker_that_does_not_start_is_an_error(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_START_S", 0.2)
+    monkeypatch.setattr(pool, "_START_S", 0.2)
     pipeline = partial(number_pipeline, str(make_shards([20])))
     with (
         loader(pipeline, 1, multiprocessing_context="spawn") as own,
@@ -293,7 +293,10 @@ def interrupted_at(moment: int, call: Callable[[], Any]) -> tuple[bool, Any]:
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         nonlocal passed
-        if frame.f_code.co_filename.endswith(("/loader.py", "/host.py", "/worker.py")) and os.getpid() == owner:
+        if (
+            frame.f_code.co_filename.endswith(("/loader.py", "/host.py", "/pool.py", "/worker.py"))
+            and os.getpid() == owner
+        ):
             passed += 1
             if passed == moment:
                 raise KeyboardInterrupt
