@@ -39,6 +39,11 @@ class Encode(Stage):
 
     def __init__(self, source: Stage, encoder: TaskEncoder) -> None:
         super().__init__(source)
+        if not isinstance(encoder, TaskEncoder):
+            hint = ": make one of this class" if isinstance(encoder, type) else ""
+            raise ValueError(f"Encode takes a TaskEncoder, not {encoder!r}{hint}")
+        if source.encoder is not None:
+            raise ValueError("Encode takes samples: there is an Encode stage upstream already")
         self._encoder = encoder
         self._seed_globals = seeder(encoder.global_rng)
         self._bases: dict[int, int] = {}  # by source: what the random numbers of its samples are keyed with
@@ -135,6 +140,8 @@ class Encode(Stage):
             elif hasattr(item, "__next__"):
                 self._parts, self._part, self._rng = item, 0, rng
                 return
+            elif item is None:
+                raise self._failed(sample, TypeError("it gave None; return an item or Skip(reason)"))
             else:
                 plain.add(type(item))
                 items.append(item)

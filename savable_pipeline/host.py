@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -122,3 +123,13 @@ def seeded_kinds(stage: Stage | None) -> set[str]:
             found.update(kinds(stage.encoder.global_rng))
         stage = getattr(stage, "source", None)
     return found
+
+
+def check_pipeline(pipeline: Pipeline) -> None:
+    """Raise ValueError unless this can be called with a lane."""
+    try:
+        inspect.signature(pipeline).bind(None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a pipeline is a function of one lane that returns its last stage, not {pipeline!r}: {error}"
+        ) from None

@@ -22,7 +22,7 @@ from savable_pipeline.fingerprint import (
     unpack_fingerprint,
 )
 from savable_pipeline.global_rng import KINDS, as_in_a_worker
-from savable_pipeline.host import Delivery, LaneHost, Pipeline, seeded_kinds
+from savable_pipeline.host import Delivery, LaneHost, Pipeline, check_pipeline, seeded_kinds
 from savable_pipeline.pool import Pool, check_picklable, get_context
 from savable_pipeline.ranks import find_ranks
 from savable_pipeline.state import (
@@ -75,6 +75,9 @@ class SavableLoader:
     ) -> None:
         if num_workers < 0 or prefetch < 1:
             raise ValueError(f"num_workers must be at least 0 and prefetch 1: {num_workers}, {prefetch}")
+        check_pipeline(pipeline)
+        if not isinstance(seed, int):
+            raise ValueError(f"seed must be an integer, not {seed!r}")
         if not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, not {timeout}")
         if not -(1 << 63) <= seed < 1 << 64:
@@ -152,11 +155,12 @@ class SavableLoader:
         if delivery.dry:
             self.close()
             raise SavableError(f"lane {slot % self._job.lanes} had said that it had more batches, but has none")
-        self._commit(slot, slot % self._job.lanes, delivery)
+        batch = _pinned(delivery.batch) if self._pin_memory else delivery.batch
         if self._num_workers:
             with self._workers_dropped_on_error():
                 self._ask_ahead()
-        return _pinned(delivery.batch) if self._pin_memory else delivery.batch
+        self._commit(slot, slot % self._job.lanes, delivery)  # last: what fails before has given nothing
+        return batch
 
     def _commit(self, slot: int, lane: int, delivery: Delivery) -> None:
         """Take note that the trainer is given this batch.
@@ -180,9 +184,30 @@ class SavableLoader:
                 self._epoch,
                 self._ranks.world_size,
             )
+        self._tell_what_is_left()
         self._drop_workers()
         self._begin(self._epoch + 1)
         self._finished = True
+
+    def _tell_what_is_left(self) -> None:
+        """Say how many lanes have more at an epoch's end. Raises `SavableError` if the epoch had no batch at all."""
+        dry = [lane for lane, more in self._more.items() if not more]
+        rest = len(self._more) - len(dry)
+        if self._rounds == 0:
+            raise SavableError(
+                f"epoch {self._epoch} has no batch: it ends before the first round that some lane cannot fill, and of "
+                f"{self._job.lanes} lanes {dry[0] if dry else 'one of another rank'} has nothing; this is too little "
+                f"data ({self._pipeline.population} samples) for so many lanes and this batch size: give fewer lanes="
+            )
+        if rest and self._ranks.rank == 0:
+            log.warning(
+                "epoch %d ends after %d rounds, before the first that lane %s cannot fill; %d lanes of this rank have "
+                "more, which is left out; fewer lanes leave less",
+                self._epoch,
+                self._rounds,
+                dry[0] if dry else "(of another rank)",
+                rest,
+            )
 
     def _step_takes_place(self) -> bool:
         """Whether every slot of the next step lies in a round that every lane can fill."""
@@ -261,7 +286,7 @@ class SavableLoader:
     def _ask_ahead(self, upto: int = -1) -> None:
         """Ask workers for this rank's next slots: to `upto` at least, then as far as `prefetch` allows."""
         pool, lanes, step = self._start(), self._job.lanes, self._ranks.world_size
-        limit = self._prefetch * self._num_workers
+        limit = self._prefetch * self._num_workers + (1 if self._received else 0)  # besides the one to be given now
         slot = max([self._ranks.slot(self._slot) - step, *self._asked, *self._received]) + step
         while slot <= upto or len(self._asked) + len(self._received) < limit:
             lane = slot % lanes
@@ -272,11 +297,10 @@ class SavableLoader:
 
     def _drop_workers(self) -> None:
         """End the workers and forget what they were asked; the state stays."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._pool = self._finalizer = None
-        self._asked, self._received = {}, {}
-        self._running = set()
+        finalizer, self._pool, self._finalizer = self._finalizer, None, None
+        self._asked, self._received, self._running = {}, {}, set()
+        if finalizer is not None:
+            finalizer()
 
     @contextlib.contextmanager
     def _workers_dropped_on_error(self) -> Iterator[None]:

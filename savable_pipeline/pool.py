@@ -38,7 +38,7 @@ class _Worker:
     def __init__(self, job: Job, context: BaseContext, inherited: dict[Any, Any] | None) -> None:
         self.connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=work, args=(job, theirs, inherited), daemon=True, name="savable_pipeline worker"
+            target=work, args=(job, theirs, inherited, os.getpid()), daemon=True, name="savable_pipeline worker"
         )
         self.process.start()
         theirs.close()
@@ -46,18 +46,31 @@ class _Worker:
         self.tickets: list[int] = []  # asked and not answered, in order
         self._segments = SegmentReader()
 
-    def receive(self) -> tuple[int, Any]:
-        """The next answer and its ticket. Raises OSError or EOFError if the worker ended."""
-        ticket, inline, written = pickle.loads(self.connection.recv_bytes())
+    def receive(self) -> tuple[int, Any] | None:
+        """The next answer and its ticket; None if the worker ended."""
+        try:
+            ticket, inline, written = pickle.loads(self.connection.recv_bytes())
+            fd = recv_handle(self.connection) if written is not None and written[1] else None
+        except (EOFError, OSError):  # the second: in the middle of an answer
+            return None
         if written is None:
             return ticket, wire.loads(*inline)
-        segment, new, dropped, places = written
+        segment, _, dropped, places = written
         if dropped is not None:
             self._segments.drop(dropped)
-        if new:
-            self._segments.add(segment, recv_handle(self.connection))
+        if fd is not None:
+            self._segments.add(segment, fd)
         *buffers, pickled = self._segments.read(segment, places)
         return ticket, wire.loads(pickled, buffers)
+
+    def end(self, deadline: float) -> None:
+        """See that the process is gone, by force after the deadline; whoever else may have waited for it."""
+        with contextlib.suppress(ValueError, OSError):  # closed already, or reaped by another
+            self.process.join(max(0.0, deadline - time.monotonic()))
+            if self.process.exitcode is None:
+                self.process.kill()
+                self.process.join(_EXIT_WAIT_S)
+            self.process.close()
 
     def how_it_ended(self) -> str:
         """In words."""
@@ -86,7 +99,7 @@ class Pool:
         self._asked: dict[int, _Request] = {}  # by ticket
         self._ready: dict[int, Delivery | Failure] = {}
         self._deaths = 0
-        self._deaths_over: Counter[int] = Counter()  # by ticket; over none: since a worker last started
+        self._deaths_over: Counter[int] = Counter()  # by ticket; over none: by worker, below 0, since it last started
         self._ticket = STARTED
         self._owner = os.getpid()
         try:
@@ -101,6 +114,8 @@ class Pool:
 
         A lane that is asked for again goes on from where it is, and `state` is not looked at.
         """
+        if os.getpid() != self._owner:
+            raise WorkerError("this loader's workers belong to the process that forked this one: make a loader here")
         new = lane not in self._where
         if new:
             self._where[lane] = len(self._where) % len(self._workers)
@@ -167,14 +182,14 @@ class Pool:
 
     def _receive(self, number: int) -> None:
         worker = self._workers[number]
-        try:
-            ticket, found = worker.receive()
-        except (EOFError, OSError):  # the second: in the middle of an answer
+        answer = worker.receive()
+        if answer is None:
             self._replace(number)
             return
+        ticket, found = answer
         if ticket == STARTED:
             worker.started = True
-            del self._deaths_over[STARTED]
+            del self._deaths_over[-1 - number]
             return
         worker.tickets.remove(ticket)
         lane = self._asked.pop(ticket).lane
@@ -185,10 +200,10 @@ class Pool:
     def _replace(self, number: int) -> None:
         """Start another worker in place of one that ended, and ask it for the same. Raises `WorkerError`."""
         old = self._workers[number]
-        over = old.tickets[0] if old.started and old.tickets else STARTED
+        over = old.tickets[0] if old.started and old.tickets else -1 - number
         self._deaths += 1
         self._deaths_over[over] += 1
-        what = f"while it made a batch of lane {self._asked[over].lane}" if over else "before or after its work"
+        what = f"while it made a batch of lane {self._asked[over].lane}" if over > 0 else "before or after its work"
         told = f"worker {number} (process {old.process.pid}) ended {old.how_it_ended()}, {what}"
         if self._deaths_over[over] >= _DEATHS_OVER_ONE or self._deaths >= _DEATHS:
             raise WorkerError(
@@ -196,9 +211,9 @@ class Pool:
                 "save it or go on"
             )
         log.warning("%s: replaced", told)
-        old.connection.close()
-        old.process.close()
         self._workers[number] = _Worker(self._job, self._context, self._inherited)
+        old.connection.close()
+        old.end(time.monotonic())
         moved: set[int] = set()
         for again in old.tickets:
             lane = self._asked[again].lane
@@ -217,11 +232,7 @@ class Pool:
         if os.getpid() == self._owner:
             deadline = time.monotonic() + _EXIT_WAIT_S
             for worker in self._workers:
-                worker.process.join(max(0.0, deadline - time.monotonic()))
-                if worker.process.exitcode is None:
-                    worker.process.kill()
-                    worker.process.join()
-                worker.process.close()
+                worker.end(deadline)
         self._workers = []
 
 

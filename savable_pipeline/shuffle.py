@@ -32,6 +32,8 @@ class ShuffleBuffer(Stage):
         if size < 1:
             raise ValueError(f"ShuffleBuffer: size must be at least 1, not {size}")
         super().__init__(source)
+        if source.encoder is not None:
+            raise ValueError("ShuffleBuffer takes samples, unread: put it before Encode")
         self.size = size
         self._key = self.lane.key("shuffle", self.depth)
         self._draws = 0

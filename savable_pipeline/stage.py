@@ -88,7 +88,8 @@ class Stage:
     @property
     def encoder(self) -> TaskEncoder | None:
         """The encoder upstream, if there is one."""
-        return self.source.encoder
+        source = getattr(self, "source", None)
+        return None if source is None else source.encoder
 
     def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
         """Some items, at most `n`, and their refs; none only at the end."""

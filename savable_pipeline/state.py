@@ -80,7 +80,12 @@ def check_flat(state: Mapping[str, Any]) -> None:
         raise StateError(f"a state is a dict, not {type(state).__name__}")
     missing = {"format", "lanes", "epoch", "slot", "fingerprint"} - state.keys()
     if missing:
-        raise StateError(f"this is no state of a SavableLoader: {', '.join(sorted(missing))} is missing")
+        inside = [name for name, value in state.items() if isinstance(value, Mapping) and "fingerprint" in value]
+        hint = f"; load what lies in it under {inside[0]!r}" if inside else ""
+        raise StateError(
+            f"this is no state of a SavableLoader: it holds {', '.join(map(repr, list(state)[:8])) or 'nothing'}, "
+            f"but not {', '.join(sorted(missing))}{hint}"
+        )
     if state["format"] != VERSION:
         raise StateError(f"state version {state['format']}; this release reads version {VERSION}")
     numbers = [name for name in ("lanes", "epoch", "slot") if type(state[name]) is not int or state[name] < 0]

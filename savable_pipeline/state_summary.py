@@ -37,8 +37,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise StateError(f"{path}: torch.load(weights_only=True) cannot read it: {first}") from error
+        raise StateError(
+            f"{path}: torch.load(weights_only=True) cannot read it ({type(error).__name__}): it was not written by "
+            "torch.save, is damaged, or holds more than plain values and tensors"
+        ) from error
     found = list(_find(loaded))
     if len(found) != 1:
         what = "no state of a SavableLoader" if not found else f"{len(found)} states; save each in a file of its own"

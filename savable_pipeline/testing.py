@@ -35,6 +35,8 @@ def assert_exact_resume(
     again and again, 0 to 3 steps apart, with workers and ranks drawn from `workers` and `world_sizes`. States pass
     through `torch.save` and `torch.load(weights_only=True)`. Gives the number of resumes that were compared.
 
+    Take `steps` of at least twice `lanes`: before its second batch a lane shows nothing of what it keeps between two.
+
     Raises AssertionError that names the first slot, field and sample that differ.
     """
     make = _Maker(pipeline, seed, lanes, multiprocessing_context)

@@ -58,12 +58,12 @@ class Failure:
         return cls(kinds[0](str(error)) if kinds else None, traceback.format_exc())
 
 
-def work(job: Job, connection: Connection, shared: dict[Any, Any] | None) -> None:
+def work(job: Job, connection: Connection, shared: dict[Any, Any] | None, trainer: int) -> None:
     """What a worker process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer hears Ctrl-C and closes us
     torch.set_num_threads(1)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, requests), daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, requests, trainer), daemon=True).start()
     host = LaneHost(job.pipeline, seed=job.seed, lanes=job.lanes, shared={} if shared is None else shared)
     answers = _Answers(connection)
     answers.send(STARTED, None)
@@ -109,11 +109,12 @@ def _gone_if_closed() -> Iterator[None]:
         os._exit(0)
 
 
-def _listen(connection: Connection, requests: queue.SimpleQueue[Any]) -> None:
-    """Pass requests on; end the process when the trainer closed the connection or is gone."""
-    parent = os.getppid()
+def _listen(connection: Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
+    """Pass requests on; end the process when the trainer says so or is gone."""
+    parent = os.getppid()  # the trainer, a fork server, or who took us over if the trainer is gone already
     with contextlib.suppress(EOFError, OSError):
         while os.getppid() == parent:
+            os.kill(trainer, 0)  # sends nothing; an OSError if there is no such process
             if connection.poll(_ORPHAN_CHECK_S):
                 request = connection.recv()
                 if request is None:

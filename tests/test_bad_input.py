@@ -92,10 +92,10 @@ def test_an_endless_run_in_which_every_sample_is_skipped(make_shards: Any, num_w
 
 
 @with_and_without_workers
-def test_a_finite_run_in_which_every_sample_is_skipped_is_empty(make_shards: Any, num_workers: int) -> None:
+def test_a_finite_run_in_which_every_sample_is_skipped_is_an_error(make_shards: Any, num_workers: int) -> None:
     pipeline = partial(number_pipeline, str(make_shards([20])), encoder=SkipEverything(), epochs=1)
-    with loader(pipeline, num_workers) as own:
-        assert list(own) == [] and own.epoch == 1
+    with loader(pipeline, num_workers) as own, pytest.raises(sp.SavableError, match="epoch 0 has no batch"):
+        next(own)
 
 
 @with_and_without_workers
@@ -155,7 +155,7 @@ def refused(pipeline: Any, state: Any, kind: type[Exception] = sp.StateError, **
         (None, "a state is a dict, not NoneType"),
         ([1, 2], "a state is a dict, not list"),
         (b"SAVL", "a state is a dict, not bytes"),
-        ({}, "this is no state of a SavableLoader: epoch, fingerprint, format, lanes, slot is missing"),
+        ({}, "no state of a SavableLoader: it holds nothing, but not epoch, fingerprint, format, lanes, slot"),
         ({"model": {"weight": torch.ones(2)}}, "this is no state of a SavableLoader"),
         ({"_snapshot": {}, "_steps_since_snapshot": 3}, "this is no state of a SavableLoader"),
     ],

@@ -56,13 +56,18 @@ def test_an_item_a_sample_with_its_ref(encoded: Any) -> None:
     assert stage.take(3) == ([], [])
 
 
+def test_none_is_no_item_but_a_forgotten_return(encoded: Any) -> None:
+    with pytest.raises(sp.EncodeError, match=r"it gave None; return an item or Skip\(reason\).*key 's000000'"):
+        next(encoded(lambda n, rng: None))
+
+
 def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:
     stage = encoded(lambda n, rng: sp.Skip("odd" if n % 2 else "zero") if n % 2 or not n else n)
     assert list(stage) == [2, 4, 6, 8]
     assert stage.skips == {"odd": 5, "zero": 1}
 
 
-@pytest.mark.parametrize("item", [[1, 2], (1, 2), {"a": 1}, "text", None, {1, 2}, np.arange(2)])
+@pytest.mark.parametrize("item", [[1, 2], (1, 2), {"a": 1}, "text", {1, 2}, np.arange(2)])
 def test_whatever_has_no_next_is_one_item(encoded: Any, item: Any) -> None:
     items, refs = encoded(lambda n, rng: item).take(3)
     assert [one is item for one in items] == [True, True, True]

@@ -124,7 +124,7 @@ def test_a_lane_of_another_step_is_an_error(changes: dict[str, int]) -> None:
     ("state", "message"),
     [
         ([], "a state is a dict, not list"),
-        ({}, "epoch, fingerprint, format, lanes, slot is missing"),
+        ({}, "it holds nothing, but not epoch, fingerprint, format, lanes, slot"),
         ({**flat([0]), "format": 2}, "state version 2; this release reads version 1"),
         ({**flat([0]), "slot": -1}, "the state's slot is -1"),
         ({**flat([0]), "epoch": "1"}, "the state's epoch is '1'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -46,8 +47,19 @@ def faulty(make_shards: Any, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Processes that tests before have left to the garbage collector are none of ours."""
+    gc.collect()
+    OTHERS.update(process.pid for process in multiprocessing.active_children())
+
+
+OTHERS: set[int | None] = set()
+
+
 def workers() -> list[Any]:
-    return sorted(multiprocessing.active_children(), key=lambda process: process.pid)
+    mine = [process for process in multiprocessing.active_children() if process.pid not in OTHERS]
+    return sorted(mine, key=lambda process: process.pid or 0)
 
 
 # Killed.
