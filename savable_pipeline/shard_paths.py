@@ -60,7 +60,7 @@ def _expand(spec: str) -> list[Path]:
             raise ShardError(f"{pattern}: no such shard or folder")
     for path in paths:
         if path.name.endswith(_COMPRESSED):
-            raise ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
+            raise ShardError(f"{path}: a compressed tar cannot be read at an offset; decompress it first")
     return paths
 
 
@@ -91,8 +91,8 @@ def _tars_below(root: Path) -> list[str]:
         names += [(here / name).as_posix() for name in files if name.endswith(".tar") and name[0] != "."]
         compressed += [name for name in files if name.endswith(_COMPRESSED)]
     if not names:
-        also = f"; {len(compressed)} compressed tars are there: `savable convert` re-packs them" if compressed else ""
+        also = f"; {len(compressed)} compressed tars are there: decompress them first" if compressed else ""
         raise ShardError(f"{root}: no .tar file in this folder or below it{also}")
     if compressed:
-        log.warning("%s: %d compressed tars are left out: `savable convert` re-packs them", root, len(compressed))
+        log.warning("%s: %d compressed tars are left out: decompress them first", root, len(compressed))
     return sorted(names)

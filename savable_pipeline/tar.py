@@ -150,7 +150,7 @@ def _check(path: str, offset: int, header: bytes) -> None:
 
 def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
     if offset == 0 and header.startswith(_COMPRESSED):
-        return ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
+        return ShardError(f"{path}: a compressed tar cannot be read at an offset; decompress it first")
     return ShardError(f"{path}: no tar header at byte {offset}: {found}; the shard is damaged or no tar at all")
 
 
