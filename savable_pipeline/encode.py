@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +31,7 @@ class _EncodeState(msgspec.Struct):
 class Encode(Stage):
     """Gives the items that `encoder.encode(sample, rng)` makes of its source's samples.
 
-    One item, none (`Skip`), or several (an iterator) come of a sample. `skips` counts what was left out, by reason.
+    One item, none (`Skip`), or several (an iterator) come of a sample. What is left out is counted by reason.
     Raises `EncodeError` from the encoder's own error, with shard, key and offset; asked again, it tries the same
     sample again.
     """
@@ -56,8 +55,7 @@ class Encode(Stage):
         self._rng = Rng(0)
         self._row_of_skips = 0
         self._ref: ItemRef = ()
-        self.skips: Counter[str] = Counter()
-        self._counted: list[str] = []  # the reasons counted in the last call of `take`
+        self._counted: list[str] = []  # what was counted in the last call of `take`
 
     @property
     def encoder(self) -> TaskEncoder:
@@ -94,7 +92,7 @@ class Encode(Stage):
                     self._take_samples(items, refs, n)
         except BaseException:
             self._next, self._part, self._parts = first, part, None  # nothing of this call was given
-            self.skips -= Counter(self._counted)
+            self.counts.subtract(self._counted)
             self._row_of_skips = row
             raise
         return items, refs
@@ -202,15 +200,16 @@ class Encode(Stage):
 
     def _skipped(self, skip: Skip) -> None:
         """Count it; end the run when so many samples in a row give nothing that none ever will."""
-        self.skips[skip.reason] += 1
-        self._counted.append(skip.reason)
+        name = f"skipped/{skip.reason}"
+        self.counts[name] += 1
+        self._counted.append(name)
         self._row_of_skips += 1
         if self._row_of_skips & 1023 == 0 and self._row_of_skips.bit_count() == 1:
-            log.warning("%d samples in a row were skipped: %s", self._row_of_skips, dict(self.skips.most_common(3)))
+            log.warning("%d samples in a row were skipped, the last as %r", self._row_of_skips, skip.reason)
         if self._row_of_skips >= dry_limit(self.population):
             raise EncodeError(
-                f"{type(self._encoder).__name__}.encode skipped {self._row_of_skips} samples in a row "
-                f"({dict(self.skips.most_common(3))}): no item will ever come of this data; mend the encoder's "
+                f"{type(self._encoder).__name__}.encode skipped {self._row_of_skips} samples in a row, the last as "
+                f"{skip.reason!r}: no item will ever come of this data; mend the encoder's "
                 "conditions or the data"
             )
 

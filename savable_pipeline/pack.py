@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal
@@ -47,7 +46,7 @@ class OnlinePacker(Stage):
     under "best_fit", the oldest under "first_fit" (Johnson: Near-Optimal Bin Packing Algorithms, 1973). If none has
     room, a new pack is opened; if there are too many, the fullest ("best_fit") or the oldest ("first_fit") is given.
     A pack that is exactly full is given at once; when a finite source ends, the open ones are given, oldest first.
-    An item longer than `max_length` is left out, counted in `skips`. `encoder=None`: the encoder upstream.
+    An item longer than `max_length` is left out and counted. `encoder=None`: the encoder upstream.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class OnlinePacker(Stage):
         self._seed_globals = seeder(chosen.global_rng)
         self._row_of_skips = 0
         self._ref: ItemRef = ()
-        self.skips: Counter[str] = Counter()
 
     @property
     def encoder(self) -> TaskEncoder:
@@ -165,7 +163,7 @@ class OnlinePacker(Stage):
             ) from error
 
     def _skipped(self, length: int) -> None:
-        self.skips["longer than max_length"] += 1
+        self.counts["skipped/longer than max_length"] += 1
         self._row_of_skips += 1
         if self._row_of_skips >= dry_limit(self.population):
             raise EncodeError(

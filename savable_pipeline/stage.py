@@ -12,6 +12,8 @@ packs or batches. Three methods make it savable:
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -79,6 +81,17 @@ class Stage:
     def endless(self) -> bool:
         """Whether the stage never ends."""
         return self.source.endless
+
+    @property
+    def sources(self) -> tuple[Stage, ...]:
+        """The stages just upstream: none of a reader, several of one that merges."""
+        source = getattr(self, "source", None)
+        return () if source is None else (source,)
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """What happened here, by name, such as `skipped/REASON`. A loader takes and clears them with each batch."""
+        return Counter()
 
     @property
     def population(self) -> int:

@@ -64,7 +64,7 @@ def test_none_is_no_item_but_a_forgotten_return(encoded: Any) -> None:
 def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:
     stage = encoded(lambda n, rng: sp.Skip("odd" if n % 2 else "zero") if n % 2 or not n else n)
     assert list(stage) == [2, 4, 6, 8]
-    assert stage.skips == {"odd": 5, "zero": 1}
+    assert stage.counts == {"skipped/odd": 5, "skipped/zero": 1}
 
 
 @pytest.mark.parametrize("item", [[1, 2], (1, 2), {"a": 1}, "text", {1, 2}, np.arange(2)])
@@ -85,7 +85,7 @@ def test_a_sample_may_fan_out_into_several_items(encoded: Any) -> None:
     items, refs = stage.take(100)
     assert [item[:2] for item in items] == [(1, 0), (2, 0), (3, 0), (3, 2), (5, 0), (6, 0), (7, 0), (7, 2), (9, 0)]
     assert refs == [(n, 0, part) for n, part, _ in items]
-    assert stage.skips == {"second": 4, "an iterator without items": 3}
+    assert stage.counts == {"skipped/second": 4, "skipped/an iterator without items": 3}
 
 
 def mixed(n: int, rng: sp.Rng) -> Any:
@@ -108,12 +108,12 @@ def test_cut_anywhere_and_taken_in_any_numbers_the_items_are_the_same(
         taken = stage.take(n)
         items, refs = items + taken[0], refs + taken[1]
         if cut:
-            state, skips = stage.save_state(), skips + stage.skips
+            state, skips = stage.save_state(), skips + stage.counts
             stage = encoded(mixed, epochs=2)
             stage.restore_state(state)
     rest = stage.take(1000)
     assert (items + rest[0], refs + rest[1]) == expected
-    assert skips + stage.skips == whole.skips
+    assert skips + stage.counts == whole.counts
 
 
 def test_the_state_within_a_fan_out_is_the_refs_left_and_the_parts_given(encoded: Any) -> None:
@@ -204,18 +204,18 @@ def test_after_an_error_the_same_sample_is_tried_again_and_nothing_is_lost_or_tw
         except sp.EncodeError:
             errors += 1
             if restore:
-                state, encoder, skips = stage.save_state(), stage.encoder, stage.skips
+                state, encoder, skips = stage.save_state(), stage.encoder, stage.counts
                 stage = sp.Encode(stage.source, encoder)
                 stage.source.restore_state(state["source"])
                 stage.restore_state(state)
-                stage.skips = skips
+                stage.counts = skips
             continue
         if not taken:
             break
         items += taken
     assert errors == 2
     assert items == expected_items
-    assert stage.skips == expected.skips
+    assert stage.counts == expected.counts
 
 
 class Texts(sp.TaskEncoder):

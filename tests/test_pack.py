@@ -124,7 +124,7 @@ def test_packs_are_those_of_a_plain_implementation(lengths: list[int], longest: 
         (number, length) for number, length in enumerate(lengths) if length <= longest
     ]
     assert all(pack and sum(length for _, length in pack) <= longest for pack in packs)
-    assert stage.skips["longer than max_length"] == sum(length > longest for length in lengths)
+    assert stage.counts["skipped/longer than max_length"] == sum(length > longest for length in lengths)
 
 
 def test_best_fit_fills_the_fullest_pack_with_room_and_gives_the_fullest() -> None:
@@ -155,7 +155,7 @@ def test_what_is_open_at_the_end_comes_oldest_first() -> None:
 def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
     stage = packer([11, 3, 99, 10])
     assert list(stage) == [[(3, 10)], [(1, 3)]]
-    assert stage.skips == {"longer than max_length": 2}
+    assert stage.counts == {"skipped/longer than max_length": 2}
 
 
 def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin() -> None:
