@@ -95,6 +95,7 @@ class Encode(Stage):
             self.counts.subtract(self._counted)
             self._row_of_skips = row
             raise
+        self.counts["items"] += len(items)
         return items, refs
 
     def _load(self, n: int, keep: int) -> bool:
@@ -114,12 +115,14 @@ class Encode(Stage):
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, or no more refs, or one fans out."""
         encode, seed, plain = self._encoder.encode, self._seed_globals, self._plain
-        dataset, base = None, 0
+        dataset, base, note = None, 0, self.lane.note
         for sample in self._samples[self._next : self._next + n - len(items)]:
             if sample._dataset is not dataset:
                 dataset = sample._dataset
                 base = self._base(dataset.source)
             ref = (sample._index, sample._epoch, 0)
+            if note is not None:
+                note[0], note[1], note[2] = self.depth, sample._index, sample._epoch
             rng = Rng(base, ref)
             if seed is not None:
                 seed(rng.key)

@@ -6,14 +6,14 @@ import logging
 import platform
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
 from savable_pipeline.errors import CheckpointMismatchError, StateError
-from savable_pipeline.stage import Stage
+from savable_pipeline.stage import Stage, upstream
 from savable_pipeline.state import pack_state, unpack_state
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Fingerprint(msgspec.Struct):
 
 def fingerprint(stage: Stage, *, seed: int, lanes: int) -> Fingerprint:
     """The fingerprint of a pipeline in a run with this seed and number of lanes."""
-    path = list(_path(stage))
+    path = [(type(step).__qualname__, step.settings()) for step in upstream(stage)]
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": [name for name, _ in path]}
     for name, settings in path:
         for setting, value in settings.items():
@@ -121,14 +121,6 @@ def _plain(field: str, value: Any) -> Any:
             f"the setting {field} = {value!r} cannot be kept in a state ({error}): settings() gives numbers, strings, "
             "bytes, and lists or dicts of these"
         ) from error
-
-
-def _path(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and settings of each stage, the reader first."""
-    source = getattr(stage, "source", None)
-    if source is not None:
-        yield from _path(source)
-    yield type(stage).__qualname__, stage.settings()
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:

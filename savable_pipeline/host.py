@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from savable_pipeline.batch import Batcher
 from savable_pipeline.global_rng import kinds
 from savable_pipeline.lane import Lane
-from savable_pipeline.stage import Stage
+from savable_pipeline.stage import Stage, upstream
+from savable_pipeline.stage_clock import StageClock, held_items
 from savable_pipeline.state import LaneState, pack_state, unpack_state
 
 Pipeline: TypeAlias = Callable[[Lane], Stage]
 
 
+Want: TypeAlias = Literal["batch", "probe", "pass"]
+"""The next batch of a lane; only whether there is one; or to pass over one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A batch and the state of its lane after it; `dry`: there was none. `more`: whether another will come."""
+    """A batch and the state of its lane after it; `dry`: there was none. `more`: whether another will come.
+
+    `seconds` is what it took to make, `remake_s` what it would take to make again all that the lane holds ready, if it
+    moved. `counts` is what happened in its stages, by stage and name.
+    """
 
     batch: Any
     state: bytes
     more: bool
     dry: bool = False
+    seconds: float = 0.0
+    remake_s: float = 0.0
+    counts: dict[str, int | float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -33,52 +46,74 @@ class _Live:
     stage: Stage
     lane: Lane
     batches: int
+    state: bytes | None = None  # that was given with its last batch
     early: tuple[Any, bytes] | None = None  # with the lane's state before it
 
 
 class LaneHost:
     """Builds lanes when they are first needed, restores them, and makes their batches.
 
-    A lane whose stages raised is forgotten: asked again with its last state, it tries the same again.
+    A lane whose stages raised is forgotten: asked again with its last state, it tries the same again. Lanes say what
+    they work on in `note`, if there is one.
     """
 
-    def __init__(self, pipeline: Pipeline, *, seed: int, lanes: int, shared: dict[Any, Any]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        seed: int,
+        lanes: int,
+        shared: dict[Any, Any],
+        note: memoryview | None = None,
+    ) -> None:
         self._pipeline = pipeline
         self._seed = seed
         self._lanes = lanes
         self._shared = shared
+        self._note = note
         self._live: dict[int, _Live] = {}
+        self._clock = StageClock()
 
     def build(self, lane: int, epoch: int) -> tuple[Stage, Lane]:
         """A fresh pipeline of a lane. Raises ValueError if the pipeline function gives no stage."""
-        built = Lane(lane, self._lanes, self._seed, epoch=epoch, shared=self._shared)
+        built = Lane(lane, self._lanes, self._seed, epoch=epoch, shared=self._shared, note=self._note)
         stage = self._pipeline(built)
         if not isinstance(stage, Stage):
             raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
         return stage, built
 
-    def deliver(self, lane: int, state: bytes | None, *, probe: bool = False) -> Delivery:
-        """The next batch of a lane, put to `state` before if that is given.
+    def deliver(
+        self, lane: int, state: bytes | None, want: Want = "batch", avoid: Iterable[tuple[int, int]] = ()
+    ) -> Delivery:
+        """The next batch of a lane, put to `state` before if that is not where it stands; None: it does stand there.
 
-        A probe gives no batch and only says whether there is one.
+        `avoid`: samples that it is to leave out from now on, by index and epoch.
         """
-        if state is not None:
-            self._restore(unpack_state(state, LaneState, f"lane {lane}"))
-        live = self._live[lane]
-        try:
-            batch = None if probe else self._next(live)
+        start = time.perf_counter()
+        live = self._live.pop(lane, None)  # back when all has gone well
+        if state is not None and (live is None or live.state is not state):
+            live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
+        assert live is not None
+        with self._clock.running(live.stage) as counts:
+            batch = None if want == "probe" else self._next(live)
             dry = batch is _DRY
             more = not dry and self._more(live)
-            return Delivery(None if dry else batch, self._save(live, more), more, dry)
-        except BaseException:
-            del self._live[lane]
-            raise
+            live.state = self._save(live, more)
+        self._live[lane] = live
+        seconds = time.perf_counter() - start
+        remake_s = seconds * held_items(live.stage) / max(1, counts.get("Encode/items", 1))
+        return Delivery(None if dry or want == "pass" else batch, live.state, more, dry, seconds, remake_s, counts)
 
-    def _restore(self, saved: LaneState) -> None:
+    def holds(self, lane: int, state: bytes) -> Stage | None:
+        """The stages of a lane, if they run here and stand at `state`."""
+        live = self._live.get(lane)
+        return live.stage if live is not None and live.state is state else None
+
+    def _restore(self, saved: LaneState) -> _Live:
         stage, lane = self.build(saved.lane, saved.epoch)
         if saved.stages is not None:
             stage.restore_state(saved.stages)
-        self._live[saved.lane] = _Live(stage, lane, saved.batches)
+        return _Live(stage, lane, saved.batches)
 
     def _next(self, live: _Live) -> Any:
         if live.early is not None:
@@ -107,22 +142,21 @@ class LaneHost:
     def _pack(self, live: _Live, more: bool) -> bytes:
         return pack_state(LaneState(live.lane.index, live.lane.epoch, live.batches, more, live.stage.save_state()))
 
-    def forget(self) -> None:
-        """Drop all lanes."""
-        self._live = {}
+    def forget(self, lane: int | None = None) -> None:
+        """Drop a lane, or all of them."""
+        if lane is None:
+            self._live.clear()
+        else:
+            self._live.pop(lane, None)
 
 
 _DRY = object()
 
 
-def seeded_kinds(stage: Stage | None) -> set[str]:
+def seeded_kinds(last: Stage) -> set[str]:
     """The global generators that the encoders of a pipeline have seeded."""
-    found: set[str] = set()
-    while stage is not None:
-        if stage.encoder is not None:
-            found.update(kinds(stage.encoder.global_rng))
-        stage = getattr(stage, "source", None)
-    return found
+    encoders = [stage.encoder for stage in upstream(last)]
+    return {kind for encoder in encoders if encoder is not None for kind in kinds(encoder.global_rng)}
 
 
 def check_pipeline(pipeline: Pipeline) -> None:

@@ -26,6 +26,7 @@ class Lane:
         *,
         epoch: int = 0,
         shared: dict[Any, Any] | None = None,
+        note: memoryview | None = None,
     ) -> None:
         if not 0 <= index < count:
             raise ValueError(f"a lane's index must lie in 0 … count-1; got index {index}, count {count}")
@@ -33,6 +34,7 @@ class Lane:
         self.count = count
         self.seed = seed
         self.epoch = epoch
+        self.note = note  # words in which stages say what they work on (see note.py), for when the process dies
         self._shared: dict[Any, Any] = {} if shared is None else shared
         self._rngs: dict[str, Rng] = {}
         self._restored: dict[str, int] = {}

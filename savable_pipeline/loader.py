@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.fingerprint import (
@@ -22,36 +19,34 @@ from savable_pipeline.fingerprint import (
     unpack_fingerprint,
 )
 from savable_pipeline.global_rng import KINDS, as_in_a_worker
-from savable_pipeline.host import Delivery, LaneHost, Pipeline, check_pipeline, seeded_kinds
-from savable_pipeline.pool import Pool, check_picklable, get_context
+from savable_pipeline.host import Delivery, LaneHost, Pipeline, Want, check_pipeline
+from savable_pipeline.in_process import InProcess
+from savable_pipeline.launch import Launcher, check_picklable, close_with, get_context, launcher
+from savable_pipeline.pinned import pinned
+from savable_pipeline.pool import Pool
+from savable_pipeline.position import Position
 from savable_pipeline.ranks import find_ranks
-from savable_pipeline.state import (
-    VERSION,
-    LaneState,
-    check_flat,
-    lane_name,
-    merge_states,
-    pack_state,
-    read_lanes,
-)
+from savable_pipeline.state import check_flat, lane_name, merge_states, read_lanes
+from savable_pipeline.stats import Stats
+from savable_pipeline.trace import Trace, data_path, may_avoid, trace, where
 from savable_pipeline.worker import Job
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from savable_pipeline.stage import Stage
 
 log = logging.getLogger(__name__)
 
-MAX_LAG = 16  # how many batches ago `state_dict(lag=)` reaches back
-
 
 class SavableLoader:
     """The batches of a pipeline, in an order that depends on the data, the settings, `seed` and `lanes` alone.
 
-    `pipeline` is a function that builds the stages of a lane. `num_workers=0` runs it in this process. `rank` and
-    `world_size`, of the data-parallel group, come from torch.distributed, `group` or `mesh` unless they are given.
-    `prefetch` is how many batches a worker may be ahead, `timeout` how many seconds one batch may take.
+    `pipeline` is a function that builds the stages of a lane. `num_workers=0` runs it in this process; workers get it
+    as it is when the loader is made. `rank` and `world_size`, of the data-parallel group, come from torch.distributed,
+    `group` or `mesh` unless they are given. `prefetch` is how many batches a worker may be ahead, `timeout` how many
+    seconds one batch may take before its worker is replaced, `max_restarts` how many workers may be replaced.
 
     Iterating goes on where the loader is; each `iter()` on a finished loader begins the next epoch. Raises ValueError
     for wrong settings.
@@ -72,6 +67,7 @@ class SavableLoader:
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext | None = None,
         timeout: float = 600.0,
+        max_restarts: int = 100,
     ) -> None:
         if num_workers < 0 or prefetch < 1:
             raise ValueError(f"num_workers must be at least 0 and prefetch 1: {num_workers}, {prefetch}")
@@ -86,45 +82,41 @@ class SavableLoader:
         self._job = Job(pipeline, seed, lanes)
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._pin_memory = pin_memory
         self._timeout = timeout
+        self._max_restarts = max_restarts
         self._context = get_context(multiprocessing_context)
-        if num_workers:
-            check_picklable(pipeline, self._context)
         self._shared: dict[Any, Any] = {}
         self._host = LaneHost(pipeline, seed=seed, lanes=lanes, shared=self._shared)
         self._built: Stage | None = None
-        self._seeded: set[str] | None = None  # the global generators that its encoders have seeded
         self._fingerprint: tuple[Fingerprint, bytes] | None = None
-        self._pool: Pool | None = None
-        self._finalizer: Callable[[], Any] | None = None
+        self._launcher: Launcher | None = None
+        self._makers: Pool | InProcess | None = None
+        self._end_launcher: Callable[[], Any] = _nothing
+        self._end_makers: Callable[[], Any] = _nothing
+        self._restarts = self._moves = 0  # of pools that are gone
+        self._stats = Stats(num_workers)
         self._begin(epoch=0)
+        if num_workers:
+            check_picklable(pipeline, self._context)
+            self._launch()
 
     # Where the loader is. A *step* takes one slot on each rank.
 
     def _begin(self, epoch: int) -> None:
         """Stand at the start of an epoch."""
-        fresh = {lane: LaneState(lane, epoch) for lane in self._own_lanes}
-        self._stand(epoch, 0, fresh, {lane: pack_state(state) for lane, state in fresh.items()})
+        self._stand(Position.start(epoch, self._own_lanes, self._job.lanes))
 
-    def _stand(self, epoch: int, slot: int, lanes: dict[int, LaneState], states: dict[int, bytes]) -> None:
-        more = {lane: state.more for lane, state in lanes.items()}
-        history: deque[tuple[int, int, bytes]] = deque(maxlen=MAX_LAG)
-        self._epoch = epoch
-        self._slot = slot  # the first slot of the next step
-        self._states = states  # by lane: after its batch that was given last
-        self._more = more
-        self._rounds = -(-slot // self._job.lanes)  # rounds that are known to take place
+    def _stand(self, at: Position) -> None:
+        self._at = at
         self._finished = False
-        self._history = history
-        self._asked: dict[int, int] = {}  # slot → ticket
+        self._asked: dict[int, Any] = {}  # slot → ticket
         self._received: dict[int, Delivery] = {}
-        self._running: set[int] = set()  # lanes that the host in this process holds as they stand
 
     @property
     def epoch(self) -> int:
         """How many epochs (passes of a finite pipeline) have been finished."""
-        return self._epoch
+        return self._at.epoch
 
     @property
     def _own_lanes(self) -> range:
@@ -147,55 +139,81 @@ class SavableLoader:
     def __next__(self) -> Any:
         if self._finished:
             raise StopIteration
+        came = time.perf_counter()
+        delivery = self._step("batch")
+        batch = pinned(delivery.batch) if self._pin_memory else delivery.batch
+        self._ask_ahead()
+        self._stats.add(time.perf_counter() - came, delivery.seconds, delivery.counts)
+        self._commit(delivery)  # last: what fails before has given nothing
+        return batch
+
+    def _step(self, want: Want) -> Delivery:
+        """What this rank gets in the next step. Raises StopIteration at the end of an epoch."""
         if not self._pipeline.endless and not self._step_takes_place():
             self._finish()
             raise StopIteration
-        slot = self._ranks.slot(self._slot)
-        delivery = self._receive(slot)
+        slot = self._ranks.slot(self._at.slot)
+        delivery = self._receive(slot, want)
         if delivery.dry:
             self.close()
             raise SavableError(f"lane {slot % self._job.lanes} had said that it had more batches, but has none")
-        batch = _pinned(delivery.batch) if self._pin_memory else delivery.batch
-        if self._num_workers:
-            with self._workers_dropped_on_error():
-                self._ask_ahead()
-        self._commit(slot, slot % self._job.lanes, delivery)  # last: what fails before has given nothing
-        return batch
+        return delivery
 
-    def _commit(self, slot: int, lane: int, delivery: Delivery) -> None:
+    def _commit(self, delivery: Delivery) -> None:
         """Take note that the trainer is given this batch.
 
-        Nothing is called before the last line, since Python hears Ctrl-C at calls: it comes before or after all this.
+        No function is called between the first change and the last line, since Python hears Ctrl-C at calls: it comes
+        before or after all this.
         """
-        before = (self._slot, lane, self._states[lane])
+        at = self._at
+        slot = self._ranks.slot(at.slot)
+        lane = slot % self._job.lanes
+        step = self._ranks.world_size
+        before = (at.slot, lane, at.states[lane])
         del self._received[slot]
-        self._states[lane] = delivery.state
-        self._more[lane] = delivery.more
-        self._slot += self._ranks.world_size
-        self._history.append(before)
+        at.states[lane] = delivery.state
+        at.more[lane] = delivery.more
+        at.slot += step
+        at.history.append(before)
+
+    def skip(self, slots: int) -> None:
+        """Pass over the next `slots` slots of all ranks together, as after a spike of the loss. Call it on each rank.
+
+        Batches are not made of what is passed over. A finite run's epoch ends where it would have. Raises ValueError
+        if a step of all ranks would be cut.
+        """
+        if slots < 0 or slots % self._ranks.world_size:
+            raise ValueError(f"skip takes a multiple of the {self._ranks.world_size} ranks, not {slots}")
+        for _ in range(slots // self._ranks.world_size):
+            try:
+                self._commit(self._step("pass"))
+            except StopIteration:
+                return
 
     def _finish(self) -> None:
-        left = self._rounds * self._job.lanes - self._slot
+        at = self._at
+        left = at.rounds * self._job.lanes - at.slot
         if left and self._ranks.rank == 0:
             log.warning(
                 "the last %d slots of epoch %d are given to no rank: %d ranks that began at a slot they do not divide "
                 "would need more for a step",
                 left,
-                self._epoch,
+                at.epoch,
                 self._ranks.world_size,
             )
         self._tell_what_is_left()
-        self._drop_workers()
-        self._begin(self._epoch + 1)
+        self._drop_makers()
+        self._begin(at.epoch + 1)
         self._finished = True
 
     def _tell_what_is_left(self) -> None:
         """Say how many lanes have more at an epoch's end. Raises `SavableError` if the epoch had no batch at all."""
-        dry = [lane for lane, more in self._more.items() if not more]
-        rest = len(self._more) - len(dry)
-        if self._rounds == 0:
+        at = self._at
+        dry = [lane for lane, more in at.more.items() if not more]
+        rest = len(at.more) - len(dry)
+        if at.rounds == 0:
             raise SavableError(
-                f"epoch {self._epoch} has no batch: it ends before the first round that some lane cannot fill, and of "
+                f"epoch {at.epoch} has no batch: it ends before the first round that some lane cannot fill, and of "
                 f"{self._job.lanes} lanes {dry[0] if dry else 'one of another rank'} has nothing; this is too little "
                 f"data ({self._pipeline.population} samples) for so many lanes and this batch size: give fewer lanes="
             )
@@ -203,117 +221,120 @@ class SavableLoader:
             log.warning(
                 "epoch %d ends after %d rounds, before the first that lane %s cannot fill; %d lanes of this rank have "
                 "more, which is left out; fewer lanes leave less",
-                self._epoch,
-                self._rounds,
+                at.epoch,
+                at.rounds,
                 dry[0] if dry else "(of another rank)",
                 rest,
             )
 
     def _step_takes_place(self) -> bool:
         """Whether every slot of the next step lies in a round that every lane can fill."""
-        last_round = (self._slot + self._ranks.world_size - 1) // self._job.lanes
-        while self._rounds <= last_round:
+        last_round = (self._at.slot + self._ranks.world_size - 1) // self._job.lanes
+        while self._at.rounds <= last_round:
             if not self._ranks.all_true(self._own_lanes_have_more()):
                 return False
-            self._rounds += 1
+            self._at.rounds += 1
         return True
 
     def _own_lanes_have_more(self) -> bool:
         return all(self._has_more(lane) for lane in self._own_lanes)
 
     def _has_more(self, lane: int) -> bool:
-        """Whether a lane has a batch for round `_rounds`."""
-        before = (self._rounds - 1) * self._job.lanes + lane
-        if before >= self._slot:
+        """Whether a lane has a batch for round `rounds`."""
+        before = (self._at.rounds - 1) * self._job.lanes + lane
+        if before >= self._at.slot:
             return self._receive(before).more
-        if self._more[lane] is None:
-            if self._num_workers:
-                with self._workers_dropped_on_error():
-                    self._probe()
-            else:
-                delivery = self._deliver(lane, probe=True)
-                self._states[lane], self._more[lane] = delivery.state, delivery.more
-                self._running.add(lane)
-        return bool(self._more[lane])
+        if self._at.more[lane] is None:
+            self._probe()
+        return bool(self._at.more[lane])
 
     # Getting batches made.
 
     def _probe(self) -> None:
-        """Let workers find out which lanes have a batch at all."""
-        pool = self._start()
-        unknown = [lane for lane in self._own_lanes if self._more[lane] is None]
-        tickets = {lane: pool.ask(lane, self._states[lane], probe=True) for lane in unknown}
-        for lane, ticket in tickets.items():
-            found = pool.answer(ticket)
-            self._states[lane], self._more[lane] = found.state, found.more
+        """Find out which lanes have a batch at all."""
+        with self._makers_dropped_on_error() as makers:
+            unknown = [lane for lane in self._own_lanes if self._at.more[lane] is None]
+            tickets: dict[int, Any] = {lane: makers.ask(lane, self._at.states[lane], "probe") for lane in unknown}
+            for lane, ticket in tickets.items():
+                found = makers.answer(ticket)
+                self._at.states[lane], self._at.more[lane] = found.state, found.more
 
-    def _receive(self, slot: int) -> Delivery:
+    def _receive(self, slot: int, want: Want = "batch") -> Delivery:
         """The batch of a slot of this rank; waits for it."""
         if slot not in self._received:
-            if self._num_workers:
-                with self._workers_dropped_on_error():
-                    self._ask_ahead(upto=slot)
-                    self._received[slot] = self._start().answer(self._asked.pop(slot))
-            else:
-                lane = slot % self._job.lanes
-                self._received[slot] = self._deliver(lane)
-                self._running.add(lane)
+            with self._makers_dropped_on_error() as makers:
+                self._ask(slot, want)
+                self._received[slot] = makers.answer(self._asked.pop(slot))
         return self._received[slot]
 
-    def _deliver(self, lane: int, *, probe: bool = False) -> Delivery:
-        """Run a lane in this process. It counts as running when what it gave is noted, not before."""
-        state = None if lane in self._running else self._states[lane]
-        self._running.discard(lane)
-        if self._seeded is None:
-            self._seeded = seeded_kinds(self._pipeline)
-        with as_in_a_worker(self._seeded if state is None else set(KINDS)):  # a pipeline function may draw from any
-            return self._host.deliver(lane, state, probe=probe)
+    def _ask_ahead(self) -> None:
+        """Ask workers for this rank's next slots, as far as `prefetch` allows."""
+        if self._num_workers:
+            with self._makers_dropped_on_error():
+                self._ask(-1, "batch")
 
-    def _start(self) -> Pool:
-        """The worker processes, started if they are not there."""
-        if self._pool is None:
-            _ = self._pipeline  # opens, and on first use indexes, the shards once, before there are workers
-            self._pool = Pool(
-                self._job,
-                num_workers=self._num_workers,
-                context=self._context,
-                timeout=self._timeout,
-                shared=self._shared,
-            )
-            self._finalizer = weakref.finalize(self, self._pool.close)
-        return self._pool
-
-    def _ask_ahead(self, upto: int = -1) -> None:
-        """Ask workers for this rank's next slots: to `upto` at least, then as far as `prefetch` allows."""
-        pool, lanes, step = self._start(), self._job.lanes, self._ranks.world_size
+    def _ask(self, upto: int, want: Want) -> None:
+        """Ask for this rank's next slots that are not asked for: to `upto` at least, then as far as `prefetch` goes."""
+        makers, lanes, step = self._start(), self._job.lanes, self._ranks.world_size
         limit = self._prefetch * self._num_workers + (1 if self._received else 0)  # besides the one to be given now
-        slot = max([self._ranks.slot(self._slot) - step, *self._asked, *self._received]) + step
+        slot = max([self._ranks.slot(self._at.slot) - step, *self._asked, *self._received]) + step
         while slot <= upto or len(self._asked) + len(self._received) < limit:
             lane = slot % lanes
-            if slot > upto and self._more[lane] is False:
+            if slot > upto and (self._at.more[lane] is False or want == "pass"):
                 return
-            self._asked[slot] = pool.ask(lane, self._states[lane])
+            self._asked[slot] = makers.ask(lane, self._at.states[lane], want)
             slot += step
 
-    def _drop_workers(self) -> None:
+    def _launch(self) -> Launcher:
+        """What starts workers: begun early, before this process has more threads or uses a GPU."""
+        if self._launcher is None:
+            self._launcher = launcher(self._job, self._context)
+            self._end_launcher = close_with(self, self._launcher)
+        return self._launcher
+
+    def _start(self) -> Pool | InProcess:
+        """The workers, started if they are not there, or what stands in for them here."""
+        if self._makers is None and not self._num_workers:
+            self._makers = InProcess(self._host)
+            self._end_makers = self._makers.close
+        elif self._makers is None:
+            self._makers = Pool(
+                self._launch(),
+                num_workers=self._num_workers,
+                depth=self._prefetch,
+                timeout=self._timeout,
+                max_restarts=self._max_restarts - self._restarts,
+                describe=partial(where, self._pipeline),
+                may_avoid=partial(may_avoid, self._pipeline),
+            )
+            self._end_makers = close_with(self, self._makers)
+        return self._makers
+
+    def _drop_makers(self) -> None:
         """End the workers and forget what they were asked; the state stays."""
-        finalizer, self._pool, self._finalizer = self._finalizer, None, None
-        self._asked, self._received, self._running = {}, {}, set()
-        if finalizer is not None:
-            finalizer()
+        makers, end = self._makers, self._end_makers
+        self._makers, self._end_makers = None, _nothing
+        self._asked, self._received = {}, {}
+        if makers is not None:
+            self._restarts += makers.restarts
+            self._moves += makers.moves
+            end()
 
     @contextlib.contextmanager
-    def _workers_dropped_on_error(self) -> Iterator[None]:
+    def _makers_dropped_on_error(self) -> Iterator[Pool | InProcess]:
         """After an error, Ctrl-C too, no one knows what the workers were asked: begin again from the state."""
         try:
-            yield
+            yield self._start()
         except BaseException:
-            self._drop_workers()
+            self._drop_makers()
             raise
 
     def close(self) -> None:
         """End the workers and close the shards. Iterating again goes on at the same place."""
-        self._drop_workers()
+        self._drop_makers()
+        end = self._end_launcher
+        self._launcher, self._end_launcher = None, _nothing
+        end()
         self._host.forget()
         self._built = None
         self._shared.clear()
@@ -332,19 +353,7 @@ class SavableLoader:
         It holds the rank's own lanes. Starts nothing, waits for nothing. Raises ValueError for a lag beyond what the
         loader has given since it was made, loaded or began the epoch, or beyond 16.
         """
-        if not 0 <= lag <= len(self._history):
-            raise ValueError(f"lag={lag}: only the last {len(self._history)} batches can be taken back")
-        slot, states = self._slot, dict(self._states)
-        for before, lane, state in list(reversed(self._history))[:lag]:
-            slot, states[lane] = before, state
-        return {
-            "format": VERSION,
-            "lanes": self._job.lanes,
-            "epoch": self._epoch,
-            "slot": slot,
-            "fingerprint": self._own_fingerprint()[1],
-            **{lane_name(lane): states[lane] for lane in sorted(states)},
-        }
+        return self._at.flat(lag, self._job.lanes, self._own_fingerprint()[1])
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Go on from where `state` was saved, by any number of ranks and workers, as long as it has our lanes.
@@ -356,8 +365,9 @@ class SavableLoader:
         check_flat(state)
         compare(unpack_fingerprint(state["fingerprint"]), self._own_fingerprint()[0], allow)
         lanes = read_lanes(state, self._own_lanes)
-        self._drop_workers()
-        self._stand(state["epoch"], state["slot"], lanes, {lane: state[lane_name(lane)] for lane in lanes})
+        self._drop_makers()
+        states = {lane: state[lane_name(lane)] for lane in lanes}
+        self._stand(Position.at(state["epoch"], state["slot"], lanes, states, self._job.lanes))
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
@@ -372,6 +382,41 @@ class SavableLoader:
         ranks = self._ranks if group is None else type(self._ranks)(self._ranks.rank, self._ranks.world_size, group)
         return merge_states(ranks.gather(self.state_dict()))
 
+    # Looking at it.
+
+    def stats(self) -> dict[str, int | float]:
+        """What happened on this rank since the loader was made, by flat names; rates since the last call.
+
+        `wait_s` is the trainer's time in `next`, `seconds/STAGE` the workers' (measured on some batches),
+        `STAGE/skipped/REASON` what was left out.
+        """
+        makers = self._makers
+        return {
+            **self._stats.numbers(),
+            "ready_batches": len(self._received),
+            "viewed_batches": makers.viewed if makers else 0,
+            "restarts": self._restarts + (makers.restarts if makers else 0),
+            "moved_lanes": self._moves + (makers.moves if makers else 0),
+        }
+
+    def trace(self) -> Trace:
+        """The slot and lane of the last batch of this rank, and (shard, key, ref) of every sample in it, in order.
+
+        The batch is made again here to see. Raises ValueError if no batch has been given since the loader was made or
+        loaded.
+        """
+        if not self._at.history:
+            raise ValueError("trace() tells of the last batch, and none has been given yet")
+        step, _, state = self._at.history[-1]
+        with as_in_a_worker(set(KINDS)):
+            return trace(self._host, state, self._ranks.slot(step))
+
+    def __repr__(self) -> str:
+        ranks, job, at = self._ranks, self._job, self._at
+        settings = f"seed={job.seed}, lanes={job.lanes}, num_workers={self._num_workers}"
+        place = f"rank {ranks.rank} of {ranks.world_size}, at slot {at.slot} of epoch {at.epoch}"
+        return f"SavableLoader({settings}): {place}\n{data_path(self._pipeline)}"
+
     def _own_fingerprint(self) -> tuple[Fingerprint, bytes]:
         if self._fingerprint is None:
             found = fingerprint(self._pipeline, seed=self._job.seed, lanes=self._job.lanes)
@@ -379,14 +424,5 @@ class SavableLoader:
         return self._fingerprint
 
 
-def _pinned(batch: Any) -> Any:
-    """The batch with its tensors in page-locked memory, for copies to a GPU that do not wait."""
-    if isinstance(batch, torch.Tensor):
-        return batch.pin_memory()
-    if isinstance(batch, dict):
-        return {name: _pinned(value) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_pinned, batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map(_pinned, batch))
-    return batch
+def _nothing() -> None:
+    pass

@@ -1,142 +1,241 @@
-"""The trainer's side of its workers: starts them, asks them for batches, and replaces those that die."""
+"""The trainer's side of its workers: which one makes what, and what happens when one dies or hangs.
+
+A worker has at most `depth` requests at a time, so that it never waits for the next; the others wait here, in order.
+A request goes to the worker that would begin it first. If that is not the one that holds the lane, the lane moves, by
+its state: so a lane is never waited for while a worker is free, whatever the numbers of lanes and workers.
+
+    lane 4 asked for:   worker 0 holds it, busy for 80 ms more      worker 1 idle; lane 4 moves: +2 ms, +10 ms to make
+                                                                    the items of its open packs again
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import pickle
+import select
 import signal
+import socket
+import textwrap
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import recv_handle
+from dataclasses import dataclass, field
 from typing import Any
 
 from savable_pipeline import wire
+from savable_pipeline.channel import Channel
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.host import Delivery, Pipeline
+from savable_pipeline.host import Delivery, Want
+from savable_pipeline.launch import Launcher, wait_until_ended
+from savable_pipeline.note import STACK_SIGNAL, Note, Work
 from savable_pipeline.segments import SegmentReader
-from savable_pipeline.worker import STARTED, Failure, Job, work
+from savable_pipeline.worker import STARTED, Failure, Request
 
 log = logging.getLogger(__name__)
 
-_EXIT_WAIT_S = 2.0
+RESTARTS_OVER_ONE = 3  # workers that die over one sample are replaced so often
 _START_S = 300.0  # for a worker's imports, which do not count as the time that a batch takes
-_DEATHS_OVER_ONE, _DEATHS = 3, 100  # so many deaths of workers over one request, and in all, end the run
+_STACK_S = 1.0  # for a worker that hangs to write its stack
+_MOVE_S = 0.002  # what it costs to build and restore a lane
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request that has not been answered; `worker` is None while it waits here."""
+
+    ticket: int
+    lane: int
+    want: Want
+    worker: _Worker | None = None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A lane: its state after its batch that was received last, who holds it, and what it is asked for."""
+
+    state: bytes
+    holder: _Worker | None = None
+    sent: int = 0  # requests that its holder has
+    remake_s: float = 0.0
+    avoid: list[tuple[int, int]] = field(default_factory=list)  # samples to leave out that `state` does not know of
 
 
 class _Worker:
-    """One worker process, seen from the trainer."""
+    """One worker process, seen from here."""
 
-    def __init__(self, job: Job, context: BaseContext, inherited: dict[Any, Any] | None) -> None:
-        self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=work, args=(job, theirs, inherited, os.getpid()), daemon=True, name="savable_pipeline worker"
-        )
-        self.process.start()
-        theirs.close()
-        self.started = False
-        self.tickets: list[int] = []  # asked and not answered, in order
-        self._segments = SegmentReader()
+    def __init__(self, number: int, launcher: Launcher) -> None:
+        self.number = number
+        self.pid = 0  # until it has started
+        self.asked: deque[_Asked] = deque()  # in the order in which it works
+        self.since = time.monotonic()  # its last word, or that it was given something to do
+        self.forget: list[int] = []  # lanes that have moved away
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours, waits=False)
+        self.note = Note.make()
+        self.segments = SegmentReader()
+        self.hung = ""  # that it has been killed for taking too long, in words
+        self.stack = ""
+        self.gone = False  # whether its end of the channel is closed
+        self.channel.send(b"", [self.note.descriptor])
+        launcher.start(number, theirs)
 
-    def receive(self) -> tuple[int, Any] | None:
-        """The next answer and its ticket; None if the worker ended."""
-        try:
-            ticket, inline, written = pickle.loads(self.connection.recv_bytes())
-            fd = recv_handle(self.connection) if written is not None and written[1] else None
-        except (EOFError, OSError):  # the second: in the middle of an answer
-            return None
+    def receive(self) -> list[tuple[int, Any]]:
+        """The answers that have come, with their tickets. Raises EOFError if the worker is gone."""
+        return [self._answer(pickle.loads(message), fds) for message, fds in self.channel.receive()]
+
+    def _answer(self, message: tuple[int, Any, Any], fds: list[int]) -> tuple[int, Any]:
+        ticket, inline, written = message
         if written is None:
             return ticket, wire.loads(*inline)
         segment, _, dropped, places = written
+        if fds:
+            self.segments.add(segment, fds[0])
         if dropped is not None:
-            self._segments.drop(dropped)
-        if fd is not None:
-            self._segments.add(segment, fd)
-        *buffers, pickled = self._segments.read(segment, places)
+            self.segments.drop(dropped)
+        *buffers, pickled = self.segments.read(segment, places)
         return ticket, wire.loads(pickled, buffers)
 
-    def end(self, deadline: float) -> None:
-        """See that the process is gone, by force after the deadline; whoever else may have waited for it."""
-        with contextlib.suppress(ValueError, OSError):  # closed already, or reaped by another
-            self.process.join(max(0.0, deadline - time.monotonic()))
-            if self.process.exitcode is None:
-                self.process.kill()
-                self.process.join(_EXIT_WAIT_S)
-            self.process.close()
-
-    def how_it_ended(self) -> str:
-        """In words."""
-        self.process.join(_EXIT_WAIT_S)
-        code = self.process.exitcode
-        return f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+    def close(self) -> None:
+        self.channel.close()
+        self.note.close()
 
 
 class Pool:
     """Some worker processes and what they have been asked for.
 
-    A worker that ends is replaced: its lanes are put to the states that came with their last batches, and what it was
-    asked for is asked again. After 3 deaths over one request, or 100 in all, that is an error.
+    A worker that dies, or takes longer than `timeout` over a batch, is replaced: its lanes are put to the states that
+    came with their last batches, and what it was asked for is asked again. Over one sample that happens 3 times, and
+    `max_restarts` times in all; then it is an error. `describe` says in words what a worker's note means, `may_avoid`
+    whether the sample in it may be left out instead.
     """
 
     def __init__(
-        self, job: Job, *, num_workers: int, context: BaseContext, timeout: float, shared: dict[Any, Any]
+        self,
+        launcher: Launcher,
+        *,
+        num_workers: int,
+        depth: int,
+        timeout: float,
+        max_restarts: int,
+        describe: Callable[[Work], str],
+        may_avoid: Callable[[Work], bool],
     ) -> None:
-        self._job = job
-        self._context = context
-        self._inherited = shared if context.get_start_method() == "fork" else None
+        self._launcher = launcher
+        self._depth = depth
         self._timeout = timeout
-        self._workers: list[_Worker] = []
-        self._where: dict[int, int] = {}  # lane → the worker that holds it
-        self._states: dict[int, bytes] = {}  # lane → after its batch that was received last
-        self._asked: dict[int, _Request] = {}  # by ticket
+        self._max_restarts = max_restarts
+        self._describe = describe
+        self._may_avoid = may_avoid
+        self._lanes: dict[int, _Lane] = {}
+        self._asked: dict[int, _Asked] = {}  # by ticket
+        self._waiting: list[_Asked] = []
         self._ready: dict[int, Delivery | Failure] = {}
-        self._deaths = 0
-        self._deaths_over: Counter[int] = Counter()  # by ticket; over none: by worker, below 0, since it last started
+        self._deaths_over: Counter[Any] = Counter()
         self._ticket = STARTED
         self._owner = os.getpid()
+        self._batch_s = 0.0  # what a batch takes to make, on average
+        self.restarts = 0
+        self.moves = 0
+        self._workers: list[_Worker] = []
+        self._by_number: dict[int, _Worker] = {}
+        self._started = 0
         try:
             for _ in range(num_workers):
-                self._workers.append(_Worker(job, context, self._inherited))
+                self._workers.append(self._new_worker())
         except BaseException:
             self.close()
             raise
 
-    def ask(self, lane: int, state: bytes, *, probe: bool = False) -> int:
+    def _new_worker(self) -> _Worker:
+        self._started += 1
+        worker = _Worker(self._started, self._launcher)
+        self._by_number[worker.number] = worker
+        return worker
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers that have started."""
+        return [worker.pid for worker in self._workers if worker.pid]
+
+    @property
+    def viewed(self) -> int:
+        """How many batches in shared memory are viewed here, by the trainer or ready for it."""
+        return sum(worker.segments.viewed for worker in self._workers)
+
+    # What is asked.
+
+    def ask(self, lane: int, state: bytes, want: Want = "batch") -> int:
         """Ask for the next batch of a lane that stands at `state`; gives a ticket for `answer`.
 
         A lane that is asked for again goes on from where it is, and `state` is not looked at.
         """
         if os.getpid() != self._owner:
             raise WorkerError("this loader's workers belong to the process that forked this one: make a loader here")
-        new = lane not in self._where
-        if new:
-            self._where[lane] = len(self._where) % len(self._workers)
-            self._states.setdefault(lane, state)  # of a replaced worker's lane we may know a later one
+        self._lanes.setdefault(lane, _Lane(state))
         self._ticket += 1
-        self._asked[self._ticket] = _Request(lane, probe)
-        self._send(self._ticket, with_state=new)
-        return self._ticket
+        asked = _Asked(self._ticket, lane, want)
+        self._asked[asked.ticket] = asked
+        self._waiting.append(asked)
+        self._assign()
+        return asked.ticket
 
-    def _send(self, ticket: int, *, with_state: bool) -> None:
-        request = self._asked[ticket]
-        worker = self._workers[self._where[request.lane]]
-        worker.tickets.append(ticket)
-        state = self._states[request.lane] if with_state else None
-        with contextlib.suppress(OSError):  # a dead worker is noticed when its answer is waited for
-            worker.connection.send((ticket, request.lane, state, request.probe))
+    def _assign(self) -> None:
+        """Send what waits, in order, as far as workers have room for it."""
+        left = []
+        for asked in self._waiting:
+            worker = self._choose(self._lanes[asked.lane])
+            if worker is None:
+                left.append(asked)
+            else:
+                self._send(asked, worker)
+        self._waiting = left
+
+    def _choose(self, lane: _Lane) -> _Worker | None:
+        """The worker that would begin a batch of this lane first; None if it must wait for one that has no room."""
+        if lane.sent:  # only its holder can go on with it
+            assert lane.holder is not None
+            return lane.holder if len(lane.holder.asked) < self._depth else None
+
+        def begins(worker: _Worker) -> tuple[float, bool, int]:
+            busy = len(worker.asked) * self._batch_s
+            if worker.asked:
+                busy -= min(time.monotonic() - worker.since, self._batch_s)
+            comes = lane.holder is not None and worker is not lane.holder
+            return busy + (_MOVE_S + lane.remake_s if comes else 0.0), comes, len(worker.asked)
+
+        first = min(self._workers, key=begins)
+        return first if len(first.asked) < self._depth else None
+
+    def _send(self, asked: _Asked, worker: _Worker) -> None:
+        lane = self._lanes[asked.lane]
+        state = None
+        if worker is not lane.holder:
+            state = lane.state
+            if lane.holder is not None:
+                lane.holder.forget.append(asked.lane)
+                self.moves += 1
+            lane.holder = worker
+        if not worker.asked:
+            worker.since = time.monotonic()
+        asked.worker = worker
+        lane.sent += 1
+        worker.asked.append(asked)
+        forget = tuple(other for other in worker.forget if self._lanes[other].holder is not worker)
+        worker.forget.clear()
+        request = Request(asked.ticket, asked.lane, state, asked.want, forget, tuple(lane.avoid))
+        with contextlib.suppress(OSError):  # it is dead, which `_hear` is told
+            worker.channel.send(pickle.dumps(request, protocol=5))
+
+    # What is answered.
 
     def answer(self, ticket: int) -> Delivery:
         """Wait for what was asked with `ticket`. Raises the worker's error, or `WorkerError`."""
-        if ticket in self._asked:
-            self._await(ticket)
+        self._hear(0.0)
+        came = time.monotonic()
+        while ticket not in self._ready:
+            self._hear(self._see_to_hanging(came))
         found = self._ready.pop(ticket)
         if isinstance(found, Failure):
             if found.error is not None:
@@ -144,124 +243,144 @@ class Pool:
             raise WorkerError(f"in a worker:\n{found.text}")
         return found
 
-    def _await(self, ticket: int) -> None:
-        """Wait for an answer; the time that a worker takes to start does not count. Raises `WorkerError`."""
-        lane = self._asked[ticket].lane
-        while ticket not in self._ready:
-            number = self._where[lane]
-            worker = self._workers[number]
-            started = worker.started
-            if self._wait(self._timeout if started else _START_S, partial(self._news, ticket, number, worker, started)):
+    def _hear(self, seconds: float) -> None:
+        """Wait so long at most for answers or ends of workers, take them, and hand out what waits."""
+        poll = select.poll()
+        self._launcher.watch(poll)
+        for worker in self._workers:
+            if not worker.gone:
+                worker.channel.watch(poll)
+        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        if not ready:
+            return
+        for worker in self._workers:
+            if worker.channel.fileno() in ready and not self._take(worker):
+                worker.gone = True  # if it is not dead, it should be: it has let go of us
+                self._launcher.signal(worker.number, signal.SIGKILL)
+        self._see_to_ended()
+        self._assign()
+
+    def _take(self, worker: _Worker) -> bool:
+        """Take what a worker has answered; False if it is gone."""
+        try:
+            worker.channel.flush()
+            answers = worker.receive()
+        except (EOFError, OSError):
+            return False
+        for ticket, found in answers:
+            worker.since = time.monotonic()
+            if ticket == STARTED:
+                worker.pid = found
                 continue
-            what = f"worker {number} (process {worker.process.pid})"
-            if not started:
-                raise WorkerError(
-                    f"{what} has not started in {_START_S:.0f} s; what do the modules of the pipeline do when they are "
-                    "imported?"
-                )
-            raise WorkerError(
-                f"{what} gave no batch of lane {lane} in {self._timeout:g} s; if batches may take so long, give a "
-                "larger timeout="
-            )
-
-    def _news(self, ticket: int, number: int, worker: _Worker, started: bool) -> bool:
-        """Whether the answer is there, or the worker has started, or has been replaced."""
-        return ticket in self._ready or self._workers[number] is not worker or worker.started != started
-
-    def _wait(self, seconds: float, done: Callable[[], bool]) -> bool:
-        """Receive until `done()` or the time is over. Raises `WorkerError` if a worker ended too often."""
-        deadline = time.monotonic() + seconds
-        while not done():
-            connections = [worker.connection for worker in self._workers]
-            ready = wait(connections, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return False
-            for connection in ready:
-                self._receive(connections.index(connection))  # type: ignore[arg-type]
+            asked = worker.asked.popleft()
+            assert asked.ticket == ticket
+            del self._asked[ticket]
+            self._ready[ticket] = found
+            lane = self._lanes[asked.lane]
+            lane.sent -= 1
+            if isinstance(found, Delivery):
+                lane.state, lane.remake_s = found.state, found.remake_s
+                lane.avoid.clear()
+                self._batch_s += (found.seconds - self._batch_s) / 8 if self._batch_s else found.seconds
         return True
 
-    def _receive(self, number: int) -> None:
-        worker = self._workers[number]
-        answer = worker.receive()
-        if answer is None:
-            self._replace(number)
-            return
-        ticket, found = answer
-        if ticket == STARTED:
-            worker.started = True
-            del self._deaths_over[-1 - number]
-            return
-        worker.tickets.remove(ticket)
-        lane = self._asked.pop(ticket).lane
-        self._ready[ticket] = found
-        if isinstance(found, Delivery):
-            self._states[lane] = found.state
+    # Workers that die or hang.
 
-    def _replace(self, number: int) -> None:
-        """Start another worker in place of one that ended, and ask it for the same. Raises `WorkerError`."""
-        old = self._workers[number]
-        over = old.tickets[0] if old.started and old.tickets else -1 - number
-        self._deaths += 1
-        self._deaths_over[over] += 1
-        what = f"while it made a batch of lane {self._asked[over].lane}" if over > 0 else "before or after its work"
-        told = f"worker {number} (process {old.process.pid}) ended {old.how_it_ended()}, {what}"
-        if self._deaths_over[over] >= _DEATHS_OVER_ONE or self._deaths >= _DEATHS:
+    def _see_to_ended(self) -> None:
+        for number, code in self._launcher.ended():
+            worker = self._by_number.pop(number, None)
+            if worker is not None:
+                while select.select([worker.channel], [], [], 0)[0] and self._take(worker):
+                    pass  # what it had answered before
+                how = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                self._replace(worker, worker.hung or how)
+
+    def _see_to_hanging(self, came: float) -> float:
+        """Kill workers that take too long; gives the seconds until the next would. Raises `WorkerError`.
+
+        Time before `came`, while no one waited, does not count.
+        """
+        now = time.monotonic()
+        soonest = self._timeout
+        for worker in self._workers:
+            if (worker.pid and not worker.asked) or worker.hung:
+                continue
+            limit = self._timeout if worker.pid else _START_S
+            left = limit - (now - max(worker.since, came))
+            if left > 0:
+                soonest = min(soonest, left)
+            elif worker.pid:
+                self._ask_stack(worker)
+                worker.hung = f"gave no batch in {limit:g} s and was killed"
+                self._launcher.signal(worker.number, signal.SIGKILL)
+            else:
+                raise WorkerError(
+                    f"a worker has not started in {limit:g} s; what do the modules of the pipeline do when they are "
+                    "imported?"
+                )
+        return soonest
+
+    def _ask_stack(self, worker: _Worker) -> None:
+        """Have a worker that hangs write its stack into its note, and wait a moment for it."""
+        self._launcher.signal(worker.number, STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_S
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            if "File" in (stack := worker.note.new_stack()):
+                worker.stack = stack
+                return
+
+    def _replace(self, worker: _Worker, how: str) -> None:
+        """Start another worker in place of one that ended, and ask for the same. Raises `WorkerError`."""
+        work = worker.note.work()
+        first = worker.asked[0] if worker.asked else None
+        if first is not None and work.ticket == first.ticket:
+            blamed: Any = work
+            doing = f"while it made a batch of lane {first.lane}{self._describe(work)}"
+        else:
+            blamed = "start" if not worker.pid else None
+            doing = "before it had started" if not worker.pid else "between two batches"
+        told = f"worker {self._workers.index(worker)} (process {worker.pid}) {how}, {doing}"
+        stack = worker.stack or worker.note.new_stack()
+        worker.close()
+        self.restarts += 1
+        self._deaths_over[blamed] += 1
+        if self.restarts > self._max_restarts or (blamed == "start" and self._deaths_over[blamed] > RESTARTS_OVER_ONE):
             raise WorkerError(
-                f"{told}: death {self._deaths_over[over]} there, {self._deaths} in all. The loader's state is whole: "
-                "save it or go on"
+                f"{told}: worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}. The "
+                f"loader's state is whole: save it or go on{_indented(stack)}"
             )
-        log.warning("%s: replaced", told)
-        self._workers[number] = _Worker(self._job, self._context, self._inherited)
-        old.connection.close()
-        old.end(time.monotonic())
-        moved: set[int] = set()
-        for again in old.tickets:
-            lane = self._asked[again].lane
-            self._send(again, with_state=lane not in moved)
-            moved.add(lane)
-        for lane in [lane for lane, where in self._where.items() if where == number and lane not in moved]:
-            del self._where[lane]  # asked for again, it brings its state
+        log.warning("%s: replaced, restart %d of %d%s", told, self.restarts, self._max_restarts, _indented(stack))
+        for lane in self._lanes.values():
+            if lane.holder is worker:
+                lane.holder, lane.sent = None, 0
+        if first is not None and blamed is work and self._deaths_over[work] > RESTARTS_OVER_ONE:
+            self._give_up(first, work, f"{told}: death {self._deaths_over[work]} there{_indented(stack)}")
+        again = [asked for asked in worker.asked if asked.ticket in self._asked]
+        self._waiting = sorted([*again, *self._waiting], key=lambda asked: asked.ticket)
+        self._workers[self._workers.index(worker)] = self._new_worker()
+
+    def _give_up(self, first: _Asked, work: Work, told: str) -> None:
+        """A sample kills again and again: leave it out if the policy allows that, else fail what was asked."""
+        lane = self._lanes[first.lane]
+        if work.sample is not None and self._may_avoid(work):
+            lane.avoid.append((work.sample, work.epoch))
+            log.warning("%s: it is left out from now on", told)
+            return
+        failed = Failure(WorkerError(told), told)
+        for asked in [asked for asked in self._asked.values() if asked.lane == first.lane]:
+            self._ready[asked.ticket] = failed
+            del self._asked[asked.ticket]
+        self._waiting = [asked for asked in self._waiting if asked.ticket in self._asked]
 
     def close(self) -> None:
         """End the workers; safe to call again, and in a forked child, where it only closes what was inherited."""
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                if os.getpid() == self._owner:
-                    worker.connection.send(None)  # closing is not enough: workers forked later hold a copy of our end
-                worker.connection.close()
-        if os.getpid() == self._owner:
-            deadline = time.monotonic() + _EXIT_WAIT_S
-            for worker in self._workers:
-                worker.end(deadline)
-        self._workers = []
+            worker.close()
+        if os.getpid() == self._owner and self._by_number:
+            wait_until_ended(self._launcher, set(self._by_number))
+        self._workers, self._by_number = [], {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    lane: int
-    probe: bool
-
-
-def check_picklable(pipeline: Pipeline, context: BaseContext) -> None:
-    """Raise ValueError at once if workers could not be given this pipeline."""
-    method = context.get_start_method()
-    if method == "fork":
-        return
-    try:
-        pickle.dumps(pipeline)
-    except Exception as error:
-        raise ValueError(
-            f"the pipeline {getattr(pipeline, '__qualname__', pipeline)!r} cannot be sent to workers started by "
-            f"{method}: {error}. Define it at the top of a module and bind its arguments with functools.partial, or "
-            "use multiprocessing_context='fork'"
-        ) from error
-
-
-def get_context(method: str | BaseContext | None) -> BaseContext:
-    """A start method's context; None is fork where there is one."""
-    if isinstance(method, BaseContext):
-        return method
-    methods = multiprocessing.get_all_start_methods()
-    if method is not None and method not in methods:
-        raise ValueError(f"multiprocessing_context={method!r}: this platform has {', '.join(methods)}")
-    return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
+def _indented(stack: str) -> str:
+    return "\n" + textwrap.indent(stack.strip(), "    ") if stack.strip() else ""

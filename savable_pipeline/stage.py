@@ -13,6 +13,7 @@ packs or batches. Three methods make it savable:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -101,8 +102,12 @@ class Stage:
     @property
     def encoder(self) -> TaskEncoder | None:
         """The encoder upstream, if there is one."""
-        source = getattr(self, "source", None)
-        return None if source is None else source.encoder
+        return next((source.encoder for source in self.sources), None)
+
+    @property
+    def held_items(self) -> int:
+        """How many items this stage holds ready, which would be made again if the lane moved to another process."""
+        return 0
 
     def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
         """Some items, at most `n`, and their refs; none only at the end."""
@@ -119,6 +124,13 @@ class Stage:
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread."""
         return self.source.samples(refs)
+
+
+def upstream(last: Stage) -> Iterator[Stage]:
+    """A stage and all before it, the first ones first."""
+    for source in last.sources:
+        yield from upstream(source)
+    yield last
 
 
 StructType = TypeVar("StructType", bound=msgspec.Struct)

@@ -85,7 +85,7 @@ class _LocalRanks(Ranks):
 
     def all_true(self, mine: bool) -> bool:
         asking = self._loaders[self.rank]
-        about = (asking.epoch, asking._rounds)
+        about = (asking.epoch, asking._at.rounds)
         if about not in self._agreed:  # the first to ask: no rank has taken this step yet
             self._agreed[about] = all(loader._own_lanes_have_more() for loader in self._loaders)
         return self._agreed[about]
@@ -161,7 +161,7 @@ def _steps(loaders: list[SavableLoader], steps: int, expected: list[Any]) -> lis
     for _ in range(steps):
         if len(given) + len(loaders) > len(expected):
             break
-        first = loaders[0]._slot
+        first = loaders[0]._at.slot
         batches = [next(iter(loader), _END) for loader in loaders]
         if any(batch is _END for batch in batches):
             assert all(batch is _END for batch in batches), "the ranks do not end at the same step"

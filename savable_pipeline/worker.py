@@ -1,38 +1,37 @@
 """A worker process: hosts lanes and makes the batches it is asked for, in the order it is asked.
 
-    trainer ── (ticket, lane, state or None, probe) ──▶ worker
-            ◀── (ticket, Delivery) or (ticket, Failure) ──     the first, ticket 0, says that the worker has started
+    trainer ── Request ──▶ worker
+            ◀── (ticket, Delivery) or (ticket, Failure) ──     the first, ticket 0, is its process id: it has started
 
-A request says which lane runs next; if the worker does not hold that lane, the request brings its state. A large answer
-lies in shared memory (`segments`), and the message only says where. A thread reads requests all the time, so that
-neither side can wait for the other to read, and ends the process when the trainer is gone.
+A request says which lane runs next; if the worker does not hold that lane as it stands, the request brings its state.
+A large answer lies in shared memory (`segments`), and the message only says where. A thread reads requests all the
+time, and ends the process when the trainer is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import queue
+import select
 import signal
+import socket
+import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
-from typing import Any
-
-import torch
+from typing import Any, NoReturn
 
 from savable_pipeline import errors, wire
+from savable_pipeline.channel import Channel
 from savable_pipeline.errors import SavableError
-from savable_pipeline.host import Delivery, LaneHost, Pipeline
+from savable_pipeline.host import Delivery, LaneHost, Pipeline, Want
+from savable_pipeline.note import Note
 from savable_pipeline.segments import SegmentWriter
 
 STARTED = 0  # the ticket of a worker's first word
-_ORPHAN_CHECK_S = 2.0
-_INLINE = 1 << 16  # answers of so many bytes go through the pipe itself
+ORPHAN_CHECK_S = 2.0
+_INLINE = 1 << 16  # answers of so many bytes go through the socket itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,21 @@ class Job:
     pipeline: Pipeline
     seed: int
     lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a worker is to do with a lane, put to `state` before if that is given.
+
+    `forget`: lanes that it need not hold any longer. `avoid`: samples that the lane leaves out, by index and epoch.
+    """
+
+    ticket: int
+    lane: int
+    state: bytes | None
+    want: Want
+    forget: tuple[int, ...] = ()
+    avoid: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,66 +72,97 @@ class Failure:
         return cls(kinds[0](str(error)) if kinds else None, traceback.format_exc())
 
 
-def work(job: Job, connection: Connection, shared: dict[Any, Any] | None, trainer: int) -> None:
-    """What a worker process runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer hears Ctrl-C and closes us
-    torch.set_num_threads(1)
-    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, requests, trainer), daemon=True).start()
-    host = LaneHost(job.pipeline, seed=job.seed, lanes=job.lanes, shared={} if shared is None else shared)
-    answers = _Answers(connection)
-    answers.send(STARTED, None)
-    while True:
-        ticket, lane, state, probe = requests.get()
-        try:
-            answers.send(ticket, host.deliver(lane, state, probe=probe))
-        except Exception as error:
-            answers.send(ticket, Failure.of(error))
-
-
-class _Answers:
-    """Sends answers to the trainer: small ones through the pipe, large ones through shared memory."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._segments = SegmentWriter()
-
-    def send(self, ticket: int, answer: Delivery | Failure | None) -> None:
-        """Send an answer; ends the process if the trainer is gone or has closed us."""
-        pickled, buffers = wire.dumps(answer)
-        if len(pickled) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
-            self._post((ticket, (bytes(pickled), [bytearray(buffer) for buffer in buffers]), None))
-            return
-        segment, fd, dropped, places = self._segments.write([*buffers, pickled])
-        self._post((ticket, None, (segment, fd is not None, dropped, places)))
-        if fd is not None:
-            with _gone_if_closed():
-                send_handle(self._connection, fd, 0)
-            os.close(fd)
-
-    def _post(self, message: Any) -> None:
-        raw = pickle.dumps(message, protocol=5)
-        with _gone_if_closed():
-            self._connection.send_bytes(raw)
-
-
-@contextlib.contextmanager
-def _gone_if_closed() -> Iterator[None]:
+def work(job: Job, end: socket.socket, parent: int, shared: dict[Any, Any] | None = None) -> NoReturn:
+    """What a worker process runs, until its `parent` ends or the trainer closes the other end."""
+    be_quiet()
+    channel = Channel(end, waits=True)
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     try:
-        yield
-    except OSError:
+        note = _first_message(channel, requests)
+        threading.Thread(target=_listen, args=(channel, requests, parent), daemon=True).start()
+        answers = _Answers(channel)
+        answers.send(STARTED, os.getpid())
+        host = LaneHost(
+            job.pipeline, seed=job.seed, lanes=job.lanes, shared={} if shared is None else shared, note=note.words
+        )
+        while True:
+            request = requests.get()
+            note.begin(request.ticket)
+            answers.send(request.ticket, _answer(host, request))
+    except (EOFError, OSError):
+        os._exit(0)  # the trainer is gone
+
+
+def _answer(host: LaneHost, request: Request) -> Delivery | Failure:
+    be_one_thread()
+    try:
+        for lane in request.forget:
+            host.forget(lane)
+        return host.deliver(request.lane, request.state, request.want, request.avoid)
+    except Exception as error:
+        return Failure.of(error)
+
+
+def be_quiet() -> None:
+    """Leave it to the trainer, which hears the same signals, to end us: it may want to save before it does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # not ignored, which programs that we run would inherit
+        signal.signal(number, lambda *_: None)
+
+
+def be_one_thread() -> None:
+    """Have torch, if anyone has imported it, use one thread: many in each worker are slower, and a sum may differ."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads") and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> Note:
+    """The note page, which the trainer sends first, maybe with requests right behind it."""
+    messages: list[tuple[bytes, list[int]]] = []
+    while not messages:
+        messages = channel.receive()
+    note = Note(messages[0][1][0])
+    note.write_stacks()
+    for message, _ in messages[1:]:
+        requests.put(pickle.loads(message))
+    return note
+
+
+def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int) -> None:
+    """Pass requests on; end the process when the trainer, or who started us, is gone."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    try:
+        while os.getppid() == parent:
+            if poll.poll(ORPHAN_CHECK_S * 1000):
+                for message, _ in channel.receive():
+                    requests.put(pickle.loads(message))
+    finally:
         os._exit(0)
 
 
-def _listen(connection: Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
-    """Pass requests on; end the process when the trainer says so or is gone."""
-    parent = os.getppid()  # the trainer, a fork server, or who took us over if the trainer is gone already
-    with contextlib.suppress(EOFError, OSError):
-        while os.getppid() == parent:
-            os.kill(trainer, 0)  # sends nothing; an OSError if there is no such process
-            if connection.poll(_ORPHAN_CHECK_S):
-                request = connection.recv()
-                if request is None:
-                    break
-                requests.put(request)
-    os._exit(0)
+class _Answers:
+    """Sends answers to the trainer: small ones through the socket, large ones through shared memory."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._segments = SegmentWriter()
+
+    def send(self, ticket: int, answer: Delivery | Failure | int) -> None:
+        """Send an answer, or else why it cannot be sent. Raises OSError if the trainer is gone or has closed us."""
+        try:
+            body, fd = self._written(answer)
+        except Exception as error:
+            body, fd = self._written(Failure.of(error))
+        self._channel.send(pickle.dumps((ticket, *body), protocol=5), [] if fd is None else [fd])
+        if fd is not None:
+            os.close(fd)
+
+    def _written(self, answer: Delivery | Failure | int) -> tuple[tuple[Any, Any], int | None]:
+        """The answer itself, or where it lies and the descriptor of a segment that the trainer does not have."""
+        pickled, buffers = wire.dumps(answer)
+        if len(pickled) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
+            return ((bytes(pickled), [bytearray(buffer) for buffer in buffers]), None), None
+        segment, fd, dropped, places = self._segments.write([*buffers, pickled])
+        return (None, (segment, fd is not None, dropped, places)), fd

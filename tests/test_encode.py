@@ -64,7 +64,7 @@ def test_none_is_no_item_but_a_forgotten_return(encoded: Any) -> None:
 def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:
     stage = encoded(lambda n, rng: sp.Skip("odd" if n % 2 else "zero") if n % 2 or not n else n)
     assert list(stage) == [2, 4, 6, 8]
-    assert stage.counts == {"skipped/odd": 5, "skipped/zero": 1}
+    assert stage.counts == {"items": 4, "skipped/odd": 5, "skipped/zero": 1}
 
 
 @pytest.mark.parametrize("item", [[1, 2], (1, 2), {"a": 1}, "text", {1, 2}, np.arange(2)])
@@ -85,7 +85,7 @@ def test_a_sample_may_fan_out_into_several_items(encoded: Any) -> None:
     items, refs = stage.take(100)
     assert [item[:2] for item in items] == [(1, 0), (2, 0), (3, 0), (3, 2), (5, 0), (6, 0), (7, 0), (7, 2), (9, 0)]
     assert refs == [(n, 0, part) for n, part, _ in items]
-    assert stage.counts == {"skipped/second": 4, "skipped/an iterator without items": 3}
+    assert stage.counts == {"items": 9, "skipped/second": 4, "skipped/an iterator without items": 3}
 
 
 def mixed(n: int, rng: sp.Rng) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import os
 import random
 import threading
 from functools import partial
@@ -16,7 +16,8 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline.compare import digest
-from savable_pipeline.loader import MAX_LAG
+from savable_pipeline.position import MAX_LAG
+from tests.processes import descendants, kill, wait_until_gone, workers
 from tests.streams import take, through_a_file
 from tests.toy_faults import number_pipeline
 from tests.toy_pipelines import toy_pipeline
@@ -46,11 +47,11 @@ def resumed(pipeline: Any, state: dict[str, Any], num_workers: int = 0, **settin
 
 
 def test_a_state_before_the_first_batch_starts_nothing(pipeline: Any, tmp_path: Path) -> None:
-    threads, children = threading.active_count(), set(multiprocessing.active_children())
-    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     own = loader(pipeline, 2)
+    threads, children = threading.active_count(), descendants(os.getpid())
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     state = own.state_dict()
-    assert set(multiprocessing.active_children()) <= children and threading.active_count() == threads
+    assert descendants(os.getpid()) == children and threading.active_count() == threads
     assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
     opened = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
     assert not [path for path in opened if path.startswith(str(tmp_path)) and path.endswith(".tar")]
@@ -377,9 +378,11 @@ def test_saving_asks_no_worker_anything(make_shards: Any) -> None:
     with loader(pipeline, 2) as own:
         take(own, 5)
         state = own.state_dict()
-        for process in multiprocessing.active_children():
-            process.kill()
-            process.join()
+        pids = workers(own)
+        for pid in pids:
+            kill(pid)
+        wait_until_gone(pids)
+        assert len(pids) == 2
         assert own.state_dict() == state
 
 

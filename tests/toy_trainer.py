@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: `python -m tests.toy_trainer SHARDS METHOD HOW` prints its workers, then goes on.
+"""A trainer in a process of its own: `python -m tests.toy_trainer SHARDS METHOD HOW` prints its children, then goes on.
 
 HOW: "run" takes batches until it is ended, and saves to SHARDS/../state.pt on Ctrl-C; "leave" takes three and returns
 without closing; "raise" lets an exception end the process.
@@ -6,7 +6,7 @@ without closing; "raise" lets an exception end the process.
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import sys
 import time
 from functools import partial
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import savable_pipeline as sp
+from tests.processes import descendants
 from tests.streams import take
 from tests.toy_pipelines import toy_pipeline
 
@@ -23,7 +24,7 @@ def main(shards: str, method: str, how: str) -> None:
     pipeline = partial(toy_pipeline, shards)
     loader = sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2, multiprocessing_context=method)
     take(loader, 3)
-    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    print(*descendants(os.getpid()), flush=True)
     if how == "raise":
         raise RuntimeError("the trainer broke")
     try:
