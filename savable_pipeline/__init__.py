@@ -6,7 +6,10 @@ A pipeline is a function that builds these stages for one lane; the loader runs 
 workers, and saves where each of them is with every batch.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from savable_pipeline.batch import Batcher
+from savable_pipeline.batch_memory import empty, stack
 from savable_pipeline.encode import Encode
 from savable_pipeline.encoder import Skip, TaskEncoder
 from savable_pipeline.errors import (
@@ -26,7 +29,9 @@ from savable_pipeline.sample import Ref, Sample
 from savable_pipeline.shuffle import ShuffleBuffer
 from savable_pipeline.stage import Stage
 from savable_pipeline.state import merge_states
-from savable_pipeline.stateful_dataset import StatefulDataset
+
+if TYPE_CHECKING:
+    from savable_pipeline.stateful_dataset import StatefulDataset
 
 __all__ = [
     "Batcher",
@@ -49,5 +54,16 @@ __all__ = [
     "TarShardReader",
     "TaskEncoder",
     "WorkerError",
+    "empty",
     "merge_states",
+    "stack",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`StatefulDataset` is a class of torch's, which takes seconds to import: it comes when it is asked for."""
+    if name == "StatefulDataset":
+        from savable_pipeline.stateful_dataset import StatefulDataset
+
+        return StatefulDataset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import default_collate
-
+from savable_pipeline.batch_memory import collate
 from savable_pipeline.rng import Rng
 from savable_pipeline.sample import Sample
 
@@ -48,8 +47,8 @@ class TaskEncoder:
         raise NotImplementedError(f"{type(self).__name__} has no pack(items, rng); OnlinePacker needs one")
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """A batch made of items or packs; by default torch's `default_collate`, which stacks what has equal shapes."""
-        return default_collate(items)
+        """A batch made of items or packs; by default what torch's `default_collate` makes: equal shapes are stacked."""
+        return collate(items)
 
     def settings(self) -> dict[str, Any]:
         """What a saved state must agree on: every setting that changes what a sample becomes, as plain values."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
 
 KINDS = ("python", "numpy", "torch")
 
@@ -28,17 +28,23 @@ def seeder(setting: bool | tuple[str, ...]) -> Callable[[int], None] | None:
     if not named:
         return None
     python, numpy, torch_ = (kind in named for kind in KINDS)
-    seed_python, seed_numpy, seed_torch = random.seed, np.random.seed, torch.default_generator.manual_seed
+    seed_python, seed_numpy, seed_torch = random.seed, np.random.seed, _seed_torch() if torch_ else None
 
     def seed(key: int) -> None:
         if python:
             seed_python(key)
         if numpy:
             seed_numpy(key & 0xFFFFFFFF)
-        if torch_:
+        if seed_torch is not None:
             seed_torch(key)
 
     return seed
+
+
+def _seed_torch() -> Callable[[int], object]:
+    import torch
+
+    return torch.default_generator.manual_seed
 
 
 @contextlib.contextmanager
@@ -47,11 +53,12 @@ def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
 
     What is as it was: torch's number of threads, and the trainer's global generators that `seeded` names.
     """
-    threads = torch.get_num_threads()
+    torch = sys.modules.get("torch")  # where no one has imported it, there is nothing to keep
+    threads = torch.get_num_threads() if torch else 1
     python = random.getstate() if "python" in seeded else None
     numpy = np.random.get_state() if "numpy" in seeded else None
-    torch_ = torch.default_generator.get_state() if "torch" in seeded else None
-    if threads != 1:
+    torch_ = torch.default_generator.get_state() if torch and "torch" in seeded else None
+    if torch and threads != 1:
         torch.set_num_threads(1)
     try:
         yield
@@ -60,7 +67,7 @@ def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
             random.setstate(python)
         if numpy is not None:
             np.random.set_state(numpy)
-        if torch_ is not None:
+        if torch and torch_ is not None:
             torch.default_generator.set_state(torch_)
-        if threads != 1:
+        if torch and threads != 1:
             torch.set_num_threads(threads)

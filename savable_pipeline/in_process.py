@@ -20,7 +20,7 @@ class InProcess:
     """Makes what it is asked for as the workers would, and leaves the trainer's global generators as they are."""
 
     pids: tuple[int, ...] = ()
-    viewed = restarts = moves = 0
+    ready = viewed = restarts = moves = 0
 
     def __init__(self, host: LaneHost) -> None:
         self._host = host

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+import weakref
+from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,14 @@ from savable_pipeline.fingerprint import (
 )
 from savable_pipeline.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.host import Delivery, LaneHost, Pipeline, Want, check_pipeline
-from savable_pipeline.in_process import InProcess
-from savable_pipeline.launch import Launcher, check_picklable, close_with, get_context, launcher
+from savable_pipeline.launch import check_picklable, get_context
 from savable_pipeline.pinned import pinned
-from savable_pipeline.pool import Pool
 from savable_pipeline.position import Position
 from savable_pipeline.ranks import find_ranks
 from savable_pipeline.state import check_flat, lane_name, merge_states, read_lanes
 from savable_pipeline.stats import Stats
-from savable_pipeline.trace import Trace, data_path, may_avoid, trace, where
+from savable_pipeline.supply import Supply
+from savable_pipeline.trace import Trace, data_path, trace
 from savable_pipeline.worker import Job
 
 if TYPE_CHECKING:
@@ -81,37 +79,38 @@ class SavableLoader:
         self._ranks = find_ranks(rank, world_size, group, mesh, lanes)
         self._job = Job(pipeline, seed, lanes)
         self._num_workers = num_workers
-        self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._timeout = timeout
-        self._max_restarts = max_restarts
-        self._context = get_context(multiprocessing_context)
         self._shared: dict[Any, Any] = {}
         self._host = LaneHost(pipeline, seed=seed, lanes=lanes, shared=self._shared)
         self._built: Stage | None = None
         self._fingerprint: tuple[Fingerprint, bytes] | None = None
-        self._launcher: Launcher | None = None
-        self._makers: Pool | InProcess | None = None
-        self._end_launcher: Callable[[], Any] = _nothing
-        self._end_makers: Callable[[], Any] = _nothing
-        self._restarts = self._moves = 0  # of pools that are gone
         self._stats = Stats(num_workers)
+        me = weakref.ref(self)
+        self._supply = Supply(
+            self._job,
+            self._host,
+            me,
+            lambda: me()._pipeline,  # type: ignore[union-attr]
+            num_workers=num_workers,
+            prefetch=prefetch,
+            timeout=timeout,
+            max_restarts=max_restarts,
+            context=get_context(multiprocessing_context),
+        )
         self._begin(epoch=0)
         if num_workers:
-            check_picklable(pipeline, self._context)
-            self._launch()
+            check_picklable(pipeline, get_context(multiprocessing_context))
+            self._supply.launch()
 
     # Where the loader is. A *step* takes one slot on each rank.
 
     def _begin(self, epoch: int) -> None:
         """Stand at the start of an epoch."""
-        self._stand(Position.start(epoch, self._own_lanes, self._job.lanes))
+        self._stand(Position.start(epoch, self._ranks, self._job.lanes))
 
     def _stand(self, at: Position) -> None:
         self._at = at
         self._finished = False
-        self._asked: dict[int, Any] = {}  # slot → ticket
-        self._received: dict[int, Delivery] = {}
 
     @property
     def epoch(self) -> int:
@@ -142,7 +141,7 @@ class SavableLoader:
         came = time.perf_counter()
         delivery = self._step("batch")
         batch = pinned(delivery.batch) if self._pin_memory else delivery.batch
-        self._ask_ahead()
+        self._supply.ask_ahead(self._at)
         self._stats.add(time.perf_counter() - came, delivery.seconds, delivery.counts)
         self._commit(delivery)  # last: what fails before has given nothing
         return batch
@@ -152,8 +151,8 @@ class SavableLoader:
         if not self._pipeline.endless and not self._step_takes_place():
             self._finish()
             raise StopIteration
-        slot = self._ranks.slot(self._at.slot)
-        delivery = self._receive(slot, want)
+        slot = self._at.own_slot
+        delivery = self._supply.receive(self._at, slot, want)
         if delivery.dry:
             self.close()
             raise SavableError(f"lane {slot % self._job.lanes} had said that it had more batches, but has none")
@@ -166,14 +165,14 @@ class SavableLoader:
         before or after all this.
         """
         at = self._at
-        slot = self._ranks.slot(at.slot)
+        slot = at.own_slot
         lane = slot % self._job.lanes
-        step = self._ranks.world_size
+        received = self._supply.received
         before = (at.slot, lane, at.states[lane])
-        del self._received[slot]
+        del received[slot]
         at.states[lane] = delivery.state
         at.more[lane] = delivery.more
-        at.slot += step
+        at.slot += at.step
         at.history.append(before)
 
     def skip(self, slots: int) -> None:
@@ -202,7 +201,7 @@ class SavableLoader:
                 self._ranks.world_size,
             )
         self._tell_what_is_left()
-        self._drop_makers()
+        self._supply.drop()
         self._begin(at.epoch + 1)
         self._finished = True
 
@@ -243,98 +242,14 @@ class SavableLoader:
         """Whether a lane has a batch for round `rounds`."""
         before = (self._at.rounds - 1) * self._job.lanes + lane
         if before >= self._at.slot:
-            return self._receive(before).more
+            return self._supply.receive(self._at, before).more
         if self._at.more[lane] is None:
-            self._probe()
+            self._supply.probe(self._at)
         return bool(self._at.more[lane])
-
-    # Getting batches made.
-
-    def _probe(self) -> None:
-        """Find out which lanes have a batch at all."""
-        with self._makers_dropped_on_error() as makers:
-            unknown = [lane for lane in self._own_lanes if self._at.more[lane] is None]
-            tickets: dict[int, Any] = {lane: makers.ask(lane, self._at.states[lane], "probe") for lane in unknown}
-            for lane, ticket in tickets.items():
-                found = makers.answer(ticket)
-                self._at.states[lane], self._at.more[lane] = found.state, found.more
-
-    def _receive(self, slot: int, want: Want = "batch") -> Delivery:
-        """The batch of a slot of this rank; waits for it."""
-        if slot not in self._received:
-            with self._makers_dropped_on_error() as makers:
-                self._ask(slot, want)
-                self._received[slot] = makers.answer(self._asked.pop(slot))
-        return self._received[slot]
-
-    def _ask_ahead(self) -> None:
-        """Ask workers for this rank's next slots, as far as `prefetch` allows."""
-        if self._num_workers:
-            with self._makers_dropped_on_error():
-                self._ask(-1, "batch")
-
-    def _ask(self, upto: int, want: Want) -> None:
-        """Ask for this rank's next slots that are not asked for: to `upto` at least, then as far as `prefetch` goes."""
-        makers, lanes, step = self._start(), self._job.lanes, self._ranks.world_size
-        limit = self._prefetch * self._num_workers + (1 if self._received else 0)  # besides the one to be given now
-        slot = max([self._ranks.slot(self._at.slot) - step, *self._asked, *self._received]) + step
-        while slot <= upto or len(self._asked) + len(self._received) < limit:
-            lane = slot % lanes
-            if slot > upto and (self._at.more[lane] is False or want == "pass"):
-                return
-            self._asked[slot] = makers.ask(lane, self._at.states[lane], want)
-            slot += step
-
-    def _launch(self) -> Launcher:
-        """What starts workers: begun early, before this process has more threads or uses a GPU."""
-        if self._launcher is None:
-            self._launcher = launcher(self._job, self._context)
-            self._end_launcher = close_with(self, self._launcher)
-        return self._launcher
-
-    def _start(self) -> Pool | InProcess:
-        """The workers, started if they are not there, or what stands in for them here."""
-        if self._makers is None and not self._num_workers:
-            self._makers = InProcess(self._host)
-            self._end_makers = self._makers.close
-        elif self._makers is None:
-            self._makers = Pool(
-                self._launch(),
-                num_workers=self._num_workers,
-                depth=self._prefetch,
-                timeout=self._timeout,
-                max_restarts=self._max_restarts - self._restarts,
-                describe=partial(where, self._pipeline),
-                may_avoid=partial(may_avoid, self._pipeline),
-            )
-            self._end_makers = close_with(self, self._makers)
-        return self._makers
-
-    def _drop_makers(self) -> None:
-        """End the workers and forget what they were asked; the state stays."""
-        makers, end = self._makers, self._end_makers
-        self._makers, self._end_makers = None, _nothing
-        self._asked, self._received = {}, {}
-        if makers is not None:
-            self._restarts += makers.restarts
-            self._moves += makers.moves
-            end()
-
-    @contextlib.contextmanager
-    def _makers_dropped_on_error(self) -> Iterator[Pool | InProcess]:
-        """After an error, Ctrl-C too, no one knows what the workers were asked: begin again from the state."""
-        try:
-            yield self._start()
-        except BaseException:
-            self._drop_makers()
-            raise
 
     def close(self) -> None:
         """End the workers and close the shards. Iterating again goes on at the same place."""
-        self._drop_makers()
-        end = self._end_launcher
-        self._launcher, self._end_launcher = None, _nothing
-        end()
+        self._supply.close()
         self._host.forget()
         self._built = None
         self._shared.clear()
@@ -365,9 +280,9 @@ class SavableLoader:
         check_flat(state)
         compare(unpack_fingerprint(state["fingerprint"]), self._own_fingerprint()[0], allow)
         lanes = read_lanes(state, self._own_lanes)
-        self._drop_makers()
+        self._supply.drop()
         states = {lane: state[lane_name(lane)] for lane in lanes}
-        self._stand(Position.at(state["epoch"], state["slot"], lanes, states, self._job.lanes))
+        self._stand(Position.at(state["epoch"], state["slot"], lanes, states, self._ranks, self._job.lanes))
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
@@ -390,14 +305,7 @@ class SavableLoader:
         `wait_s` is the trainer's time in `next`, `seconds/STAGE` the workers' (measured on some batches),
         `STAGE/skipped/REASON` what was left out.
         """
-        makers = self._makers
-        return {
-            **self._stats.numbers(),
-            "ready_batches": len(self._received),
-            "viewed_batches": makers.viewed if makers else 0,
-            "restarts": self._restarts + (makers.restarts if makers else 0),
-            "moved_lanes": self._moves + (makers.moves if makers else 0),
-        }
+        return {**self._stats.numbers(), **self._supply.numbers()}
 
     def trace(self) -> Trace:
         """The slot and lane of the last batch of this rank, and (shard, key, ref) of every sample in it, in order.
@@ -422,7 +330,3 @@ class SavableLoader:
             found = fingerprint(self._pipeline, seed=self._job.seed, lanes=self._job.lanes)
             self._fingerprint = found, pack_fingerprint(found)
         return self._fingerprint
-
-
-def _nothing() -> None:
-    pass

@@ -92,8 +92,8 @@ class _Worker:
         segment, _, dropped, places = written
         if fds:
             self.segments.add(segment, fds[0])
-        if dropped is not None:
-            self.segments.drop(dropped)
+        for number in dropped:
+            self.segments.drop(number)
         *buffers, pickled = self.segments.read(segment, places)
         return ticket, wire.loads(pickled, buffers)
 
@@ -158,6 +158,11 @@ class Pool:
     def pids(self) -> list[int]:
         """The process ids of the workers that have started."""
         return [worker.pid for worker in self._workers if worker.pid]
+
+    @property
+    def ready(self) -> int:
+        """How many batches have come and were not asked after."""
+        return len(self._ready)
 
     @property
     def viewed(self) -> int:

@@ -11,12 +11,11 @@ congruent to it:
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -45,6 +44,9 @@ class Ranks:
                 f"the {self.world_size} ranks of a finite run must agree on its end, but rank and world_size were "
                 "given as numbers: call torch.distributed.init_process_group and leave them out, or use epochs=None"
             )
+        import torch
+        import torch.distributed as dist
+
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         bit = torch.tensor([int(mine)], device=device)
         dist.all_reduce(bit, op=dist.ReduceOp.MIN, group=self.group)
@@ -56,9 +58,17 @@ class Ranks:
             return [value]
         if self.group is None:
             raise ValueError("gathering needs torch.distributed; for states saved by each rank there is merge_states")
+        import torch.distributed as dist
+
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
+
+
+def _initialised() -> bool:
+    """Whether this process is one of torch.distributed; not if no one has imported that."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def find_ranks(
@@ -82,7 +92,9 @@ def find_ranks(
         group = mesh.get_group()
     if rank is not None and world_size is not None:
         ranks = Ranks(rank, world_size, group)
-    elif group is not None or (dist.is_available() and dist.is_initialized()):
+    elif group is not None or _initialised():
+        import torch.distributed as dist
+
         group = group or dist.group.WORLD
         ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     elif int(os.environ.get("WORLD_SIZE") or 1) > 1:

@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from operator import index
 from random import Random as PythonRandom
 from struct import Struct
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
-import torch
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.keys import MASK, word
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 _PARTS = Struct("<QQQ")
@@ -99,6 +101,8 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     @property
     def torch(self) -> torch.Generator:
         """A torch generator on the CPU of this key, the same one each time it is asked for."""
+        import torch  # here and elsewhere when it is needed: it takes seconds, and many encoders do without
+
         return self._once("torch", lambda key: torch.Generator().manual_seed(key))
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from savable_pipeline.errors import StateError
 from savable_pipeline.fingerprint import unpack_fingerprint
@@ -32,6 +31,8 @@ class StateSummary:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The loader's state in a file that `torch.save` wrote, wherever in it that lies. Raises `StateError`."""
+    import torch
+
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:

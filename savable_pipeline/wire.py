@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -21,7 +23,13 @@ _SMALL = 4096  # bytes: a tensor of so many is copied, so that one that is kept 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+        torch = sys.modules.get("torch")  # without it, there is no tensor
+        if (
+            torch is not None
+            and type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout is torch.strided
+        ):
             other = value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
             if not other:
                 order = () if value.is_contiguous() else _memory_order(value)
@@ -53,6 +61,8 @@ def loads(pickled: Buffer, buffers: Iterable[Buffer]) -> Any:
 
 
 def _raw(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
+    import torch
+
     if not tensor.numel():
         return b""
     return pickle.PickleBuffer(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -64,5 +74,7 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
     laid = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
     return laid.permute([order.index(i) for i in range(len(order))]) if order else laid

@@ -22,7 +22,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from savable_pipeline import errors, wire
+from savable_pipeline import batch_memory, errors, wire
 from savable_pipeline.channel import Channel
 from savable_pipeline.errors import SavableError
 from savable_pipeline.host import Delivery, LaneHost, Pipeline, Want
@@ -81,6 +81,7 @@ def work(job: Job, end: socket.socket, parent: int, shared: dict[Any, Any] | Non
         note = _first_message(channel, requests)
         threading.Thread(target=_listen, args=(channel, requests, parent), daemon=True).start()
         answers = _Answers(channel)
+        batch_memory.use(answers.segments)
         answers.send(STARTED, os.getpid())
         host = LaneHost(
             job.pipeline, seed=job.seed, lanes=job.lanes, shared={} if shared is None else shared, note=note.words
@@ -88,6 +89,7 @@ def work(job: Job, end: socket.socket, parent: int, shared: dict[Any, Any] | Non
         while True:
             request = requests.get()
             note.begin(request.ticket)
+            answers.segments.begin()
             answers.send(request.ticket, _answer(host, request))
     except (EOFError, OSError):
         os._exit(0)  # the trainer is gone
@@ -147,7 +149,7 @@ class _Answers:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._segments = SegmentWriter()
+        self.segments = SegmentWriter()
 
     def send(self, ticket: int, answer: Delivery | Failure | int) -> None:
         """Send an answer, or else why it cannot be sent. Raises OSError if the trainer is gone or has closed us."""
@@ -164,5 +166,5 @@ class _Answers:
         pickled, buffers = wire.dumps(answer)
         if len(pickled) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
             return ((bytes(pickled), [bytearray(buffer) for buffer in buffers]), None), None
-        segment, fd, dropped, places = self._segments.write([*buffers, pickled])
+        segment, fd, dropped, places = self.segments.write([*buffers, pickled])
         return (None, (segment, fd is not None, dropped, places)), fd

@@ -41,7 +41,7 @@ def wait_until_gone(pids: list[int], seconds: float = 5) -> None:
 
 def workers(loader: sp.SavableLoader) -> list[int]:
     """The process ids of a loader's workers, once all have started."""
-    pool = loader._makers
+    pool = loader._supply._makers
     if not isinstance(pool, Pool):
         return []
     while len(pool.pids) < len(pool._workers):

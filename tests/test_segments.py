@@ -23,10 +23,11 @@ class Passing:
         self.writer, self.reader = SegmentWriter(), SegmentReader()
         self.made = 0
 
-    def __call__(self, *parts: bytes) -> list[memoryview]:
+    def __call__(self, *parts: bytes | memoryview) -> list[memoryview]:
         written = self.writer.write([memoryview(part) for part in parts])
-        if written.dropped is not None:
-            self.reader.drop(written.dropped)
+        self.places = written.places
+        for number in written.dropped:
+            self.reader.drop(number)
         if written.fd is not None:
             self.made += 1
             self.reader.add(written.segment, written.fd)
@@ -80,6 +81,88 @@ def test_a_forked_child_that_drops_its_views_frees_nothing() -> None:
     os.waitpid(child, 0)
     passing(b"b" * 5000)
     assert passing.made == 2 and bytes(view) == b"a" * 5000
+
+
+def test_a_segment_that_was_viewed_when_the_trainer_forked_is_never_used_again() -> None:
+    """The child may view it still, long after the trainer has let go."""
+    passing = Passing()
+    view = np.frombuffer(passing(b"a" * 5000)[0], np.uint8)
+    asked, answer = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(asked[0], 1)
+        os.write(answer[1], bytes(view[:3]))
+        os._exit(0)
+    del view
+    for _ in range(5):
+        passing(b"b" * 5000)
+    os.write(asked[1], b"?")
+    os.waitpid(child, 0)
+    assert os.read(answer[0], 3) == b"aaa" and passing.made == 2
+    for descriptor in (*asked, *answer):
+        os.close(descriptor)
+
+
+# Parts that are made in the segment of the next batch.
+
+
+def test_what_is_made_in_the_segment_is_not_copied_and_what_is_not_lies_behind_it() -> None:
+    passing = Passing()
+    assert passing.writer.allocate(10) is None  # before the first batch no one knows how large they are
+    passing(b"a" * 5000)
+    part = passing.writer.allocate(3000)
+    assert part is not None
+    part[:] = b"b" * 3000
+    where = np.frombuffer(part, np.uint8).ctypes.data
+    views = passing(b"c" * 1000, part[100:2100], b"d" * 500)
+    assert [bytes(view) for view in views] == [b"c" * 1000, b"b" * 2000, b"d" * 500]
+    assert passing.made == 1 and passing.places == [(3072, 1000), (164, 2000), (4096, 500)]
+    part[100] = ord("x")  # it is the same memory
+    assert bytes(views[1][:2]) == b"xb" and where % 64 == 0
+
+
+def test_a_batch_that_outgrows_the_segment_it_was_begun_in_is_moved_whole() -> None:
+    passing = Passing()
+    passing(b"a" * 70_000)
+    for size in (200_000, 400_000, 10, 10):
+        passing.writer.begin()
+        part = passing.writer.allocate(60_000)
+        assert part is not None
+        part[:] = b"p" * 60_000
+        views = passing(part, b"q" * size)
+        assert [bytes(view) for view in views] == [b"p" * 60_000, b"q" * size]
+        assert passing.writer.allocate(1 << 30) is None
+        del views
+    assert len(passing.reader._segments) <= 2 and passing.writer._segments.keys() <= passing.reader._segments.keys()
+
+
+def test_a_segment_of_which_the_worker_keeps_a_part_is_not_used_for_another_batch() -> None:
+    """An encoder that keeps what it made, against the rules, spoils nothing that the trainer sees."""
+    passing = Passing()
+    passing(b"a" * 5000)
+    kept = passing.writer.allocate(4000)
+    assert kept is not None
+    kept[:] = b"k" * 4000
+    passing(kept)
+    for _ in range(4):
+        passing.writer.begin()
+        part = passing.writer.allocate(4000)
+        assert part is not None
+        part[:] = b"z" * 4000
+        assert bytes(passing(part)[0]) == b"z" * 4000
+        del part
+    assert bytes(kept) == b"k" * 4000
+
+
+def test_room_made_for_a_batch_that_failed_is_given_again() -> None:
+    passing = Passing()
+    passing(b"a" * 5000)
+    for _ in range(10):
+        passing.writer.begin()
+        part = passing.writer.allocate(4000)
+        assert part is not None
+        del part
+    assert passing.made == 1
 
 
 class Images(sp.TaskEncoder):

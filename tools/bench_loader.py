@@ -240,7 +240,7 @@ class FilledEncoder(JsonEncoder):
         return 7
 
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
-        return torch.full((64, 3, 224, 224), 7, dtype=torch.uint8)
+        return sp.empty((64, 3, 224, 224), torch.uint8).fill_(7)
 
 
 def filled_pipeline(folder: str, lane: sp.Lane) -> sp.Stage:

@@ -1,0 +1,117 @@
+"""`stack` and `empty`: the values of torch's own, wherever they lie."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import savable_pipeline as sp
+from savable_pipeline import batch_memory
+from savable_pipeline.compare import digest, first_difference
+from savable_pipeline.segments import SegmentWriter
+from tests.streams import take
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+@pytest.fixture(params=[False, True])
+def memory(request: pytest.FixtureRequest) -> Any:
+    """In the trainer's process, and as in a worker."""
+    writer = SegmentWriter()
+    writer.write([memoryview(bytes(1 << 20))])
+    writer._segments[1][0] = 0  # the trainer is done with it
+    batch_memory.use(writer if request.param else None)
+    yield writer if request.param else None
+    batch_memory.use(None)
+
+
+ITEMS = [
+    [torch.arange(6).view(2, 3), torch.arange(6, 12).view(2, 3)],
+    [torch.rand(3, 4).T, torch.rand(3, 4).T],
+    [torch.zeros(0, 4), torch.zeros(0, 4)],
+    [torch.tensor(1.5), torch.tensor(2.5)],
+    [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)],
+    [torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)],
+    [torch.ones(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64)],
+    [torch.ones(2), torch.zeros(2, dtype=torch.float64)],
+    [np.ones((2, 2), np.int16), np.zeros((2, 2), np.int16)],
+    [{"a": torch.ones(3), "b": [1, "x"]}, {"a": torch.zeros(3), "b": [2, "y"]}],
+    [Pair(torch.ones(3), 1), Pair(torch.zeros(3), 2)],
+    [1, 2, 3],
+    [1.5, 2.5],
+    ["a", "b"],
+]
+
+
+@pytest.mark.parametrize("items", ITEMS, ids=[str(number) for number in range(len(ITEMS))])
+def test_collate_gives_what_torch_gives(items: list[Any], memory: Any) -> None:
+    assert first_difference(default_collate(items), batch_memory.collate(items)) is None
+
+
+@pytest.mark.parametrize("items", [[torch.ones(2), torch.ones(3)], [1, "a"], [object(), object()]])
+def test_what_torch_refuses_is_refused(items: list[Any], memory: Any) -> None:
+    with pytest.raises((RuntimeError, TypeError)):
+        batch_memory.collate(items)
+
+
+def test_a_stacked_tensor_lies_in_shared_memory_in_a_worker_only(memory: SegmentWriter | None) -> None:
+    made = sp.stack([torch.full((100,), number) for number in range(5)])
+    assert torch.equal(made, torch.arange(5).view(5, 1).expand(5, 100))
+    if memory is not None:
+        written = memory.write([memoryview(made.view(torch.uint8).reshape(-1).numpy())])
+        assert written.places == [(64, 4000)] and written.fd is None
+
+
+def test_tensors_with_gradients_are_stacked_as_torch_does(memory: Any) -> None:
+    assert sp.stack([torch.ones(2, requires_grad=True), torch.ones(2)]).requires_grad
+
+
+def test_empty_has_the_shape_and_dtype_that_are_asked_for(memory: Any) -> None:
+    for shape in [(), (0,), (3, 0, 2), (4, 5)]:
+        for dtype in (torch.uint8, torch.float64, torch.bfloat16):
+            made = sp.empty(shape, dtype)
+            assert (tuple(made.shape), made.dtype) == (shape, dtype)
+
+
+class Varying(sp.TaskEncoder):
+    """Batches whose size varies from a few bytes to a megabyte, made partly in shared memory."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        length = rng.choice([1, 100, 5_000, 40_000])
+        stacked = sp.stack([torch.full((length,), item) for item in items])
+        filled = sp.empty((length,), torch.float32).fill_(items[0])
+        return {"stacked": stacked, "again": stacked, "plain": torch.full((length,), items[0]), "filled": filled}
+
+
+def varying(shards: str, epochs: int | None, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Varying()), size=4)
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize("hold", [0, 20])
+def test_batches_of_any_size_are_the_same_from_workers_as_without(
+    make_shards: Any, epochs: int | None, hold: int
+) -> None:
+    pipeline = partial(varying, str(make_shards([200, 180])), epochs)
+    alone = sp.SavableLoader(pipeline, seed=1, lanes=6)
+    expected = take(alone, 80)
+    with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
+        held, found = [], []
+        for _, batch in zip(range(80), loader, strict=False):
+            found.append(digest(batch))
+            held = [batch, *held][:hold]
+        assert found == expected
+        assert [digest(batch) for batch in held] == expected[: -hold - 1 : -1][: len(held)]
