@@ -62,14 +62,26 @@ class Batcher(Stage):
         return (self._count - 1, *self._given)
 
     def __next__(self) -> Any:
+        self._hold_batch()
+        batch = self._batch(self._items, self._count)
+        self._let_go()
+        return batch
+
+    def pass_over(self) -> None:
+        """Drop what the next batch would be made of. Raises StopIteration at the end."""
+        self._hold_batch()
+        self._let_go()
+
+    def _hold_batch(self) -> None:
+        """Hold the items of the next batch. Raises StopIteration if there is none."""
         self._hold(self.size)
         if len(self._items) < (self.size if self.drop_last else 1):
             raise StopIteration
-        batch = self._batch(self._items, self._count)
+
+    def _let_go(self) -> None:
         self._given = self._refs
         self._items, self._refs = [], []
         self._count += 1
-        return batch
 
     def more(self) -> bool:
         """Whether another batch will come, found by holding the item that begins it."""

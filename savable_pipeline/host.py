@@ -95,7 +95,7 @@ class LaneHost:
             live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
         assert live is not None
         with self._clock.running(live.stage) as counts:
-            batch = None if want == "probe" else self._next(live)
+            batch = None if want == "probe" else self._next(live, want)
             dry = batch is _DRY
             more = not dry and self._more(live)
             live.state = self._save(live, more)
@@ -115,9 +115,11 @@ class LaneHost:
             stage.restore_state(saved.stages)
         return _Live(stage, lane, saved.batches)
 
-    def _next(self, live: _Live) -> Any:
+    def _next(self, live: _Live, want: Want) -> Any:
         if live.early is not None:
             batch, live.early = live.early[0], None
+        elif want == "pass":
+            batch = _pass_over(live.stage)
         else:
             batch = next(live.stage, _DRY)
         live.batches += batch is not _DRY
@@ -151,6 +153,13 @@ class LaneHost:
 
 
 _DRY = object()
+
+
+def _pass_over(stage: Stage) -> Any:
+    try:
+        return stage.pass_over()
+    except StopIteration:
+        return _DRY
 
 
 def seeded_kinds(last: Stage) -> set[str]:

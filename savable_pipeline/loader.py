@@ -98,6 +98,14 @@ class SavableLoader:
             context=get_context(multiprocessing_context),
         )
         self._begin(epoch=0)
+        if num_workers > len(self._own_lanes):
+            log.warning(
+                "%d workers for the %d lanes of this rank: no more can work at a time than it has lanes; a new run "
+                "had better have lanes=%d or more",
+                num_workers,
+                len(self._own_lanes),
+                num_workers * self._ranks.world_size,
+            )
         if num_workers:
             check_picklable(pipeline, get_context(multiprocessing_context))
             self._supply.launch()
@@ -244,7 +252,8 @@ class SavableLoader:
         if before >= self._at.slot:
             return self._supply.receive(self._at, before).more
         if self._at.more[lane] is None:
-            self._supply.probe(self._at)
+            for found in self._supply.probe(self._at):
+                self._stats.count(found.counts)
         return bool(self._at.more[lane])
 
     def close(self) -> None:

@@ -47,6 +47,10 @@ class Stage:
     def __next__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no __next__")
 
+    def pass_over(self) -> None:
+        """Go on as `next` would, without making more than that needs. Raises StopIteration at the end."""
+        next(self)
+
     def save_state(self) -> State:
         """What this stage and all before it need to go on from here."""
         return {"source": self.source.save_state()}

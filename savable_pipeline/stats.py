@@ -31,12 +31,16 @@ class Stats:
         self._batches += 1
         self._wait_s += waited_s
         self._work_s += worked_s
-        self._counts.update(counts)
+        self.count(counts)
         begun, before = self._window
         now = time.perf_counter()
         if now - begun > _WINDOW_S:
             self._tell_starving(now - begun, self._wait_s - before)
             self._window = now, self._wait_s
+
+    def count(self, counts: Mapping[str, int | float]) -> None:
+        """Count what happened in stages."""
+        self._counts.update(counts)
 
     def _tell_starving(self, seconds: float, waited: float) -> None:
         if waited < _STARVING * seconds:

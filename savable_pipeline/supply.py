@@ -68,14 +68,15 @@ class Supply:
             with self._makers_dropped_on_error() as makers:
                 self._ask(makers, at, -1, "batch")
 
-    def probe(self, at: Position) -> None:
-        """Find out which lanes have a batch at all."""
+    def probe(self, at: Position) -> list[Delivery]:
+        """Find out which lanes have a batch at all, where that is not known; gives what they answered."""
         with self._makers_dropped_on_error() as makers:
             unknown = [lane for lane, more in at.more.items() if more is None]
             tickets: dict[int, Any] = {lane: makers.ask(lane, at.states[lane], "probe") for lane in unknown}
-            for lane, ticket in tickets.items():
-                found = makers.answer(ticket)
-                at.states[lane], at.more[lane] = found.state, found.more
+            answers = {lane: makers.answer(ticket) for lane, ticket in tickets.items()}
+        for lane, found in answers.items():
+            at.states[lane], at.more[lane] = found.state, found.more
+        return list(answers.values())
 
     def _ask(self, makers: Pool | InProcess, at: Position, upto: int, want: Want) -> None:
         """Ask for this rank's next slots that are not asked for: to `upto` at least, then as far as `prefetch` goes."""

@@ -86,7 +86,7 @@ def _lines(stage: Stage) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list | tuple) and len(value) > 4:
+    if isinstance(value, list | tuple) and (len(value) > 4 or any(isinstance(part, list | tuple) for part in value)):
         return f"{len(value)} of them"
     shown = repr(value)
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…"

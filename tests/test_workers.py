@@ -21,6 +21,7 @@ from savable_pipeline import pool
 from tests.processes import alive, kill, wait_until_gone, workers
 from tests.streams import take
 from tests.toy_faults import (
+    CuredEncoder,
     FaultyEncoder,
     LambdaEncoder,
     LargeEncoder,
@@ -118,6 +119,36 @@ def test_a_state_saved_after_a_worker_was_killed_resumes_exactly(make_shards: An
         fresh = loader(pipeline, 0)
         fresh.load_state_dict(saved)
         assert found[:start] + take(fresh, 20 - start) == expected
+
+
+@pytest.mark.parametrize("how", ["segfault", "kill", "os exit", "hang"])
+def test_a_sample_that_ends_its_worker_three_times_is_made_the_fourth_time(
+    make_shards: Any, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = CuredEncoder(how, 9, 3, tmp_path / "failed")
+    pipeline = partial(number_pipeline, str(make_shards([60, 60])), encoder=encoder)
+    with loader(pipeline, timeout=0.5 if how == "hang" else 60) as own:
+        assert [next(own) for _ in range(10)] == [[2 * i, 2 * i + 1] for i in range(10)]
+        assert own.stats()["restarts"] == 3
+    told = [record.message for record in caplog.records]
+    assert len(told) == 3 and (tmp_path / "failed").read_text() == "xxx"
+    for number, message in enumerate(told, start=1):
+        assert "while it made a batch of lane 4, in Encode, shard " in message and "key 's000009'" in message
+        assert f"replaced, restart {number} of 100" in message
+        if how in ("segfault", "hang"):
+            assert re.search(r"innermost call first:\n.*line \d+ in fail\n.*line \d+ in encode\n", message)
+
+
+def test_a_sample_that_always_ends_its_worker_stops_the_run_at_its_own_batch(faulty: Any, tmp_path: Path) -> None:
+    """Not before, though the workers are ahead; the state is that before the batch."""
+    with loader(faulty("kill", at=13), prefetch=8) as own:
+        found = [next(own) for _ in range(6)]
+        with pytest.raises(sp.WorkerError, match=r"SIGKILL, .*lane 6, in Encode, .*key 's000013', .*: death 4 there"):
+            next(own)
+        assert own.state_dict()["slot"] == 6
+        (tmp_path / "cured").touch()
+        found += [next(own) for _ in range(4)]
+    assert found == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
 @pytest.mark.parametrize("how", ["exit", "os exit"])

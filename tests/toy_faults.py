@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,10 @@ def fail(how: str) -> None:
         os._exit(5)
     if how == "hang":
         time.sleep(60)
+    if how == "segfault":
+        faulthandler._sigsegv()  # type: ignore[attr-defined]
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyEncoder(NumberEncoder):
@@ -78,6 +84,22 @@ class FaultyEncoder(NumberEncoder):
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         number = super().encode(sample, rng)
         if number == self.at and not self.cured.exists():
+            fail(self.how)
+        return number
+
+
+class CuredEncoder(FaultyEncoder):
+    """Fails at one sample a few times, and then no more."""
+
+    def __init__(self, how: str, at: int, times: int, log: Path) -> None:
+        super().__init__(how, at, log)
+        self.times = times
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        if number == self.at and (not self.cured.exists() or self.cured.stat().st_size < self.times):
+            with self.cured.open("a") as file:
+                file.write("x")
             fail(self.how)
         return number
 
