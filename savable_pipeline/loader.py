@@ -173,14 +173,14 @@ class SavableLoader:
         before or after all this.
         """
         at = self._at
-        slot = at.own_slot
+        slot, next_step = at.own_slot, at.slot + at.step
         lane = slot % self._job.lanes
         received = self._supply.received
         before = (at.slot, lane, at.states[lane])
         del received[slot]
         at.states[lane] = delivery.state
         at.more[lane] = delivery.more
-        at.slot += at.step
+        at.slot = next_step
         at.history.append(before)
 
     def skip(self, slots: int) -> None:

@@ -28,7 +28,7 @@ from savable_pipeline import wire
 from savable_pipeline.channel import Channel
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.host import Delivery, Want
-from savable_pipeline.launch import Launcher, wait_until_ended
+from savable_pipeline.launch import EXIT_WAIT_S, Launcher, wait_until_ended
 from savable_pipeline.note import STACK_SIGNAL, Note, Work
 from savable_pipeline.segments import SegmentReader
 from savable_pipeline.worker import STARTED, Failure, Request
@@ -176,8 +176,7 @@ class Pool:
 
         A lane that is asked for again goes on from where it is, and `state` is not looked at.
         """
-        if os.getpid() != self._owner:
-            raise WorkerError("this loader's workers belong to the process that forked this one: make a loader here")
+        self._check_process()
         self._lanes.setdefault(lane, _Lane(state))
         self._ticket += 1
         asked = _Asked(self._ticket, lane, want)
@@ -185,6 +184,10 @@ class Pool:
         self._waiting.append(asked)
         self._assign()
         return asked.ticket
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._owner:
+            raise WorkerError("this loader's workers belong to the process that forked this one: make a loader here")
 
     def _assign(self) -> None:
         """Send what waits, in order, as far as workers have room for it."""
@@ -237,6 +240,7 @@ class Pool:
 
     def answer(self, ticket: int) -> Delivery:
         """Wait for what was asked with `ticket`. Raises the worker's error, or `WorkerError`."""
+        self._check_process()
         self._hear(0.0)
         came = time.monotonic()
         while ticket not in self._ready:
@@ -306,8 +310,11 @@ class Pool:
         Time before `came`, while no one waited, does not count.
         """
         now = time.monotonic()
-        soonest = self._timeout
-        for worker in self._workers:
+        soonest = min(self._timeout, EXIT_WAIT_S)
+        for worker in list(self._workers):
+            if worker.hung and now - worker.since > EXIT_WAIT_S:  # not even a kill ends it: it hangs in the system
+                del self._by_number[worker.number]
+                self._replace(worker, worker.hung)
             if (worker.pid and not worker.asked) or worker.hung:
                 continue
             limit = self._timeout if worker.pid else _START_S
@@ -317,6 +324,7 @@ class Pool:
             elif worker.pid:
                 self._ask_stack(worker)
                 worker.hung = f"gave no batch in {limit:g} s and was killed"
+                worker.since = now
                 self._launcher.signal(worker.number, signal.SIGKILL)
             else:
                 raise WorkerError(

@@ -172,6 +172,27 @@ def test_a_child_of_the_trainer_that_exits_ends_no_worker(pipeline: Any) -> None
     own.close()
 
 
+def test_a_forked_child_of_the_trainer_that_asks_for_batches_is_told_to_make_a_loader_of_its_own(pipeline: Any) -> None:
+    own = loader(pipeline)
+    take(own, 4)
+    told, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            next(own)
+        except sp.WorkerError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(told, 1000) == (
+        b"this loader's workers belong to the process that forked this one: make a loader here"
+    )
+    assert take(own, 6) == take(loader(pipeline, 0), 10)[4:]
+    own.close()
+    os.close(told)
+    os.close(write)
+
+
 # Paths on which a trainer ends.
 
 

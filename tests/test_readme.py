@@ -45,7 +45,7 @@ def test_its_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: 
     assert len(blocks) >= 4
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {number}", "exec"), names)
-    assert len(seen) == 30
+    assert len(seen) == 50
     assert seen[0]["tokens"].shape[0] == 4
 
 

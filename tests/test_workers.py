@@ -318,16 +318,19 @@ def test_a_pipeline_that_cannot_be_sent_to_workers_is_an_error_at_once(make_shar
 # Interrupted.
 
 
+OURS = tuple(
+    f"savable_pipeline/{name}.py"
+    for name in ("loader", "supply", "position", "in_process", "host", "pool", "launch", "channel", "note")
+)
+
+
 def interrupted_at(moment: int, call: Callable[[], Any]) -> tuple[bool, Any]:
     """Whether Ctrl-C came at the `moment`-th place where Python could hear it in the loader, and what `call` gave."""
     passed, owner = 0, os.getpid()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         nonlocal passed
-        if (
-            frame.f_code.co_filename.endswith(("/loader.py", "/host.py", "/pool.py", "/worker.py"))
-            and os.getpid() == owner
-        ):
+        if frame.f_code.co_filename.endswith(OURS) and os.getpid() == owner:
             passed += 1
             if passed == moment:
                 raise KeyboardInterrupt
