@@ -2,6 +2,8 @@
 
     tar shards ─ TarShardReader ─ ShuffleBuffer ─ Encode(TaskEncoder) ─ OnlinePacker ─ Batcher ─ SavableLoader
 
+`Blend` makes one stream of several before or after Encode; `BucketBatcher` batches by length what is not packed.
+
 A pipeline is a function that builds these stages for one lane; the loader runs all lanes, in this process or in
 workers, and saves where each of them is with every batch.
 """
@@ -62,8 +64,8 @@ __all__ = [
     "WorkerError",
     "empty",
     "merge_states",
-    "stack",
     "read_mixture",
+    "stack",
 ]
 
 

@@ -101,7 +101,7 @@ class Batcher(BatchStage):
     @property
     def held_items(self) -> int:
         """Items that wait for their batch."""
-        return len(self._items) + super().held_items
+        return len(self._items)
 
     def __next__(self) -> Any:
         self._hold_batch()

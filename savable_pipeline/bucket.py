@@ -64,21 +64,34 @@ class BucketBatcher(BatchStage):
     @property
     def held_items(self) -> int:
         """Items that wait for their batch."""
-        return sum(item is not MISSING for items in self._items for item in items) + super().held_items
+        return sum(item is not MISSING for items in self._items for item in items)
 
     def __next__(self) -> Any:
-        bucket = self._fill()
-        if bucket is None:
-            raise StopIteration
+        bucket = self._due()
         items, refs, size = self._items[bucket], self._refs[bucket], self._sizes[bucket]
         for i, item in enumerate(items[:size]):
             if item is MISSING:
                 items[i] = self._make(bucket, refs[i])
         batch = self._batch(items[:size], self._count)
+        self._let_go(bucket)
+        return batch
+
+    def pass_over(self) -> None:
+        """Drop what the next batch would be made of. Raises StopIteration at the end."""
+        self._let_go(self._due())
+
+    def _due(self) -> int:
+        """The bucket that gives the next batch. Raises StopIteration if there is none."""
+        bucket = self._fill()
+        if bucket is None:
+            raise StopIteration
+        return bucket
+
+    def _let_go(self, bucket: int) -> None:
+        items, refs, size = self._items[bucket], self._refs[bucket], self._sizes[bucket]
         self._given = refs[:size]
         self._items[bucket], self._refs[bucket] = items[size:], refs[size:]
         self._count += 1
-        return batch
 
     def more(self) -> bool:
         """Whether another batch will come, found by filling a bucket."""

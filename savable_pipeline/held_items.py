@@ -10,8 +10,6 @@ import sys
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
 from PIL import Image
 
 _LOOKED_AT = 16  # of a longer list, so many are measured and the rest taken to be like them
@@ -54,10 +52,8 @@ class HeldItems:
 
 def size_of(item: Any) -> int:
     """About how many bytes an item takes in memory; the end of a long list is not looked at."""
-    if isinstance(item, torch.Tensor):
-        return item.numel() * item.element_size()
-    if isinstance(item, np.ndarray | np.generic | memoryview):
-        return item.nbytes
+    if isinstance(nbytes := getattr(item, "nbytes", None), int):  # a tensor, an array, a memoryview
+        return nbytes
     if isinstance(item, dict):
         return 64 + size_of(list(item)) + size_of(list(item.values()))
     if isinstance(item, list | tuple | set | frozenset):

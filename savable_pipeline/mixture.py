@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml  # type: ignore[import-untyped]
 
 from savable_pipeline.blend import Blend
 from savable_pipeline.blend_order import integer_weights
@@ -83,6 +82,8 @@ class Mixture(msgspec.Struct, frozen=True):
 
 def read_mixture(path: str | os.PathLike[str]) -> Mixture:
     """The mixture in a YAML file. Raises ValueError that names file and line where it is not as it should be."""
+    import yaml  # type: ignore[import-untyped]  # here, so that workers need not import it
+
     file = Path(path)
     loader = yaml.SafeLoader(file.read_text())
     try:

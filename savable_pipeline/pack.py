@@ -125,7 +125,7 @@ class OnlinePacker(Stage):
     @property
     def held_items(self) -> int:
         """Items in open packs."""
-        return self._held.count + (self._taken is not None) + super().held_items
+        return self._held.count + (self._taken is not None and self._taken.item is not MISSING)
 
     def __next__(self) -> Any:
         while (pack := self._packing.due()) is None:
@@ -193,7 +193,7 @@ class OnlinePacker(Stage):
         self.counts["packs"] += 1
         self.counts["items"] += len(items)
         self.counts["tokens"] += self.max_length - pack.room
-        self.counts["room"] += self.max_length
+        self.counts["room"] += pack.room
         return packed
 
     def _make(self, piece: Piece) -> Any:

@@ -117,11 +117,6 @@ class Stage:
         return 0
 
     @property
-    def held_items(self) -> int:
-        """How many made items are held here and upstream, which another process would have to make again."""
-        return sum(source.held_items for source in self.sources)
-
-    @property
     def tags(self) -> frozenset[int]:
         """The tags of the readers upstream, by which a ref says which source of a `Blend` it is of; {0} without one."""
         return frozenset[int]().union(*(source.tags for source in self.sources))

@@ -94,3 +94,17 @@ def test_what_is_no_state_is_one_clear_line(checkpoints: list[Path], tmp_path: P
     result = CliRunner().invoke(app, ["state", str(path)])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+def test_a_blend_is_shown_with_each_of_its_sources(make_shards: Any, tmp_path: Path) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40])), blend="nested", buffer=None)
+    with sp.SavableLoader(pipeline, seed=3, lanes=2) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        torch.save(state, tmp_path / "state.pt")
+    row = summarize(state).lanes[0]
+    places = [name for name in row if name.endswith(".position")]
+    assert places == [f"{branch}/TarShardReader.position" for branch in ("c", "x/a", "x/b")]
+    assert row["x/Blend.turns"]["names"] == ["a", "b"]
+    result = CliRunner().invoke(app, ["state", str(tmp_path / "state.pt")], env={"COLUMNS": "140"})
+    assert result.exit_code == 0, result.output

@@ -88,7 +88,7 @@ def measure(lengths: list[int], **settings: Any) -> tuple[float, float, float]:
     counts = packer.counts
     assert given == counts["packs"]
     assert sum(lengths) == counts["tokens"] + counts["skipped_tokens"] + counts["truncated_tokens"]
-    return counts["tokens"] / counts["room"], len(lengths) / seconds, state
+    return counts["tokens"] / (counts["tokens"] + counts["room"]), len(lengths) / seconds, state
 
 
 def main() -> None:
