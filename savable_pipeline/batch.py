@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from savable_pipeline.encoder import TaskEncoder, encoder_settings
+from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.global_rng import seeder
+from savable_pipeline.pack import OnlinePacker
 from savable_pipeline.rng import Rng
 from savable_pipeline.stage import ItemRef, Stage, State, as_ref, parse_state
 
@@ -18,6 +20,10 @@ class _BatcherState(msgspec.Struct):
     held: list[Any]
     count: int
     source: dict[str, Any]
+    first: Any = None
+
+
+_TRIED = 100
 
 
 class _Samples(TaskEncoder):
@@ -86,6 +92,9 @@ class Batcher(BatchStage):
     """Gives what `encoder.batch(items, rng)` makes of `size` items or packs.
 
     A finite source's last, smaller batch is given too, unless `drop_last`. `encoder=None`: the encoder upstream.
+
+    Under `SavableLoader(tail="pad")` every batch has `size` rows, and a key "valid" beside those of the encoder: bool
+    (size,), False for the rows that are there only to fill up, which repeat an item.
     """
 
     def __init__(
@@ -97,6 +106,7 @@ class Batcher(BatchStage):
         self.size = size
         self._items: list[Any] = []  # held for the next batch; after a restore made again when it is asked for
         self._refs: list[ItemRef] = []
+        self._first: ItemRef | None = None  # of the lane's first item, where batches are filled up
 
     @property
     def held_items(self) -> int:
@@ -105,9 +115,44 @@ class Batcher(BatchStage):
 
     def __next__(self) -> Any:
         self._hold_batch()
-        batch = self._batch(self._items, self._count)
+        items = self._items
+        if self.lane.pad:
+            self._first = self._first or self._refs[0]
+            items = items + items[:1] * (self.size - len(items))
+        batch = self._batch(items, self._count)
+        if self.lane.pad:
+            batch = self._marked(batch, len(self._items))
         self._let_go()
         return batch
+
+    def filler(self) -> Any:
+        """A batch of which no row counts, for a lane that has no more. Raises `EncodeError` if nothing can be made."""
+        item = self.source.fetch(self._first) if self._first is not None else self._any_item()
+        batch = self._marked(self._batch([item] * self.size, self._count), 0)
+        self._given = []
+        self._count += 1
+        return batch
+
+    def _any_item(self) -> Any:
+        """An item that some sample of the dataset gives, for a lane that has none of its own."""
+        for number in range(min(self.population, _TRIED)):
+            ref: ItemRef = (number, 0, 0)
+            with contextlib.suppress(EncodeError):
+                item = self.source.fetch((0, ref) if isinstance(self.source, OnlinePacker) else ref)
+                if type(item) is not Skip:
+                    return item
+        raise EncodeError(f"tail='pad': the first {_TRIED} samples give no item to fill up a batch of {self.lane}")
+
+    def _marked(self, batch: Any, valid: int) -> Any:
+        """The batch with which of its rows count."""
+        import torch
+
+        if not isinstance(batch, dict) or "valid" in batch:
+            raise EncodeError(
+                f"tail='pad' adds a key 'valid' to batches: {type(self._encoder).__name__}.batch must give a dict "
+                f"without one, not {type(batch).__name__}"
+            )
+        return {**batch, "valid": torch.arange(self.size) < valid}
 
     def pass_over(self) -> None:
         """Drop what the next batch would be made of. Raises StopIteration at the end."""
@@ -131,6 +176,11 @@ class Batcher(BatchStage):
         self._hold(needed)
         return len(self._items) >= needed
 
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """Batches of so many items as the source gives, the last one smaller."""
+        items = self.source.count_of(lane, epoch)
+        return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
+
     def _hold(self, n: int) -> None:
         for ref in self._refs[len(self._items) :]:
             self._items.append(self.source.fetch(ref))
@@ -143,11 +193,13 @@ class Batcher(BatchStage):
 
     def save_state(self) -> State:
         """`held`: the refs of items that are held already; `count`: batches given so far."""
-        return {"held": list(self._refs), "count": self._count, "source": self.source.save_state()}
+        first = {} if self._first is None else {"first": self._first}
+        return {"held": list(self._refs), "count": self._count, "source": self.source.save_state(), **first}
 
     def restore_state(self, state: State) -> None:
         """Go on from where `state` was taken; nothing is read."""
         saved = parse_state(self, state, _BatcherState)
+        self._first = None if saved.first is None else as_ref(saved.first)
         self.source.restore_state(saved.source)
         self._items, self._refs = [], [ref for ref in map(as_ref, saved.held) if self.knows(ref)]
         self._count = saved.count

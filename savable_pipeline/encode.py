@@ -139,6 +139,8 @@ class Encode(Stage):
             elif type(item) is Skip:
                 self._skipped(item)
             elif hasattr(item, "__next__"):
+                if self._encoder.one_to_one:
+                    raise self._failed(sample, TypeError("it is one_to_one, but gave an iterator"))
                 self._parts, self._part, self._rng = item, 0, rng
                 return
             elif item is None:
@@ -203,6 +205,10 @@ class Encode(Stage):
 
     def _skipped(self, skip: Skip) -> None:
         """Count it; end the run when so many samples in a row give nothing that none ever will."""
+        if self._encoder.one_to_one:
+            raise EncodeError(
+                f"{type(self._encoder).__name__} says that it is one_to_one, but skipped a sample as {skip.reason!r}"
+            )
         name = f"skipped/{skip.reason}"
         self.counts[name] += 1
         self._counted.append(name)
@@ -241,6 +247,10 @@ class Encode(Stage):
                 f"{sample.key!r} this time; it must depend on the sample and `rng` alone"
             )
         return item
+
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """As many as its source, if the encoder makes one item of each sample."""
+        return self.source.count_of(lane, epoch) if self._encoder.one_to_one else None
 
     def save_state(self) -> State:
         """`refs`: those taken but not done, 12 bytes each; `part`: how many parts of the first have been given."""

@@ -34,6 +34,9 @@ class TaskEncoder:
     global_rng: bool | tuple[str, ...] = True
     """The global generators to seed for each call: True (all), False (none), or some of "python", "numpy", "torch"."""
 
+    one_to_one: bool = False
+    """Whether `encode` gives one item of every sample, never `Skip` or several: a finite loader then has a length."""
+
     def encode(self, sample: Sample, rng: Rng) -> Any:
         """One item; or `Skip(reason)`; or an iterator of items (an object with `__next__`; a list is one item)."""
         raise NotImplementedError(f"{type(self).__name__} has no encode(sample, rng)")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from savable_pipeline.batch import Batcher
+from savable_pipeline.batch import Batcher, BatchStage
 from savable_pipeline.global_rng import kinds
 from savable_pipeline.lane import Lane
 from savable_pipeline.stage import Stage, upstream
@@ -65,21 +65,25 @@ class LaneHost:
         lanes: int,
         shared: dict[Any, Any],
         note: memoryview | None = None,
+        pad: bool = False,
     ) -> None:
         self._pipeline = pipeline
         self._seed = seed
         self._lanes = lanes
         self._shared = shared
         self._note = note
+        self._pad = pad
         self._live: dict[int, _Live] = {}
         self._clock = StageClock()
 
     def build(self, lane: int, epoch: int) -> tuple[Stage, Lane]:
         """A fresh pipeline of a lane. Raises ValueError if the pipeline function gives no stage."""
-        built = Lane(lane, self._lanes, self._seed, epoch=epoch, shared=self._shared, note=self._note)
+        built = Lane(lane, self._lanes, self._seed, epoch=epoch, shared=self._shared, note=self._note, pad=self._pad)
         stage = self._pipeline(built)
         if not isinstance(stage, Stage):
             raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
+        if self._pad and not isinstance(stage, Batcher):
+            raise ValueError(f"tail='pad' needs a Batcher at the end, to fill up batches, not {type(stage).__name__}")
         return stage, built
 
     def deliver(
@@ -98,6 +102,9 @@ class LaneHost:
             batch = None if want == "probe" else self._next(live, want)
             dry = batch is _DRY
             more = not dry and self._more(live)
+            if dry and isinstance(live.stage, Batcher) and self._pad:
+                batch, dry = live.stage.filler(), False
+                live.batches += 1
             live.state = self._save(live, more)
         self._live[lane] = live
         seconds = time.perf_counter() - start
@@ -128,7 +135,7 @@ class LaneHost:
     def _more(self, live: _Live) -> bool:
         if live.stage.endless:
             return True
-        if isinstance(live.stage, Batcher):
+        if isinstance(live.stage, BatchStage):
             return live.stage.more()
         if live.early is None:
             before = self._pack(live, True)  # as bytes at once: a stage may return what it will change

@@ -27,6 +27,7 @@ class Lane:
         epoch: int = 0,
         shared: dict[Any, Any] | None = None,
         note: memoryview | None = None,
+        pad: bool = False,
     ) -> None:
         if not 0 <= index < count:
             raise ValueError(f"a lane's index must lie in 0 … count-1; got index {index}, count {count}")
@@ -35,6 +36,7 @@ class Lane:
         self.seed = seed
         self.epoch = epoch
         self.note = note  # words in which stages say what they work on (see note.py), for when the process dies
+        self.pad = pad  # whether batches are filled up, and go on beyond the end, with rows that do not count
         self._shared: dict[Any, Any] = {} if shared is None else shared
         self._rngs: dict[str, Rng] = {}
         self._restored: dict[str, int] = {}

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.fingerprint import (
@@ -43,8 +43,10 @@ class SavableLoader:
 
     `pipeline` is a function that builds the stages of a lane. `num_workers=0` runs it in this process; workers get it
     as it is when the loader is made. `rank` and `world_size`, of the data-parallel group, come from torch.distributed,
-    `group` or `mesh` unless they are given. `prefetch` is how many batches a worker may be ahead, `timeout` how many
-    seconds one batch may take before its worker is replaced, `max_restarts` how many workers may be replaced.
+    `group` or `mesh` unless they are given. A finite run ends with `tail="stop"` before the first round (a batch of
+    each lane) that some lane cannot fill, with `tail="pad"` when all are dry: then every sample comes, and what is
+    there only to fill up is marked in `batch["valid"]`. `prefetch` is how many batches a worker may be ahead,
+    `timeout` how many seconds one batch may take before its worker is replaced, `max_restarts` how many workers may be.
 
     Iterating goes on where the loader is; each `iter()` on a finished loader begins the next epoch. Raises ValueError
     for wrong settings.
@@ -64,6 +66,7 @@ class SavableLoader:
         prefetch: int = 2,
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext | None = None,
+        tail: Literal["stop", "pad"] = "stop",
         timeout: float = 600.0,
         max_restarts: int = 100,
     ) -> None:
@@ -77,11 +80,14 @@ class SavableLoader:
         if not -(1 << 63) <= seed < 1 << 64:
             raise ValueError(f"seed must fit into 64 bits, so that a state can hold it: {seed}")
         self._ranks = find_ranks(rank, world_size, group, mesh, lanes)
-        self._job = Job(pipeline, seed, lanes)
+        if tail not in ("stop", "pad"):
+            raise ValueError(f"tail must be 'stop' or 'pad', not {tail!r}")
+        self._pad = tail == "pad"
+        self._job = Job(pipeline, seed, lanes, self._pad)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._shared: dict[Any, Any] = {}
-        self._host = LaneHost(pipeline, seed=seed, lanes=lanes, shared=self._shared)
+        self._host = LaneHost(pipeline, seed=seed, lanes=lanes, pad=self._pad, shared=self._shared)
         self._built: Stage | None = None
         self._fingerprint: tuple[Fingerprint, bytes] | None = None
         self._stats = Stats(num_workers)
@@ -142,6 +148,23 @@ class SavableLoader:
     def __iter__(self) -> SavableLoader:
         self._finished = False
         return self
+
+    def __len__(self) -> int:
+        """How many batches this rank gets in an epoch. Raises TypeError where that cannot be known beforehand.
+
+        It can for a finite pipeline without packing whose encoder says that it is `one_to_one`.
+        """
+        counts = [self._pipeline.count_of(lane, self._at.epoch) for lane in range(self._job.lanes)]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts) or self._pipeline.endless:
+            raise TypeError(
+                "the length of this loader is not known: it is for a finite pipeline (epochs=1) without packing whose "
+                "encoder sets one_to_one = True"
+            )
+        return (max(known) if self._pad else min(known)) * self._job.lanes // self._ranks.world_size
+
+    def __bool__(self) -> bool:
+        return True  # whether its length is known or not
 
     def __next__(self) -> Any:
         if self._finished:
@@ -238,12 +261,15 @@ class SavableLoader:
         """Whether every slot of the next step lies in a round that every lane can fill."""
         last_round = (self._at.slot + self._ranks.world_size - 1) // self._job.lanes
         while self._at.rounds <= last_round:
-            if not self._ranks.all_true(self._own_lanes_have_more()):
+            if self._ranks.all_true(self._own_vote()) == self._pad:
                 return False
             self._at.rounds += 1
         return True
 
-    def _own_lanes_have_more(self) -> bool:
+    def _own_vote(self) -> bool:
+        """That no own lane is dry, without which there is no round; to pad, that all are, after which there is none."""
+        if self._pad:
+            return not any(self._has_more(lane) for lane in self._own_lanes)
         return all(self._has_more(lane) for lane in self._own_lanes)
 
     def _has_more(self, lane: int) -> bool:

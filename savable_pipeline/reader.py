@@ -74,11 +74,19 @@ class TarShardReader(Stage):
             self._begin, end = span(count, lane.index, lane.count, epoch)
             self._length = end - self._begin
         else:
-            self._length = dealt_count(count, lane.index, lane.count, epoch, self.block_size)
+            self._length = self._share(lane.index, epoch)
         self._epoch = epoch
         self._position = position  # of the next ref to give
         self._ahead = np.empty(0, REF)  # refs worked out but not given
         self._used = 0
+
+    def _share(self, lane: int, epoch: int) -> int:
+        """How many samples of an epoch a lane gets."""
+        count, lanes = self.dataset.count, self._lane.count
+        if self.shuffle:
+            begin, end = span(count, lane, lanes, epoch)
+            return end - begin
+        return dealt_count(count, lane, lanes, epoch, self.block_size)
 
     def __next__(self) -> Sample:
         refs = self.take_refs(1)
@@ -151,6 +159,12 @@ class TarShardReader(Stage):
         """The sample that a ref names."""
         index, epoch = (ref.index | self._tag << TAG_SHIFT, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
         return self.dataset.samples(np.array([(index, epoch)], REF))[0]
+
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """The lane's share of the epochs of a pass; None if it never ends."""
+        if self.epochs is None:
+            return None
+        return sum(self._share(lane, number) for number in range(epoch * self.epochs, (epoch + 1) * self.epochs))
 
     def save_state(self) -> State:
         """The epoch, the position in the lane's share of it, and where the lane's named random sequences stand."""

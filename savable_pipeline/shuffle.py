@@ -98,6 +98,10 @@ class ShuffleBuffer(Stage):
             self._slots[slot] = self._slots[self._filled]
         return given
 
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """As many as its source."""
+        return self.source.count_of(lane, epoch)
+
     def save_state(self) -> State:
         """`refs`: the buffer's refs in order, 12 bytes each (index uint64, epoch uint32); `draws`: how many so far."""
         return {

@@ -90,6 +90,10 @@ class Stage:
         """Whether the stage never ends."""
         return self.source.endless
 
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """How many things this stage gives in pass `epoch` of a lane; None if that is not known beforehand."""
+        return None
+
     @property
     def sources(self) -> tuple[Stage, ...]:
         """The stages just upstream: none of a reader, several of one that merges."""

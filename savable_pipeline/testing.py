@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ def assert_exact_resume(
     chains: int = 3,
     after: int = 3,
     multiprocessing_context: str | None = None,
+    tail: Literal["stop", "pad"] = "stop",
 ) -> int:
     """Cut a pipeline at every step, go on from each cut in fresh objects, and compare every byte of every batch.
 
@@ -39,7 +40,9 @@ def assert_exact_resume(
 
     Raises AssertionError that names the first slot, field and sample that differ.
     """
-    make = _Maker(pipeline, seed, lanes, multiprocessing_context)
+    make = _Maker(
+        pipeline, {"seed": seed, "lanes": lanes, "multiprocessing_context": multiprocessing_context, "tail": tail}
+    )
     expected, states = _uninterrupted(make, steps)
     resumes = 0
     for cut, state in enumerate(states):
@@ -57,8 +60,8 @@ def assert_exact_resume(
 class _Maker:
     """Makes loaders that differ only in what may change."""
 
-    def __init__(self, pipeline: Pipeline, seed: int, lanes: int, context: str | None) -> None:
-        self._settings: dict[str, Any] = {"seed": seed, "lanes": lanes, "multiprocessing_context": context}
+    def __init__(self, pipeline: Pipeline, settings: dict[str, Any]) -> None:
+        self._settings = settings
         self._pipeline = pipeline
 
     def __call__(self, num_workers: int, rank: int = 0, world_size: int = 1) -> SavableLoader:
@@ -87,7 +90,7 @@ class _LocalRanks(Ranks):
         asking = self._loaders[self.rank]
         about = (asking.epoch, asking._at.rounds)
         if about not in self._agreed:  # the first to ask: no rank has taken this step yet
-            self._agreed[about] = all(loader._own_lanes_have_more() for loader in self._loaders)
+            self._agreed[about] = all(loader._own_vote() for loader in self._loaders)
         return self._agreed[about]
 
 

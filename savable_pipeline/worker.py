@@ -41,6 +41,7 @@ class Job:
     pipeline: Pipeline
     seed: int
     lanes: int
+    pad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,12 @@ def work(job: Job, end: socket.socket, parent: int, shared: dict[Any, Any] | Non
         batch_memory.use(answers.segments)
         answers.send(STARTED, os.getpid())
         host = LaneHost(
-            job.pipeline, seed=job.seed, lanes=job.lanes, shared={} if shared is None else shared, note=note.words
+            job.pipeline,
+            seed=job.seed,
+            lanes=job.lanes,
+            pad=job.pad,
+            shared={} if shared is None else shared,
+            note=note.words,
         )
         while True:
             request = requests.get()
