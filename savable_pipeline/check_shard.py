@@ -18,7 +18,7 @@ _LARGEST = 1 << 30  # bytes of a part that is looked into
 _OFFSET = 8  # bytes of an offset in X.tar.idx
 
 
-class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
+class Problem(msgspec.Struct, frozen=True):
     """Something wrong: in a dataset, one of its shards, or a part of one of its samples."""
 
     reason: str

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from savable_pipeline.errors import ShardError
+from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.indexing import INDEX_NAME, find_index, open_index
 from savable_pipeline.keys import key
-from savable_pipeline.nv_meta import FieldMap, is_inside, read_counts, read_field_map, read_split
+from savable_pipeline.nv_meta import FieldMap, read_counts, read_field_map, read_split
 from savable_pipeline.on_error import OnError, Quarantine
 from savable_pipeline.sample import RefArray, Sample, matching
 from savable_pipeline.selection import Rows, Selection, Subset
-from savable_pipeline.shard_index import ShardEntry
+from savable_pipeline.shard_index import Layout, ShardEntry
 from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import members, split_name
 
@@ -75,6 +75,11 @@ class Dataset:
         """The samples that these refs name, unread."""
         index = refs["index"].astype(np.int64)
         shards = np.searchsorted(self.firsts, index, side="right") - 1
+        if len(index) and not (shards.min() >= 0 and shards.max() < len(self.entries)):
+            raise CheckpointMismatchError(
+                f"{self.root}: a ref names sample {int(refs['index'].max())}, but there are {self.count}; does the "
+                "state belong to this dataset?"
+            )
         rows = self._rows[shards] + (index - self.firsts[shards])
         parts = zip(shards.tolist(), rows.tolist(), index.tolist(), refs["epoch"].tolist(), strict=True)
         return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
@@ -119,17 +124,17 @@ class Dataset:
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The bytes of one part of a sample. Raises KeyError, or `ShardError` if the shard no longer holds it."""
+        fd = self._handles.get(shard)
+        if fd is None:
+            fd = self._open(shard)  # and check the shard's part of the index
         if extension == self._first:  # found without a call, since calls cost half of what the read does
             offset, size = self._starts[row] + self._gap, self._sizes[row * self._members]
         else:
-            layout = self._index.layout(row)
+            layout = self._layout(row)
             member = layout.position.get(extension)
             if member is None:
                 member = layout.position[matching(extension, layout.position)]
             offset, size = self._place(row, member, layout)
-        fd = self._handles.get(shard)
-        if fd is None:
-            fd = self._open(shard)
         try:
             data = os.pread(fd, size, offset)
         except OSError as error:
@@ -175,7 +180,19 @@ class Dataset:
 
     def extensions(self, row: int) -> list[str]:
         """The extensions of a sample, in the order of the tar."""
-        return list(self._index.layout(row).position)
+        return list(self._layout(row).position)
+
+    def _layout(self, row: int) -> Layout:
+        try:
+            return self._index.layout(row)
+        except IndexError:
+            raise self._damaged_index("a shard") from None
+
+    def _damaged_index(self, what: str) -> ShardError:
+        return ShardError(
+            f"{self.root}: the index of {what} is damaged; remove {self.root / INDEX_NAME} and start again",
+            reason="damaged index",
+        )
 
     def _open(self, shard: int) -> int:
         entry = self.entries[shard]
@@ -210,10 +227,7 @@ class Dataset:
         if shard in self._whole:
             return
         if not self._index.is_whole(entry.name):
-            raise ShardError(
-                f"{path}: its part of the index is damaged; remove {self.root / INDEX_NAME} and start again",
-                reason="damaged index",
-            )
+            raise self._damaged_index(entry.name)
         if not self._index.ends_as_written(entry.name, fd):
             raise ShardError(
                 f"{path}: as large as when it was indexed, but its last sample lies elsewhere: the shard was rewritten "
@@ -250,5 +264,5 @@ def _with_lost(root: Path, found: list[str], tolerant: bool) -> list[str]:
 
     Energon's list knows them, and the index does, if a run is to go on without what was lost since it was made.
     """
-    known = {*(read_counts(root) or ()), *(filter(is_inside, find_index(root)) if tolerant else ())}
+    known = {*(read_counts(root) or ()), *(find_index(root) if tolerant else ())}
     return sorted({*found, *known})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -26,10 +26,10 @@ _ALWAYS = 100  # so many errors of a lane are never too large a share
 
 class _EncodeState(msgspec.Struct):
     refs: bytes
-    part: int
+    part: Annotated[int, msgspec.Meta(ge=0)]
     source: dict[str, Any]
-    samples: int = 0
-    errors: int = 0
+    samples: Annotated[int, msgspec.Meta(ge=0)] = 0
+    errors: Annotated[int, msgspec.Meta(ge=0)] = 0
     avoided: dict[str, bytes] = {}
 
 

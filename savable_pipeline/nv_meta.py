@@ -21,7 +21,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shard_paths import expand_braces
+from savable_pipeline.shard_paths import expand_braces, is_inside
 
 META = ".nv-meta"
 FieldPath: TypeAlias = tuple[str, ...]  # an extension, then keys and indices inside of what it holds
@@ -95,11 +95,6 @@ def read_field_map(root: Path) -> FieldMap:
     field_map = _load(path).get("field_map") or {}
     fields = _convert(path, field_map, dict[str, str], "`field_map`, a part for each field")
     return {field: [_field_path(path, option) for option in place.split(",")] for field, place in fields.items()}
-
-
-def is_inside(name: str) -> bool:
-    """Whether a relative name stays below the folder that it is relative to."""
-    return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
 
 
 def _field_path(path: Path, place: str) -> FieldPath:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -27,8 +27,8 @@ _EPOCHS_KEPT = 4  # orders kept by the lanes of a process, which are seldom furt
 
 
 class _ReaderState(msgspec.Struct):
-    epoch: int
-    position: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    position: Annotated[int, msgspec.Meta(ge=0)]
     lane: dict[str, int]
 
 

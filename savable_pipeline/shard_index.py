@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.errors import ShardError
+from savable_pipeline.shard_paths import is_inside
 from savable_pipeline.tar import BLOCK, members, split_name
 
 Buffer: TypeAlias = "memoryview[Any]"
@@ -159,12 +160,12 @@ class ShardIndex:
         if not entry.samples:
             return True
         row += entry.samples - 1
-        layout = self.layout(row)
         try:
+            layout = self.layout(row)
             found = next(members(name, fd, self.starts[row]), None)
-        except ShardError:
-            return False
-        if found is None or (found.payload, found.size) != self.place(row, 0, layout):
+            if found is None or (found.payload, found.size) != self.place(row, 0, layout):
+                return False
+        except (ShardError, IndexError, OverflowError):
             return False
         parts = split_name(found.name)
         return parts is not None and parts[1] == next(iter(layout.position))
@@ -275,6 +276,9 @@ def _read_header(path: Path, view: memoryview) -> tuple[_Header, int]:
         raise ShardError(f"{path}: the index is damaged: {error}") from error
     if len(header.checks) != len(header.shards) or header.size_bytes not in (4, 8):
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
+    outside = next((entry.name for entry in header.shards if not is_inside(entry.name)), None)
+    if outside is not None:
+        raise ShardError(f"{path}: the index is damaged: it names {outside!r}, which lies outside of the dataset")
     return header, end
 
 

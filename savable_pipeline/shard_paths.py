@@ -66,6 +66,11 @@ def _expand(spec: str, missing_too: bool) -> list[Path]:
     return paths
 
 
+def is_inside(name: str) -> bool:
+    """Whether a relative name stays below the folder that it is relative to."""
+    return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
+
+
 def expand_braces(pattern: str) -> list[str]:
     """`a-{00..02}.tar` and `{x,y}.tar` spelled out, from left to right. Raises `ShardError` where it means too many."""
     spelled, unfinished = [], [pattern]

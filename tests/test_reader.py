@@ -179,7 +179,7 @@ def test_named_random_numbers_of_the_lane_are_saved_with_the_reader() -> None:
 def test_settings_name_what_changes_the_order(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([2, 1])), sp.Lane(), block_size=4)
     settings = reader.settings()
-    assert [settings[name] for name in ("epochs", "shuffle", "block_size", "window")] == [None, True, 4, 32]
+    assert [settings[name] for name in ("epochs", "shuffle", "block_size", "window")] == [None, True, 4, 128]
     assert [(name, samples) for name, samples, _ in settings["shards"]] == [("0000.tar", 2), ("0001.tar", 1)]
 
 
