@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.batch import BatchStage
-from savable_pipeline.encoder import TaskEncoder
+from savable_pipeline.encoder import Skip, TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.pack_policies import MISSING
 from savable_pipeline.stage import ItemRef, Stage, State, as_ref, dry_limit, parse_state
@@ -72,9 +72,10 @@ class BucketBatcher(BatchStage):
         for i, item in enumerate(items[:size]):
             if item is MISSING:
                 items[i] = self._make(bucket, refs[i])
-        batch = self._batch(items[:size], self._count)
+        made = [item for item in items[:size] if type(item) is not Skip]  # a `Skip` cannot be made again
+        batch = self._batch(made, self._count) if made else None
         self._let_go(bucket)
-        return batch
+        return batch if made else next(self)
 
     def pass_over(self) -> None:
         """Drop what the next batch would be made of. Raises StopIteration at the end."""
@@ -121,6 +122,9 @@ class BucketBatcher(BatchStage):
         item, ref = self._taken
         if item is MISSING:
             item = self.source.fetch(ref)
+        if type(item) is Skip:  # it cannot be made again; counted where that was found
+            self._taken = None
+            return None
         bucket = self._bucket(item)
         if bucket == len(self.bounds):
             self._skipped()
@@ -153,7 +157,7 @@ class BucketBatcher(BatchStage):
 
     def _make(self, bucket: int, ref: ItemRef) -> Any:
         item = self.source.fetch(ref)
-        if self._bucket(item) != bucket:
+        if type(item) is not Skip and self._bucket(item) != bucket:
             raise CheckpointMismatchError(
                 f"BucketBatcher of {self.lane}: the item {ref} lay in bucket {bucket}; made again it takes "
                 f"{self._encoder.length(item)}, which does not belong there: {type(self._encoder).__name__} or what it "

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from savable_pipeline.batch import Batcher, BatchStage
+from savable_pipeline.encode import Encode
 from savable_pipeline.global_rng import kinds
 from savable_pipeline.lane import Lane
+from savable_pipeline.sample import tag_of
 from savable_pipeline.stage import Stage, upstream
 from savable_pipeline.stage_clock import StageClock, held_items
 from savable_pipeline.state import LaneState, pack_state, unpack_state
@@ -98,6 +100,10 @@ class LaneHost:
         if state is not None and (live is None or live.state is not state):
             live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
         assert live is not None
+        for index, epoch in avoid:
+            for stage in upstream(live.stage):
+                if isinstance(stage, Encode) and tag_of(index) in stage.tags:
+                    stage.avoid((index, epoch), "its worker died")
         with self._clock.running(live.stage) as counts:
             batch = None if want == "probe" else self._next(live, want)
             dry = batch is _DRY

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from savable_pipeline.encoder import TaskEncoder, encoder_settings
+from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.global_rng import seeder
 from savable_pipeline.held_items import ByteBudget, HeldItems, size_of
@@ -149,6 +149,9 @@ class OnlinePacker(Stage):
         assert taken is not None
         if taken.item is MISSING:
             taken.item = self._fetch_whole(taken)
+            if type(taken.item) is Skip:  # it cannot be made again; counted where that was found
+                self._taken = None
+                return
         stop = total = taken.total = self._length(taken.item)
         if total > self.max_length:
             if self.too_long == "skip":
@@ -181,13 +184,17 @@ class OnlinePacker(Stage):
             piece.item = item
 
     def _give(self, pack: OpenPack) -> Any:
-        items = [self._make(piece) if piece.item is MISSING else piece.item for piece in pack.pieces]
-        ref = (self._count, *map(_piece_ref, pack.pieces))
-        packed = self._pack(items, self._count)
+        made = [(piece, self._make(piece) if piece.item is MISSING else piece.item) for piece in pack.pieces]
+        left = [(piece, item) for piece, item in made if type(item) is not Skip]
+        items = [item for _, item in left]
+        ref = (self._count, *(_piece_ref(piece) for piece, _ in left))
+        packed = self._pack(items, self._count) if items else None
         self._packing.packs.remove(pack)
         for piece in pack.pieces:
             if piece.item is not MISSING:
                 self._held.release(piece.item_bytes)
+        if not items:
+            return next(self)
         self._count += 1
         self._ref = ref
         self.counts["packs"] += 1
@@ -197,12 +204,15 @@ class OnlinePacker(Stage):
         return packed
 
     def _make(self, piece: Piece) -> Any:
-        """The item of a piece, made again."""
-        return self._cut(self._fetch_whole(piece), piece)
+        """The item of a piece, made again; a `Skip` if it cannot be."""
+        whole = self._fetch_whole(piece)
+        return whole if type(whole) is Skip else self._cut(whole, piece)
 
     def _fetch_whole(self, piece: Piece) -> Any:
         """The item that a piece is of, made again; with it whatever else is held of the same item."""
         whole = self.source.fetch(piece.ref)
+        if type(whole) is Skip:
+            return whole
         length = self._length(whole)
         if piece.total and length != piece.total:
             raise self._changed(piece, length)
@@ -258,6 +268,9 @@ class OnlinePacker(Stage):
         )
 
     def _pack(self, items: list[Any], number: int) -> Any:
+        note = self.lane.note
+        if note is not None:
+            note[0] = self.depth
         rng = Rng(self._key, (number, 0, 0))
         if self._seed_globals is not None:
             self._seed_globals(rng.key)
@@ -280,14 +293,16 @@ class OnlinePacker(Stage):
             )
 
     def fetch(self, ref: ItemRef) -> Any:
-        """Make the pack that a ref names again."""
-        return self._pack([self._fetch_piece(piece) for piece in ref[1:]], ref[0])
+        """Make the pack that a ref names again, of the items that still can be made; a `Skip` if none can."""
+        items = [item for item in map(self._fetch_piece, ref[1:]) if type(item) is not Skip]
+        return self._pack(items, ref[0]) if items else Skip("a pack of nothing")
 
     def _fetch_piece(self, ref: ItemRef) -> Any:
         if not isinstance(ref[0], tuple):
             return self.source.fetch(ref)
-        whole, start, stop = ref
-        return self._encoder.cut(self.source.fetch(whole), start, stop)
+        whole_ref, start, stop = ref
+        whole = self.source.fetch(whole_ref)
+        return whole if type(whole) is Skip else self._encoder.cut(whole, start, stop)
 
     def save_state(self) -> State:
         """`packs`: per open pack, oldest first, the ref and length of each item; `count`: packs given so far.

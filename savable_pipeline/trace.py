@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from savable_pipeline.host import LaneHost
 from savable_pipeline.note import Work
-from savable_pipeline.sample import Ref
+from savable_pipeline.sample import Ref, tag_of
 from savable_pipeline.stage import ItemRef, Stage, upstream
 from savable_pipeline.state import LaneState, unpack_state
 
@@ -47,7 +47,7 @@ def _items(ref: ItemRef) -> list[ItemRef]:
 
 def _sample(stage: Stage, ref: ItemRef) -> TracedSample:
     while stage.encoder is not None:
-        stage = stage.sources[0]
+        stage = next(source for source in stage.sources if tag_of(ref[0]) in source.tags)
     sample = stage.fetch(ref)
     return TracedSample(sample.shard, sample.key, Ref(sample.ref.source, ref[1], sample.ref.index, ref[2]))
 
@@ -69,7 +69,8 @@ def may_avoid(last: Stage, work: Work) -> bool:
 
 
 def _stage_at(last: Stage, work: Work) -> Stage | None:
-    return next((stage for stage in upstream(last) if stage.depth == work.depth), None)
+    tag = tag_of(work.sample or 0)
+    return next((stage for stage in upstream(last) if stage.depth == work.depth and tag in stage.tags), None)
 
 
 def data_path(last: Stage) -> str:
