@@ -79,7 +79,7 @@ def data_path(last: Stage) -> str:
 
 
 def _lines(stage: Stage) -> list[str]:
-    settings = ", ".join(f"{name}={_short(value)}" for name, value in stage.settings().items())
+    settings = ", ".join(f"{name}={_short(value)}" for name, value in stage.settings().items() if value is not None)
     lines = [f"└─ {type(stage).__name__}({settings})"]
     for source in stage.sources:
         lines += [f"   {line}" for line in _lines(source)]

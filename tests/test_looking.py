@@ -124,7 +124,7 @@ def test_a_loader_is_shown_as_the_tree_of_its_stages(pipeline: Any) -> None:
         "   └─ OnlinePacker(max_length=20, policy='best_fit', open_packs=3)",
         "      └─ Encode(encoder='ToyEncoder', encoder.skip=7, encoder.fan_out=5)",
         "         └─ ShuffleBuffer(size=10)",
-        "            └─ TarShardReader(epochs=None, shuffle=True, block_size=8, window=32, shards=3 of them)",
+        "            └─ TarShardReader(shuffle=True, block_size=8, window=32, shards=3 of them)",
     ]
 
 
