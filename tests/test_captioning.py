@@ -221,5 +221,12 @@ def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, An
 
 
 def test_sizes_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="not 0 and 512"):
+    with pytest.raises(ValueError, match="at least 1 pixel, not 0"):
         CaptioningEncoder(image_size=0)
+    with pytest.raises(ValueError, match="max_tokens is at least 1, not 0"):
+        CaptioningEncoder(max_tokens=0)
+
+
+def test_a_caption_that_is_no_text_is_an_error_that_names_the_field() -> None:
+    with pytest.raises(ValueError, match=r"json\[caption\]: expected text, found int 7"):
+        CaptioningEncoder().encode(sample(png=NOISE, json=b'{"caption": 7}'), RNG)
