@@ -90,7 +90,7 @@ class CaptioningEncoder(TaskEncoder):
         return {**self.tokenizer.settings(), **self.images.settings(), **own}
 
     def _caption(self, sample: Sample) -> str:
-        return sample.text("txt") if "txt" in sample else self.caption.read_text(sample)
+        return sample.text("txt") if "txt" in sample else self.caption.read_text(sample) or ""
 
 
 def _image_index(packs: list[dict[str, Any]], *, length: int) -> torch.Tensor:

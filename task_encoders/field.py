@@ -44,11 +44,9 @@ class Field:
                 raise ValueError(f"{self.name}: [{step}] expects an object, found {type(value).__name__}")
         return value
 
-    def read_text(self, sample: Sample) -> str:
-        """The value, which must be text; "" where there is none. Raises ValueError where it is something else."""
+    def read_text(self, sample: Sample) -> str | None:
+        """The value, None where the sample has none. Raises ValueError where it is no text."""
         value = self.read(sample)
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")
-        return value
+        if value is None or isinstance(value, str):
+            return value
+        raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")

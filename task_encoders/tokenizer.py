@@ -70,6 +70,17 @@ class Tokenizer:
             return _ids(encode(text, add_special_tokens=False))
         return _ids(encode(text))
 
+    def special_texts(self) -> set[str]:
+        """What the tokenizer reads as special tokens when a text holds it; nothing where that is not known."""
+        tokenize: Any = self.tokenize
+        if hasattr(tokenize, "special_tokens_set"):  # tiktoken
+            return set(tokenize.special_tokens_set)
+        if hasattr(tokenize, "all_special_tokens"):  # transformers
+            return set(map(str, tokenize.all_special_tokens))
+        if hasattr(tokenize, "get_added_tokens_decoder"):  # tokenizers
+            return {token.content for token in tokenize.get_added_tokens_decoder().values() if token.special}
+        return set()
+
     @property
     def before(self) -> list[int]:
         """The ids that a text begins with: `bos` or none."""

@@ -145,6 +145,7 @@ def test_settings_name_all_that_changes_an_item() -> None:
         "pad": 256,
         "max_length": 5,
         "part": "md",
+        "prompt": None,
     }
     assert encoder.global_rng is False
 
