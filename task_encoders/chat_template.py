@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, Protocol
 
 from xxhash import xxh3_128_hexdigest
 
@@ -42,6 +42,13 @@ class ChatML:
         return f"ChatML {self.start} {self.end}"
 
 
+_NO_CLOCK = (  # in place of the function that transformers gives templates
+    "{% macro strftime_now(form) %}{{ raise_exception('the chat template asks for the date, which would make another "
+    'sample of the same one tomorrow; pass OwnTemplate(tokenizer, {"date_string": ...}), or what the template calls '
+    "it') }}{% endmacro +%}"
+)
+
+
 class HasTemplate(Protocol):
     """A tokenizer or processor of `transformers`."""
 
@@ -65,18 +72,24 @@ class OwnTemplate:
     content: Literal["text", "parts"] = "text"
 
     def __post_init__(self) -> None:
-        if not getattr(self.tokenizer, "chat_template", None):
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
             raise ValueError(f"{type(self.tokenizer).__name__} has no chat_template; pass template=ChatML()")
+        if not isinstance(template, str):
+            raise ValueError(f"several chat templates, {', '.join(template)}: set the tokenizer's chat_template to one")
         if self.content not in ("text", "parts"):
             raise ValueError(f"OwnTemplate: content is 'text' or 'parts', not {self.content!r}")
 
     def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
-        """Raises what the template raises, and ValueError where it asks for the date."""
-        given = {"strftime_now": _no_clock, **self.arguments}
-        listed = [
-            {**message.more, "role": message.role, "content": self._content(message, image)} for message in messages
-        ]
-        text: str = self.tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=answering, **given)
+        """Raises jinja2's TemplateError where the template does, or asks for the date."""
+        listed = [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
+        text: str = self.tokenizer.apply_chat_template(
+            listed,
+            chat_template=_NO_CLOCK + self.tokenizer.chat_template,
+            tokenize=False,
+            add_generation_prompt=answering,
+            **self.arguments,
+        )
         return text
 
     def settings(self) -> str:
@@ -95,10 +108,3 @@ class OwnTemplate:
 
 def _text(message: Message, image: str) -> str:
     return "".join(part if isinstance(part, str) else image for part in message.parts)
-
-
-def _no_clock(form: str) -> NoReturn:
-    raise ValueError(
-        f"the chat template asks for today's date ({form}), which would make the same sample another one tomorrow; "
-        "pass OwnTemplate(tokenizer, {'date_string': ...}), or what the template calls it"
-    )

@@ -18,6 +18,7 @@ from savable_pipeline.rng import Rng
 from savable_pipeline.sample import DetachedSample, Sample
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.tokenizer import Tokenizer
+from tests.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
 BOS, EOS = 257, 258
@@ -191,6 +192,12 @@ def test_a_batch_of_packs_says_which_image_each_token_is_about() -> None:
         "image_counts": [2, 1],
         "image_index": [[0, 0, 1], [2, 2, -1]],
     }
+
+
+def test_a_model_makes_of_packs_what_it_makes_of_each_caption_alone() -> None:
+    encoder = CaptioningEncoder(image_size=2)
+    a, b, c = (item(encoder, coloured(10, caption)) for caption in ("one", "another", "a third of them"))
+    assert_packs_equal_documents(encoder, [[a, b], [c]])
 
 
 def test_a_pickled_copy_makes_the_same() -> None:
