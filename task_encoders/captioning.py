@@ -39,8 +39,8 @@ class CaptioningEncoder(TaskEncoder):
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
-        self.images = SquareCrop(image_size, augment=augment, scale=crop_scale, flip=flip, mean=mean, std=std)
-        self.global_rng = self.images.global_rng
+        self.crop = SquareCrop(image_size, augment=augment, scale=crop_scale, flip=flip, mean=mean, std=std)
+        self.global_rng = self.crop.global_rng
         self.max_tokens = max_tokens
         self.caption = Field(f"json[{caption}]")
 
@@ -51,7 +51,7 @@ class CaptioningEncoder(TaskEncoder):
         Raises what Pillow raises where the image cannot be decoded, UnicodeDecodeError or JSONDecodeError where
         the caption cannot, and ValueError that names the field where the caption is no text.
         """
-        image = self.images.crop(sample)  # floats, four times as large, only in a batch
+        image = self.crop.image(sample)  # floats, four times as large, only in a batch
         if image is None:
             return Skip("no image")
         tokens = self.tokenizer(self._caption(sample))
@@ -63,6 +63,14 @@ class CaptioningEncoder(TaskEncoder):
     def length(self, item: dict[str, Any]) -> int:
         """The number of text tokens; what a model makes of the image is not counted."""
         return len(item["tokens"])
+
+    def images(self, item: dict[str, Any]) -> int:
+        """One."""
+        return 1
+
+    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens `start` to `stop - 1` of an item, as an item, with its image."""
+        return {"image": item["image"], "tokens": item["tokens"][start:stop], "labels": item["labels"][start:stop]}
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """One pack of n items: `image`, uint8 (n, 3, size, size), and the captions as one pack of tokens."""
@@ -78,7 +86,7 @@ class CaptioningEncoder(TaskEncoder):
         packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
         text = batch_tokens(packs, pad=self.tokenizer.pad)
         return {
-            "image": self.images.normalize(torch.cat([pack["image"] for pack in packs])),
+            "image": self.crop.normalize(torch.cat([pack["image"] for pack in packs])),
             "image_counts": torch.tensor([len(pack["image"]) for pack in packs]),
             "image_index": _image_index(packs, length=text["tokens"].shape[1]),
             **text,
@@ -87,7 +95,7 @@ class CaptioningEncoder(TaskEncoder):
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer by its identity and special ids."""
         own = {"max_tokens": self.max_tokens, "caption": self.caption.name}
-        return {**self.tokenizer.settings(), **self.images.settings(), **own}
+        return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
     def _caption(self, sample: Sample) -> str:
         return sample.text("txt") if "txt" in sample else self.caption.read_text(sample) or ""

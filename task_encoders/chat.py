@@ -11,7 +11,7 @@ from PIL import Image
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.conversation import Message, parse_conversation
-from task_encoders.mixed_tokens import MixedTokens, Vision, batch_mixed, pack_mixed
+from task_encoders.mixed_tokens import MixedTokens, Vision, batch_mixed, cut_mixed, pack_mixed
 from task_encoders.sample_images import SampleImages
 from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
@@ -82,6 +82,14 @@ class ChatEncoder(TaskEncoder):
     def length(self, item: dict[str, Any]) -> int:
         """The number of tokens, those of images among them."""
         return len(item["tokens"])
+
+    def images(self, item: dict[str, Any]) -> int:
+        """The number of tiles: what a vision model sees."""
+        return len(item["grids"]) if self.vision else 0
+
+    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens `start` to `stop - 1` of an item, as an item. Raises ValueError where that cuts an image."""
+        return cut_mixed(item, start, stop, self.vision)
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """One pack, as `pack_mixed` makes it: T tokens, and all images."""

@@ -27,7 +27,7 @@ class ClassificationEncoder(TaskEncoder):
         *,
         label: str = "cls",
         names: tuple[str, ...] = (),
-        images: SquareCrop | None = None,
+        crop: SquareCrop | None = None,
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
@@ -38,9 +38,9 @@ class ClassificationEncoder(TaskEncoder):
         self.classes = classes
         self.label = Field(label)
         self.names = names
-        self.images = images or SquareCrop()
+        self.crop = crop or SquareCrop()
         self.alphas = {"mixup": mixup, "cutmix": cutmix}
-        self.global_rng = ("torch",) if mixup or cutmix else self.images.global_rng
+        self.global_rng = ("torch",) if mixup or cutmix else self.crop.global_rng
         chosen = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
         chosen += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
         self._mix = v2.RandomChoice(chosen) if chosen else None
@@ -51,7 +51,7 @@ class ClassificationEncoder(TaskEncoder):
         Skips a sample without an image as "no image", one without a class as "no cls" (or what `label` is). Raises
         ValueError that names the field where the class is none of the classes.
         """
-        image = self.images.crop(sample)
+        image = self.crop.image(sample)
         if image is None:
             return Skip("no image")
         value = self.label.read(sample)
@@ -61,7 +61,7 @@ class ClassificationEncoder(TaskEncoder):
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """`image`, float32 (B, 3, size, size), normalized; `label`, int64 (B,), or mixed, float32 (B, classes)."""
-        image = self.images.normalize(torch.stack([item["image"] for item in items]))
+        image = self.crop.normalize(torch.stack([item["image"] for item in items]))
         label = torch.tensor([item["label"] for item in items])
         if self._mix is None:
             return {"image": image, "label": label}
@@ -71,7 +71,7 @@ class ClassificationEncoder(TaskEncoder):
     def settings(self) -> dict[str, Any]:
         """Every argument."""
         own = {"classes": self.classes, "label": self.label.name, "names": list(self.names), **self.alphas}
-        return {**self.images.settings(), **own}
+        return {**self.crop.settings(), **own}
 
     def _number(self, value: Any) -> int:
         text = str(value).strip()

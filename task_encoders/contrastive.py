@@ -26,16 +26,16 @@ class ContrastiveEncoder(TaskEncoder):
         tokenizer: Tokenizer | Tokenize | None = None,
         *,
         text: str = "txt",
-        images: SquareCrop | None = None,
+        crop: SquareCrop | None = None,
         max_tokens: int = 77,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
         self.text = Field(text)
-        self.images = images or SquareCrop()
+        self.crop = crop or SquareCrop()
         self.max_tokens = max_tokens
-        self.global_rng = self.images.global_rng
+        self.global_rng = self.crop.global_rng
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """One item: `image`, uint8 (3, size, size); `tokens`, int64 (n,).
@@ -43,7 +43,7 @@ class ContrastiveEncoder(TaskEncoder):
         Skips a sample without an image as "no image", one with no text or an empty one as "no text". Raises
         ValueError that names the field where it is neither text nor a list of texts.
         """
-        image = self.images.crop(sample)
+        image = self.crop.image(sample)
         if image is None:
             return Skip("no image")
         tokens = self.tokenizer(self._text(sample, rng))
@@ -60,7 +60,7 @@ class ContrastiveEncoder(TaskEncoder):
         """
         texts = [item["tokens"] for item in items]
         return {
-            "image": self.images.normalize(torch.stack([item["image"] for item in items])),
+            "image": self.crop.normalize(torch.stack([item["image"] for item in items])),
             "tokens": pad_rows(texts, self.tokenizer.pad, max(map(len, texts))),
             "lengths": torch.tensor([len(text) for text in texts]),
         }
@@ -68,7 +68,7 @@ class ContrastiveEncoder(TaskEncoder):
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer by its identity and special ids."""
         own = {"text": self.text.name, "max_tokens": self.max_tokens}
-        return {**self.tokenizer.settings(), **self.images.settings(), **own}
+        return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
     def _text(self, sample: Sample, rng: Rng) -> str:
         value = self.text.read(sample)

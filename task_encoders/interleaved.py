@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.document import parse_document
-from task_encoders.mixed_tokens import MixedTokens, Vision, batch_mixed, cut_mixed, pack_mixed
+from task_encoders.mixed_tokens import MixedTokens, Vision, batch_mixed, cut_mixed, image_places, pack_mixed
 from task_encoders.sample_images import SampleImages
 from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
@@ -57,11 +58,22 @@ class InterleavedEncoder(TaskEncoder):
             else:
                 mixed.add_image(part)
         mixed.add_ids(self.tokenizer.after, target=True)
-        return self._cut(mixed.item())
+        item = mixed.item()
+        if self.max_length is None or len(item["tokens"]) <= self.max_length:
+            return item
+        return self._cut(item, self.max_length)
 
     def length(self, item: dict[str, Any]) -> int:
         """The number of tokens, those of images among them."""
         return len(item["tokens"])
+
+    def images(self, item: dict[str, Any]) -> int:
+        """The number of tiles: what a vision model sees."""
+        return len(item["grids"])
+
+    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens `start` to `stop - 1` of an item, as an item. Raises ValueError where that cuts an image."""
+        return cut_mixed(item, start, stop, self.vision)
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """One pack, as `pack_mixed` makes it: T tokens, and all images."""
@@ -77,13 +89,13 @@ class InterleavedEncoder(TaskEncoder):
         own = {"max_length": self.max_length, "part": self.part}
         return {**self.tokenizer.settings(), **self.vision.settings(), **own}
 
-    def _cut(self, item: dict[str, Any]) -> dict[str, Any] | Skip | Iterator[dict[str, Any]]:
-        if self.max_length is None or len(item["tokens"]) <= self.max_length:
-            return item
-        cut = []
-        while len(item["tokens"]) > self.max_length:
-            head, item = cut_mixed(item, self.max_length, self.vision)
-            if not len(head["tokens"]):
-                return Skip("image longer than max_length")
-            cut.append(head)
-        return iter([*cut, item])
+    def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any]]:
+        borders, start = [0], 0
+        images = image_places(item, self.vision)
+        if any(end - begin > max_length for begin, end in images):
+            return Skip("image longer than max_length")
+        while start < len(item["tokens"]):
+            stop = min(start + max_length, len(item["tokens"]))
+            start = next((begin for begin, end in images if begin < stop < end), stop)
+            borders.append(start)
+        return (self.cut(item, *cut) for cut in pairwise(borders))

@@ -64,11 +64,17 @@ class LanguageModelingEncoder(TaskEncoder):
         length = len(item["tokens"])
         if not text or length == 0:
             return Skip("empty")
-        return item if self.max_length is None or length <= self.max_length else _chunks(item, self.max_length)
+        return (
+            item if self.max_length is None or length <= self.max_length else self._cut(item, length, self.max_length)
+        )
 
     def length(self, item: dict[str, Any]) -> int:
         """The number of tokens."""
         return len(item["tokens"])
+
+    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after."""
+        return {name: tensor[start:stop] for name, tensor in item.items()}
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """One pack, T tokens in all.
@@ -99,7 +105,5 @@ class LanguageModelingEncoder(TaskEncoder):
         mixed.add_ids(self.tokenizer.after, target=True)
         return mixed.item()
 
-
-def _chunks(item: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(item["tokens"]), size):
-        yield {name: tensor[start : start + size] for name, tensor in item.items()}
+    def _cut(self, item: dict[str, Any], length: int, size: int) -> Iterator[dict[str, Any]]:
+        return (self.cut(item, start, start + size) for start in range(0, length, size))

@@ -124,24 +124,42 @@ def pack_mixed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**pack_tokens(items), **images}
 
 
-def cut_mixed(item: dict[str, Any], length: int, vision: Vision) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first `length` tokens of an item, and the rest; fewer, where the cut would go through an image.
+def cut_mixed(item: dict[str, Any], start: int, stop: int, vision: Vision | None) -> dict[str, Any]:
+    """The tokens `start` to `stop - 1` of an item, and the images among them; the last label is the token after.
 
-    The head is empty where an image that comes first has more tokens. The last label of the head is the first token
-    of the rest.
+    Raises ValueError where that cuts through an image.
     """
+    cut = {name: item[name][start:stop] for name in ("tokens", "labels")}
+    if vision is None:
+        return cut
+    inside = []
+    for number, (begin, end) in enumerate(image_places(item, vision)):
+        if start <= begin and end <= stop:
+            inside.append(number)
+        elif begin < stop and start < end:
+            raise ValueError(
+                f"tokens {start} to {stop} cut through the image at {begin} to {end}: lay such items whole"
+            )
+    tiles = torch.tensor([0, *item["tile_counts"].cumsum(0)])
+    patches = torch.tensor([0, *item["grids"].prod(1).cumsum(0)])
+    first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+    return {
+        **cut,
+        "patches": item["patches"][patches[tiles[first]] : patches[tiles[last]]],
+        "grids": item["grids"][tiles[first] : tiles[last]],
+        "tile_counts": item["tile_counts"][first:last],
+    }
+
+
+def image_places(item: dict[str, Any], vision: Vision) -> list[tuple[int, int]]:
+    """Where the tokens of each image begin, and where they end."""
     places = (item["tokens"] == vision.token).nonzero().flatten().tolist()
-    first_place = first_tile = first_patch = images = 0
-    for tiles in item["tile_counts"].tolist():
-        grids = item["grids"][first_tile : first_tile + tiles]
-        begin, tokens = places[first_place], vision.tiles.tokens(grids)
-        if begin + tokens > length:
-            length = min(length, begin)
-            break
-        first_place, first_tile, images = first_place + tokens, first_tile + tiles, images + 1
-        first_patch += int(grids.prod(1).sum())
-    cuts = {"tokens": length, "labels": length, "patches": first_patch, "grids": first_tile, "tile_counts": images}
-    return {name: item[name][:at] for name, at in cuts.items()}, {name: item[name][at:] for name, at in cuts.items()}
+    found, seen = [], 0
+    for grids in item["grids"].split(item["tile_counts"].tolist()) if len(item["grids"]) else ():
+        tokens = vision.tiles.tokens(grids)
+        found.append((places[seen], places[seen] + tokens))
+        seen += tokens
+    return found
 
 
 def batch_mixed(

@@ -39,7 +39,7 @@ class SquareCrop:
         """The global generators that a crop draws from."""
         return ("torch",) if self.augment else False
 
-    def crop(self, sample: Sample) -> torch.Tensor | None:
+    def image(self, sample: Sample) -> torch.Tensor | None:
         """The first image of a sample, uint8 (3, size, size); None where it has none. Raises what Pillow raises."""
         part = next((known for known in IMAGE_PARTS if known in sample), None)
         return None if part is None else self._transform(sample.image(part))

@@ -22,7 +22,7 @@ SMALL = SquareCrop(8, augment=False, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 def encoder(**settings: Any) -> ClassificationEncoder:
     """Of ten classes and small images, unless told otherwise."""
-    return ClassificationEncoder(**{"classes": 10, "images": SMALL, **settings})
+    return ClassificationEncoder(**{"classes": 10, "crop": SMALL, **settings})
 
 
 def batch_of_digits(made_by: ClassificationEncoder, seed: int = 0) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_a_single_image_is_not_mixed_but_labelled_alike() -> None:
         {"classes": 11},
         {"label": "json[label]"},
         {"names": tuple("abcdefghij")},
-        {"images": SquareCrop(9)},
+        {"crop": SquareCrop(9)},
         {"mixup": 0.1},
         {"cutmix": 0.1},
     ],

@@ -22,7 +22,7 @@ ENDING = Tokenizer(words, bos=8, eos=9)
 
 
 def test_a_batch_of_digits_pairs_each_image_with_its_padded_text() -> None:
-    encoder = ContrastiveEncoder(ENDING, images=SMALL)
+    encoder = ContrastiveEncoder(ENDING, crop=SMALL)
     items = [item(encoder, sample(png=image, txt=f"a {NAMES[digit]}" * (digit + 1))) for image, digit in digits()[:2]]
     batch = encoder.batch(items, RNG)
     assert (batch["image"].shape, batch["image"].dtype) == ((2, 3, 8, 8), torch.float32)
@@ -31,12 +31,12 @@ def test_a_batch_of_digits_pairs_each_image_with_its_padded_text() -> None:
 
 
 def test_a_long_text_is_cut_and_keeps_its_end() -> None:
-    encoder = ContrastiveEncoder(ENDING, images=SMALL, max_tokens=4)
+    encoder = ContrastiveEncoder(ENDING, crop=SMALL, max_tokens=4)
     assert item(encoder, sample(png=plain_png(8, 8), txt="a bb ccc dddd"))["tokens"].tolist() == [8, 1, 2, 9]
 
 
 def test_one_of_several_texts_is_drawn_for_each_sample() -> None:
-    encoder = ContrastiveEncoder(words, text="json[captions]", images=SMALL)
+    encoder = ContrastiveEncoder(words, text="json[captions]", crop=SMALL)
     given = sample(png=plain_png(8, 8), json={"captions": ["a", "bb", "ccc"]})
     drawn = [encoder.encode(given, Rng(seed))["tokens"].item() for seed in range(30)]  # type: ignore[index]
     assert set(drawn) == {1, 2, 3}
@@ -48,27 +48,25 @@ def test_one_of_several_texts_is_drawn_for_each_sample() -> None:
     [({"captions": []}, "no text"), ({"captions": ""}, "no text"), ({}, "no text")],
 )
 def test_no_text_is_a_reason_to_skip(record: Any, reason: str) -> None:
-    made = ContrastiveEncoder(text="json[captions]", images=SMALL).encode(sample(png=plain_png(8, 8), json=record), RNG)
+    made = ContrastiveEncoder(text="json[captions]", crop=SMALL).encode(sample(png=plain_png(8, 8), json=record), RNG)
     assert isinstance(made, Skip)
     assert made.reason == reason
 
 
 def test_no_image_is_a_reason_to_skip() -> None:
-    made = ContrastiveEncoder(images=SMALL).encode(sample(txt="a"), RNG)
+    made = ContrastiveEncoder(crop=SMALL).encode(sample(txt="a"), RNG)
     assert isinstance(made, Skip)
     assert made.reason == "no image"
 
 
 @pytest.mark.parametrize("wrong", [7, ["a", 7], {"a": 1}])
 def test_what_is_no_text_is_an_error_that_names_the_field(wrong: Any) -> None:
-    encoder = ContrastiveEncoder(text="json[captions]", images=SMALL)
+    encoder = ContrastiveEncoder(text="json[captions]", crop=SMALL)
     with pytest.raises(ValueError, match=r"json\[captions\]: expected text or a list of texts"):
         encoder.encode(sample(png=plain_png(8, 8), json={"captions": wrong}), RNG)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"tokenizer": words}, {"text": "md"}, {"images": SquareCrop(9)}, {"max_tokens": 9}]
-)
+@pytest.mark.parametrize("changed", [{"tokenizer": words}, {"text": "md"}, {"crop": SquareCrop(9)}, {"max_tokens": 9}])
 def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
     made = ContrastiveEncoder(**changed)
     assert made.settings() != ContrastiveEncoder().settings()

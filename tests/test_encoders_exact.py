@@ -88,11 +88,11 @@ def sources() -> list[dict[str, Any]]:
 
 
 CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, and the length of packs
-    "classes": (lambda: ClassificationEncoder(10, images=CROP), labelled, None),
-    "mixed classes": (lambda: ClassificationEncoder(10, images=CROP, mixup=0.4, cutmix=1.0), labelled, None),
+    "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled, None),
+    "mixed classes": (lambda: ClassificationEncoder(10, crop=CROP, mixup=0.4, cutmix=1.0), labelled, None),
     "captions": (lambda: CaptioningEncoder(trained_tokenizer(), image_size=12), labelled, None),
     "packed captions": (lambda: CaptioningEncoder(image_size=12), labelled, 80),
-    "pairs": (lambda: ContrastiveEncoder(text="json[texts]", images=CROP), labelled, None),
+    "pairs": (lambda: ContrastiveEncoder(text="json[texts]", crop=CROP), labelled, None),
     "chat": (
         lambda: ChatEncoder(
             own_tokenizer(), vision=vision(NativeSize(patch=4, merge=1, min_pixels=16, max_pixels=144))

@@ -129,6 +129,17 @@ def test_what_is_wrong_is_named_by_its_field(wrong: Any, message: str) -> None:
         encoder().encode(sample({"json": wrong, "0.png": plain_png(4, 4)}), RNG)
 
 
+def test_a_cut_through_an_image_is_an_error_and_one_beside_it_is_not() -> None:
+    made = item(encoder(), obelics("a", b"0.png", "bb", b"1.png", **{"0": plain_png(8, 4, 1), "1": plain_png(4, 4, 2)}))
+    assert made["tokens"].tolist() == [8, 1, IMAGE, IMAGE, 2, IMAGE, 9]
+    rest = encoder().cut(made, 4, 7)
+    assert plain(rest) == {"tokens": [2, IMAGE, 9], "labels": [-100, 9, -100], "grids": [[2, 2]], "tile_counts": [1]}
+    assert rest["patches"].unique().tolist() == [2]
+    assert [encoder().images(each) for each in (made, rest, encoder().cut(made, 0, 2))] == [2, 1, 0]
+    with pytest.raises(ValueError, match="tokens 0 to 3 cut through the image at 2 to 4"):
+        encoder().cut(made, 0, 3)
+
+
 def test_text_that_holds_the_image_token_is_an_error() -> None:
     clash = InterleavedEncoder(words, vision=Vision(VISION.tiles, 3))
     with pytest.raises(ValueError, match="the text holds the image token 3 itself"):
