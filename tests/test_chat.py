@@ -218,6 +218,15 @@ def test_a_batch_of_packs_has_all_images_in_the_order_of_their_tokens() -> None:
     assert int((batch["tokens"] == IMAGE).sum()) == 2
 
 
+def test_a_batch_without_an_image_has_the_same_fields_empty() -> None:
+    encoder = ChatEncoder(vision=VISION)
+    batch = encoder.batch([item(encoder, sample(json=chat(("human", "q"), ("gpt", "a"))))], RNG)
+    assert (batch["patches"].shape, batch["patches"].dtype) == ((0, 3, 2, 2), torch.float32)
+    assert (batch["grids"].shape, batch["tile_counts"].shape) == ((0, 2), (0,))
+    assert batch["image_counts"].tolist() == batch["patch_cu_seqlens"].tolist() == [0]
+    assert batch["patch_max_seqlen"] == 0
+
+
 def test_a_model_makes_of_packs_what_it_makes_of_each_conversation_alone() -> None:
     encoder = ChatEncoder(vision=VISION)
     sizes = [[(8, 8)], [(4, 16), (8, 4)], [], [(16, 8)]]

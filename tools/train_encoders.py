@@ -234,7 +234,7 @@ RECIPES = [
         partial(Transformer, max_length=TEXT_LENGTH, vocabulary=VOCABULARY),
     ),
 ]
-STEPS = {"classes": 400, "pairs": 800, "chat": 400, "documents": 200, "text": 300}
+STEPS = {"classes": 400, "pairs": 2400, "chat": 700, "documents": 300, "text": 300}
 
 # 3. The experiment.
 
