@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
@@ -122,6 +122,7 @@ def test_an_answer_of_weight_0_is_context() -> None:
 sayings = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8)
 
 
+@settings(deadline=None)
 @given(turns=st.lists(st.tuples(sayings, sayings), min_size=1, max_size=4))
 def test_tokens_are_those_that_the_tokenizers_own_template_gives(turns: list[tuple[str, str]]) -> None:
     messages = [{"role": r, "content": c} for pair in turns for r, c in zip(("user", "assistant"), pair, strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
@@ -18,6 +18,7 @@ sides = st.integers(1, 3000)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 36, 3), dtype=np.uint8))
 
 
+@settings(deadline=None)
 @given(width=sides, height=sides)
 def test_native_sizes_are_those_of_qwen2_vl(width: int, height: int) -> None:
     assume(max(width, height) <= 200 * min(width, height))
@@ -25,6 +26,7 @@ def test_native_sizes_are_those_of_qwen2_vl(width: int, height: int) -> None:
     assert NativeSize().size(width, height) == expected[::-1]
 
 
+@settings(deadline=None)
 @given(width=sides, height=sides, tiles=st.sampled_from([(1, 12), (2, 6), (1, 1), (3, 3)]))
 def test_grids_of_tiles_are_those_of_internvl(width: int, height: int, tiles: tuple[int, int]) -> None:
     few, many = tiles
@@ -32,6 +34,7 @@ def test_grids_of_tiles_are_those_of_internvl(width: int, height: int, tiles: tu
     assert Tiles(min_tiles=few, max_tiles=many).grid(width, height) == expected
 
 
+@settings(deadline=None)
 @given(width=st.integers(1, 90), height=st.integers(1, 90))
 @pytest.mark.parametrize(
     "tiles",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from savable_pipeline.encoder import Skip
@@ -68,6 +68,7 @@ parts = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(parts=parts, max_length=st.integers(4, 12))
 def test_a_long_document_is_cut_anywhere_but_in_an_image_and_nothing_is_lost(parts: Any, max_length: int) -> None:
     images = [part for part in parts if not isinstance(part, str)]
