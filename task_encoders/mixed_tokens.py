@@ -22,7 +22,7 @@ from PIL import Image
 
 from task_encoders.image_tiles import ImageTiles
 from task_encoders.packing import IGNORED, batch_tokens, pack_tokens
-from task_encoders.square_crop import MEAN, STD
+from task_encoders.square_crop import MEAN, STD, normalized
 from task_encoders.tokenizer import Ids, Tokenizer, joined
 
 _IMAGES = ("patches", "grids", "tile_counts")
@@ -50,8 +50,7 @@ class Vision:
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
         """uint8 (n, 3, patch, patch) as float32, with `mean` and `std` of a channel taken to 0 and 1."""
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
-        return patches.to(torch.float32).div_(255).sub_(mean).div_(std)
+        return normalized(patches, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
         """Every argument, for `TaskEncoder.settings`."""

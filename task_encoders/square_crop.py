@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torchvision.transforms import v2
 
-from savable_pipeline import Sample
+from savable_pipeline import Sample, empty
 from savable_pipeline.sample import IMAGE_PARTS
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
@@ -46,9 +46,7 @@ class SquareCrop:
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 (n, 3, size, size) as float32, with `mean` and `std` of a channel taken to 0 and 1."""
-        scaled = v2.functional.to_dtype(images, torch.float32, scale=True)
-        normalized: torch.Tensor = v2.functional.normalize(scaled, self.mean, self.std, inplace=True)
-        return normalized
+        return normalized(images, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
         """Every argument, for `TaskEncoder.settings`."""
@@ -60,3 +58,12 @@ class SquareCrop:
         augmented = [v2.RandomResizedCrop(self.size, scale=self.scale), v2.RandomHorizontalFlip(self.flip)]
         central = [v2.Resize(self.size), v2.CenterCrop(self.size)]
         return v2.Compose([*(augmented if self.augment else central), v2.PILToTensor()])
+
+
+def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
+    """uint8 (n, 3, height, width) as float32, `mean` and `std` of each channel, between 0 and 1, taken to 0 and 1.
+
+    In a worker it is written at once where the trainer reads it.
+    """
+    centre, spread = (255 * torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+    return torch.sub(pixels, centre, out=empty(pixels.shape, torch.float32)).div_(spread)

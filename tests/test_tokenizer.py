@@ -199,6 +199,18 @@ def test_a_vocabulary_that_is_all_a_tokenizer_shows_tells_it_apart() -> None:
     assert len(names) == 2
 
 
+def test_sentencepiece_is_known_by_its_model() -> None:
+    class Processor(Numbers):
+        def __init__(self, model: bytes) -> None:
+            self.model = model
+
+        def serialized_model_proto(self) -> bytes:
+            return self.model
+
+    names = [as_tokenizer(Processor(model)).settings()["tokenizer"] for model in (b"a", b"a", b"b")]
+    assert names[0] == names[1] != names[2]
+
+
 def test_settings_hold_the_special_ids() -> None:
     assert BYTES.settings() == {"tokenizer": "bytes", "bos": 257, "eos": 258, "pad": 256}
 

@@ -1,5 +1,6 @@
 """Five more models, one for each task encoder, trained, killed and resumed as in the quick start; every bit compared.
 
+    pip install 'savable_pipeline[dev]'
     python tools/train_encoders.py                   all five, about ten minutes on two cores
     python tools/train_encoders.py --only chat       one of classes, pairs, chat, documents, text
 
