@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchvision.transforms import v2
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
+from task_encoders.field import Field
 from task_encoders.packing import batch_tokens, document, pack_tokens, pad_rows
+from task_encoders.square_crop import MEAN, STD, SquareCrop
 from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
-
-IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
 
 
 class CaptioningEncoder(TaskEncoder):
@@ -38,40 +36,41 @@ class CaptioningEncoder(TaskEncoder):
         std: tuple[float, float, float] = STD,
         caption: str = "caption",
     ) -> None:
-        if image_size < 1 or max_tokens < 1:
-            raise ValueError(f"image_size and max_tokens are at least 1, not {image_size} and {max_tokens}")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
+        self.crop = SquareCrop(image_size, augment=augment, scale=crop_scale, flip=flip, mean=mean, std=std)
+        self.global_rng = self.crop.global_rng
         self.max_tokens = max_tokens
-        self.caption = caption
-        self.mean, self.std = mean, std
-        augmented = [v2.RandomResizedCrop(image_size, scale=crop_scale), v2.RandomHorizontalFlip(flip)]
-        central = [v2.Resize(image_size), v2.CenterCrop(image_size)]
-        self.transform = v2.Compose([*(augmented if augment else central), v2.PILToTensor()])
-        self.global_rng = ("torch",) if augment else False  # torchvision's transforms draw from no other
-        self._settings = {"image_size": image_size, "max_tokens": max_tokens, "caption": caption}
-        self._settings |= {"augment": augment, "crop_scale": list(crop_scale), "flip": flip}
-        self._settings |= {"mean": list(mean), "std": list(std)}
+        self.caption = Field(f"json[{caption}]")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """One item: `image`, uint8 (3, size, size); `tokens` and `labels`, int64 (n,).
 
         Skips a sample without an image as "no image", one with no caption or an empty one as "no text".
-        Raises what Pillow raises where the image cannot be decoded, and UnicodeDecodeError or
-        JSONDecodeError where the caption cannot.
+        Raises what Pillow raises where the image cannot be decoded, UnicodeDecodeError or JSONDecodeError where
+        the caption cannot, and ValueError that names the field where the caption is no text.
         """
-        extension = next((known for known in IMAGE_PARTS if known in sample), None)
-        if extension is None:
+        image = self.crop.image(sample)  # floats, four times as large, only in a batch
+        if image is None:
             return Skip("no image")
         tokens = self.tokenizer(self._caption(sample))
         if len(tokens) == 0:
             return Skip("no text")
         text = {name: tensor[: self.max_tokens] for name, tensor in document(tokens).items()}
-        image = self.transform(sample.image(extension))  # floats, four times as large, only in a batch
         return {"image": image, **text}
 
     def length(self, item: dict[str, Any]) -> int:
         """The number of text tokens; what a model makes of the image is not counted."""
         return len(item["tokens"])
+
+    def images(self, item: dict[str, Any]) -> int:
+        """One."""
+        return 1
+
+    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens `start` to `stop - 1` of an item, as an item, with its image."""
+        return {"image": item["image"], "tokens": item["tokens"][start:stop], "labels": item["labels"][start:stop]}
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """One pack of n items: `image`, uint8 (n, 3, size, size), and the captions as one pack of tokens."""
@@ -86,9 +85,8 @@ class CaptioningEncoder(TaskEncoder):
         """
         packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
         text = batch_tokens(packs, pad=self.tokenizer.pad)
-        image = v2.functional.to_dtype(torch.cat([pack["image"] for pack in packs]), torch.float32, scale=True)
         return {
-            "image": v2.functional.normalize(image, self.mean, self.std, inplace=True),
+            "image": self.crop.normalize(torch.cat([pack["image"] for pack in packs])),
             "image_counts": torch.tensor([len(pack["image"]) for pack in packs]),
             "image_index": _image_index(packs, length=text["tokens"].shape[1]),
             **text,
@@ -96,13 +94,11 @@ class CaptioningEncoder(TaskEncoder):
 
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer by its identity and special ids."""
-        return {**self.tokenizer.settings(), **self._settings}
+        own = {"max_tokens": self.max_tokens, "caption": self.caption.name}
+        return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
     def _caption(self, sample: Sample) -> str:
-        if "txt" in sample:
-            return sample.text("txt")
-        caption = sample.json("json").get(self.caption) if "json" in sample else None
-        return caption if isinstance(caption, str) else ""
+        return sample.text("txt") if "txt" in sample else self.caption.read_text(sample) or ""
 
 
 def _image_index(packs: list[dict[str, Any]], *, length: int) -> torch.Tensor:

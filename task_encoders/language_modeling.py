@@ -6,18 +6,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
+from task_encoders.field import Field
+from task_encoders.mixed_tokens import MixedTokens
 from task_encoders.packing import batch_tokens, document, pack_tokens
 from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class LanguageModelingEncoder(TaskEncoder):
-    """Next-token prediction on the text in one part of each sample, packed or not.
+    """Next-token prediction on the text in one part or field of each sample, packed or not.
 
     `tokenizer` is a function from str to ids, an object with `encode(text)` such as Hugging Face's, or a
     `Tokenizer` where special ids are wanted; None takes the UTF-8 bytes, between a beginning (257) and an end
     (258). A document of more than `max_length` tokens becomes several items of at most that many. All tokens
     are kept and all but the first are targets: the last label of an item is the first token of the next.
     Batches are `max_length` long too; without it, as long as their longest row.
+
+    `part` is the part, or the field of a JSON part, that holds the text: "txt", "json[text]". For fine-tuning,
+    `prompt` is another, whose text stands before it and is no target; both are tokenized by themselves, with nothing
+    added but `bos` before the prompt and `eos` at the end.
     """
 
     global_rng = False  # draws nothing
@@ -28,32 +34,47 @@ class LanguageModelingEncoder(TaskEncoder):
         *,
         max_length: int | None = None,
         part: str = "txt",
+        prompt: str | None = None,
     ) -> None:
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
         self.tokenizer = as_tokenizer(tokenizer)
         self.max_length = max_length
-        self.part = part
+        self.text = Field(part)
+        self.prompt = None if prompt is None else Field(prompt)
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any]]:
         """One item, `tokens` and `labels`, both int64 (n,); or an iterator of them for a long document.
 
-        Skips a sample without the part as "no txt" (or what `part` is), one without a token as "empty".
-        Raises UnicodeDecodeError where the part is not UTF-8.
+        Skips a sample without the part or the prompt as "no txt" (or what it is called), one without a token, or
+        with a prompt but no text, as "empty".
+        Raises UnicodeDecodeError or JSONDecodeError where a part cannot be decoded, and ValueError that names the
+        field where it is no text.
         """
-        if self.part not in sample:
-            return Skip(f"no {self.part}")
-        tokens = self.tokenizer(sample.text(self.part))
-        if len(tokens) == 0:
+        text = self.text.read_text(sample)
+        if text is None:
+            return Skip(f"no {self.text.name}")
+        if self.prompt is None:
+            item = document(self.tokenizer(text))
+        else:
+            prompt = self.prompt.read_text(sample)
+            if prompt is None:
+                return Skip(f"no {self.prompt.name}")
+            item = self._prompted(prompt, text)
+        length = len(item["tokens"])
+        if not text or length == 0:
             return Skip("empty")
-        item = document(tokens)
-        if self.max_length is None or len(tokens) <= self.max_length:
-            return item
-        return _chunks(item, self.max_length)
+        return (
+            item if self.max_length is None or length <= self.max_length else self._cut(item, length, self.max_length)
+        )
 
     def length(self, item: dict[str, Any]) -> int:
         """The number of tokens."""
         return len(item["tokens"])
+
+    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after."""
+        return {name: tensor[start:stop] for name, tensor in item.items()}
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """One pack, T tokens in all.
@@ -72,10 +93,17 @@ class LanguageModelingEncoder(TaskEncoder):
         return batch_tokens(packs, pad=self.tokenizer.pad, length=self.max_length)
 
     def settings(self) -> dict[str, Any]:
-        """The tokenizer's identity and special ids, `max_length` and `part`."""
-        return {**self.tokenizer.settings(), "max_length": self.max_length, "part": self.part}
+        """The tokenizer's identity and special ids, and every other argument."""
+        prompt = None if self.prompt is None else self.prompt.name
+        return {**self.tokenizer.settings(), "max_length": self.max_length, "part": self.text.name, "prompt": prompt}
 
+    def _prompted(self, prompt: str, text: str) -> dict[str, Any]:
+        mixed = MixedTokens(self.tokenizer, vision=None)
+        mixed.add_ids(self.tokenizer.before, target=False)
+        mixed.add_text(prompt, target=False)
+        mixed.add_text(text, target=True)
+        mixed.add_ids(self.tokenizer.after, target=True)
+        return mixed.item()
 
-def _chunks(item: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(item["tokens"]), size):
-        yield {name: tensor[start : start + size] for name, tensor in item.items()}
+    def _cut(self, item: dict[str, Any], length: int, size: int) -> Iterator[dict[str, Any]]:
+        return (self.cut(item, start, start + size) for start in range(0, length, size))

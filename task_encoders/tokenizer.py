@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 Ids: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -29,8 +30,8 @@ class Tokenizer:
     """A tokenizer and the special ids to put around a text; what the tokenizer adds by itself stays.
 
     `name` is what a saved state knows it by. By default that is a hash of the vocabulary and rules where the
-    tokenizer can print them (Hugging Face), else the name of the function or class. Give one where that says
-    too little: after changing a function, or for one of several vocabularies of a class.
+    tokenizer shows them (Hugging Face, tiktoken, SentencePiece), else the name of the function or class. Give one
+    where that says too little: after changing a function, or for one of several vocabularies of a class.
     """
 
     tokenize: Tokenize
@@ -47,24 +48,58 @@ class Tokenizer:
             )
 
     def __call__(self, text: str) -> torch.Tensor:
-        """The tokens of a text, int64 (n,); where it has none, n = 0 and neither `bos` nor `eos` is added."""
-        ids = self._ids(text) if text else ()
+        """The tokens of a text, int64 (n,); where it has none, n = 0 and neither `bos` nor `eos` is added.
+
+        tiktoken reads special tokens in it as text: a document may speak of `<|endoftext|>`.
+        """
+        encode: Any = getattr(self.tokenize, "encode", self.tokenize)
+        encode = getattr(self.tokenize, "encode_ordinary", encode)
+        ids = _ids(encode(text)) if text else ()
         if len(ids) == 0:
             return torch.empty(0, dtype=torch.int64)
-        before, after = ([] if special is None else [special] for special in (self.bos, self.eos))
-        parts = [np.asarray(part, dtype=np.int64) for part in (before, ids, after)]
-        return torch.from_numpy(np.concatenate(parts))  # from a list, three times as fast as torch.tensor
+        return joined([self.before, ids, self.after])
+
+    def piece(self, text: str) -> Ids:
+        """The ids of a piece of a longer text, with nothing added; special tokens written in it are recognized."""
+        encode: Any = getattr(self.tokenize, "encode", self.tokenize)
+        if not text:
+            return ()
+        if hasattr(self.tokenize, "encode_ordinary"):  # tiktoken
+            return _ids(encode(text, allowed_special="all"))
+        if hasattr(self.tokenize, "get_vocab"):  # Hugging Face
+            return _ids(encode(text, add_special_tokens=False))
+        return _ids(encode(text))
+
+    def special_texts(self) -> set[str]:
+        """What the tokenizer reads as special tokens when a text holds it; nothing where that is not known."""
+        tokenize: Any = self.tokenize
+        if hasattr(tokenize, "special_tokens_set"):  # tiktoken
+            return set(tokenize.special_tokens_set)
+        if hasattr(tokenize, "all_special_tokens"):  # transformers
+            return set(map(str, tokenize.all_special_tokens))
+        if hasattr(tokenize, "get_added_tokens_decoder"):  # tokenizers
+            return {token.content for token in tokenize.get_added_tokens_decoder().values() if token.special}
+        return set()
+
+    @property
+    def before(self) -> list[int]:
+        """The ids that a text begins with: `bos` or none."""
+        return [] if self.bos is None else [self.bos]
+
+    @property
+    def after(self) -> list[int]:
+        """The ids that a text ends with: `eos` or none."""
+        return [] if self.eos is None else [self.eos]
 
     def settings(self) -> dict[str, Any]:
         """The identity of the tokenizer and its special ids, for `TaskEncoder.settings`."""
         name = self.name or _identity(self.tokenize)
         return {"tokenizer": name, "bos": self.bos, "eos": self.eos, "pad": self.pad}
 
-    def _ids(self, text: str) -> Ids:
-        encode: Any = getattr(self.tokenize, "encode", self.tokenize)
-        encoded = encode(text)
-        ids: Ids = getattr(encoded, "ids", encoded)
-        return ids
+
+def joined(pieces: Sequence[Ids]) -> torch.Tensor:
+    """Pieces of ids end to end, int64 (n,): from lists three times as fast as `torch.tensor`."""
+    return torch.from_numpy(np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]))
 
 
 def utf8(text: str) -> NDArray[np.uint8]:
@@ -82,9 +117,37 @@ def as_tokenizer(tokenizer: Tokenizer | Tokenize | None) -> Tokenizer:
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
 
 
-def _identity(tokenize: Tokenize) -> str:
-    printable = getattr(tokenize, "backend_tokenizer", tokenize)  # where transformers keeps the printable one
-    if hasattr(printable, "to_str"):
-        return f"xxh3_128:{xxh3_128_hexdigest(printable.to_str().encode())}"
+def _ids(encoded: Any) -> Ids:
+    ids: Ids = getattr(encoded, "ids", encoded)
+    return ids
+
+
+def _identity(tokenize: Any) -> str:
+    """A hash of what the tokenizer is made of, or a name."""
+    if hasattr(tokenize, "backend_tokenizer"):  # transformers, whose calls set truncation and padding in passing
+        return _rules_identity(tokenize.backend_tokenizer, {"truncation": None, "padding": None})
+    if hasattr(tokenize, "to_str"):  # tokenizers
+        return _rules_identity(tokenize, {})
+    if hasattr(tokenize, "serialized_model_proto"):  # SentencePiece
+        return _hashed(tokenize.serialized_model_proto())
+    if hasattr(tokenize, "_mergeable_ranks"):  # tiktoken
+        return _tiktoken_identity(tokenize)
+    if hasattr(tokenize, "get_vocab"):  # transformers, those written in Python
+        return _hashed(json.dumps([type(tokenize).__qualname__, sorted(tokenize.get_vocab().items())]).encode())
     named: Any = tokenize if hasattr(tokenize, "__qualname__") else type(tokenize)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _rules_identity(printable: Any, instead: dict[str, None]) -> str:
+    return _hashed(json.dumps(json.loads(printable.to_str()) | instead, sort_keys=True).encode())
+
+
+def _tiktoken_identity(encoding: Any) -> str:
+    hashed = xxh3_128(repr((encoding._pat_str, sorted(encoding._special_tokens.items()))).encode())
+    for token, rank in sorted(encoding._mergeable_ranks.items()):
+        hashed.update(f"{token.hex()} {rank}\n".encode())
+    return f"xxh3_128:{hashed.hexdigest()}"
+
+
+def _hashed(content: bytes) -> str:
+    return f"xxh3_128:{xxh3_128_hexdigest(content)}"

@@ -18,6 +18,7 @@ from savable_pipeline.rng import Rng
 from savable_pipeline.sample import DetachedSample, Sample
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.tokenizer import Tokenizer
+from tests.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
 BOS, EOS = 257, 258
@@ -193,6 +194,12 @@ def test_a_batch_of_packs_says_which_image_each_token_is_about() -> None:
     }
 
 
+def test_a_model_makes_of_packs_what_it_makes_of_each_caption_alone() -> None:
+    encoder = CaptioningEncoder(image_size=2)
+    a, b, c = (item(encoder, coloured(10, caption)) for caption in ("one", "another", "a third of them"))
+    assert_packs_equal_documents(encoder, [[a, b], [c]])
+
+
 def test_a_pickled_copy_makes_the_same() -> None:
     encoder = CaptioningEncoder(words, image_size=16)
     copy = pickle.loads(pickle.dumps(encoder))
@@ -221,5 +228,12 @@ def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, An
 
 
 def test_sizes_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="not 0 and 512"):
+    with pytest.raises(ValueError, match="at least 1 pixel, not 0"):
         CaptioningEncoder(image_size=0)
+    with pytest.raises(ValueError, match="max_tokens is at least 1, not 0"):
+        CaptioningEncoder(max_tokens=0)
+
+
+def test_a_caption_that_is_no_text_is_an_error_that_names_the_field() -> None:
+    with pytest.raises(ValueError, match=r"json\[caption\]: expected text, found int 7"):
+        CaptioningEncoder().encode(sample(png=NOISE, json=b'{"caption": 7}'), RNG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -9,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn import functional
 
 from savable_pipeline.encoder import Skip
 from savable_pipeline.rng import Rng
 from savable_pipeline.sample import DetachedSample, Sample
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.tokenizer import Tokenizer
+from tests.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
 BOS, EOS = 257, 258
@@ -145,69 +145,42 @@ def test_settings_name_all_that_changes_an_item() -> None:
         "pad": 256,
         "max_length": 5,
         "part": "md",
+        "prompt": None,
     }
     assert encoder.global_rng is False
 
 
-class Block(nn.Module):
-    """Pre-norm attention and a two-layer perceptron."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """float64 (T, width) to the same; i sees j where `mask`, bool (T, T), is true at (i, j)."""
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(0, 1) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
-        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x = x + self.out(seen.transpose(0, 1).flatten(1))
-        made: torch.Tensor = x + self.mlp(self.norms[1](x))
-        return made
-
-
-class Transformer(nn.Module):
-    """Two blocks on flat tokens; `cu_seqlens` is all it knows about documents."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(259, width), nn.Embedding(64, width)
-        self.blocks, self.head = nn.ModuleList([Block(width), Block(width)]), nn.Linear(width, 259)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """Logits, float64 (T, 259)."""
-        segment = torch.searchsorted(cu_seqlens[1:], torch.arange(len(tokens), dtype=torch.int32), right=True)
-        mask = (segment[:, None] == segment[None, :]).tril()
-        x = self.tokens(tokens) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x, mask)
-        logits: torch.Tensor = self.head(x)
-        return logits
-
-
-@torch.no_grad()
 def test_a_model_makes_of_a_batch_of_packs_what_it_makes_of_each_document_alone() -> None:
-    torch.manual_seed(0)
-    model = Transformer().double()
     encoder = LanguageModelingEncoder(max_length=32)
-    documents = items(encoder, "the first document", "a second", "three", "a fourth", "fifth, by itself")
-    packs = [
-        encoder.pack(documents[:2], RNG),
-        encoder.pack(documents[2:4], RNG),
-        encoder.pack(documents[4:], RNG),
-    ]
-    batch = encoder.batch(packs, RNG)
-    logits = model(batch["tokens"].flatten(), batch["position_ids"].flatten(), batch["cu_seqlens"])
-    labels = batch["labels"].flatten()
-    real = torch.cat([torch.arange(len(pack["tokens"])) + 32 * row for row, pack in enumerate(packs)])
+    texts = ("the first document", "a second", "three", "a fourth", "fifth, by itself")
+    documents = items(encoder, *texts)
+    assert_packs_equal_documents(encoder, [documents[:2], documents[2:4], documents[4:]])
 
-    alone = []
-    for each in documents:
-        n = len(each["tokens"])
-        alone.append(model(each["tokens"], torch.arange(n), torch.tensor([0, n], dtype=torch.int32)))
-    torch.testing.assert_close(logits[real], torch.cat(alone), rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        functional.cross_entropy(logits, labels),
-        functional.cross_entropy(torch.cat(alone), torch.cat([each["labels"] for each in documents])),
-    )
+
+def test_a_prompt_is_read_and_not_learned() -> None:
+    encoder = LanguageModelingEncoder(Tokenizer(words, bos=8, eos=9), part="json[completion]", prompt="json[prompt]")
+    record = json.dumps({"prompt": "a bb", "completion": "ccc dddd"})
+    assert plain(encoder.encode(sample(json=record), RNG)) == {  # type: ignore[arg-type]
+        "tokens": [8, 1, 2, 3, 4, 9],
+        "labels": [-100, -100, 3, 4, 9, -100],
+    }
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"completion": "a"}, "no json[prompt]"),
+        ({"prompt": "a"}, "no json[completion]"),
+        ({"prompt": "a", "completion": ""}, "empty"),
+    ],
+)
+def test_a_sample_without_prompt_or_text_is_skipped_by_its_reason(record: dict[str, str], reason: str) -> None:
+    encoder = LanguageModelingEncoder(part="json[completion]", prompt="json[prompt]")
+    made = encoder.encode(sample(json=json.dumps(record)), RNG)
+    assert isinstance(made, Skip)
+    assert made.reason == reason
+
+
+def test_text_that_is_none_is_an_error_that_names_the_field() -> None:
+    with pytest.raises(ValueError, match=r"json\[text\]: expected text, found int 7"):
+        LanguageModelingEncoder(part="json[text]").encode(sample(json='{"text": 7}'), RNG)

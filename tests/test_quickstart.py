@@ -28,8 +28,9 @@ def trial() -> report.Trial:
 
 def test_a_trainer_killed_in_the_middle_and_resumed_with_other_workers_repeats_every_bit(tmp_path: Path) -> None:
     folder = tmp_path / "python"
-    quickstart.prepare("python", folder)
-    trial = quickstart.killed_and_resumed("python", folder, steps=30)
+    recipe = quickstart.RECIPES["python"]
+    quickstart.prepare(recipe, folder)
+    trial = quickstart.killed_and_resumed(recipe, folder, steps=30)
 
     row = report.trial_row(trial)
     assert row.exact, row

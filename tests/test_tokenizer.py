@@ -6,16 +6,19 @@ import pickle
 from typing import Any
 
 import pytest
+import tiktoken
 import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from savable_pipeline.rng import Rng
 from savable_pipeline.sample import DetachedSample, Sample
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.tokenizer import BYTES, Tokenizer, as_tokenizer
+from tests.toy_samples import trained_tokenizer
 
 SENTENCES = ["a cat sat on the mat", "the dog sat on the cat", "the mat is on the dog"]
 
@@ -118,6 +121,94 @@ def test_a_hugging_face_tokenizer_is_known_by_its_vocabulary() -> None:
 )
 def test_any_other_tokenizer_is_known_by_a_name(tokenizer: Any, name: str) -> None:
     assert as_tokenizer(tokenizer).settings()["tokenizer"] == name
+
+
+def fast() -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained_tokenizer(), eos_token="<|endoftext|>", pad_token="<|im_end|>"
+    )
+
+
+def test_a_tokenizer_of_transformers_is_the_same_before_and_after_use() -> None:
+    made = fast()
+    before = as_tokenizer(made).settings()
+    assert before == as_tokenizer(fast()).settings()
+    made(["a", "a bb"], padding=True, truncation=True, max_length=7)  # which it keeps in the vocabulary's own object
+    assert as_tokenizer(made).settings() == before
+    assert as_tokenizer(made)("def main()").tolist() == trained_tokenizer().encode("def main()").ids
+
+
+def encoding(**changed: Any) -> tiktoken.Encoding:
+    """An encoding of tiktoken from ranks at hand: bytes, and pairs of letters."""
+    letters = "abcdefgh"
+    pairs = [(a + b).encode() for a in letters for b in letters]
+    ranks = {token: rank for rank, token in enumerate([*(bytes([i]) for i in range(256)), *pairs])}
+    settings = {"pat_str": r"\w+|\W+", "mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 999}}
+    return tiktoken.Encoding("local", **{**settings, **changed})  # type: ignore[arg-type]
+
+
+def test_tiktoken_reads_special_tokens_in_a_document_as_text_and_in_a_piece_as_tokens() -> None:
+    tokenizer = Tokenizer(encoding(), eos=999)
+    text = "cab <|endoftext|>"
+    assert tokenizer("cab").tolist() == [*encoding().encode_ordinary("cab"), 999]
+    assert encoding().decode_bytes(tokenizer(text).tolist()[:-1]).decode() == text
+    assert 999 not in tokenizer(text).tolist()[:-1]
+    assert list(tokenizer.piece(text))[-1] == 999
+    assert tokenizer.special_texts() == {"<|endoftext|>"}
+
+
+def test_tiktoken_is_known_by_its_ranks_pattern_and_special_tokens() -> None:
+    ranks = {bytes([i]): i for i in range(256)}
+    others = [{}, {"mergeable_ranks": ranks}, {"pat_str": r"\w+|\W"}, {"special_tokens": {"<|end|>": 999}}]
+    assert len({as_tokenizer(encoding(**other)).settings()["tokenizer"] for other in others}) == 4
+    assert as_tokenizer(encoding()).settings() == as_tokenizer(pickle.loads(pickle.dumps(encoding()))).settings()
+
+
+class Framing(Numbers):
+    """As those of transformers: adds its own beginning unless told not to."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The numbers in a text, after a 1."""
+        return [1] * add_special_tokens + super().encode(text)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token to id."""
+        return {"1": 1, "2": 2}
+
+
+def test_a_piece_has_nothing_added() -> None:
+    assert Tokenizer(Framing(), eos=9)("4 5").tolist() == [1, 4, 5, 9]
+    assert list(Tokenizer(Framing(), eos=9).piece("4 5")) == [4, 5]
+    assert list(BYTES.piece("a")) == [97]
+    assert list(as_tokenizer(trained()).piece("")) == []
+
+
+def test_special_tokens_are_known_where_the_tokenizer_tells_them() -> None:
+    assert as_tokenizer(trained()).special_texts() == {"[UNK]", "[EOS]"}
+    assert as_tokenizer(fast()).special_texts() == {"<|endoftext|>", "<|im_end|>"}
+    assert BYTES.special_texts() == set()
+
+
+def test_a_vocabulary_that_is_all_a_tokenizer_shows_tells_it_apart() -> None:
+    class Other(Framing):
+        def get_vocab(self) -> dict[str, int]:
+            return {"1": 1, "3": 3}
+
+    names = {as_tokenizer(each).settings()["tokenizer"] for each in (Framing(), Framing(), Other())}
+    assert len(names) == 2
+
+
+def test_sentencepiece_is_known_by_its_model() -> None:
+    class Processor(Numbers):
+        def __init__(self, model: bytes) -> None:
+            self.model = model
+
+        def serialized_model_proto(self) -> bytes:
+            return self.model
+
+    names = [as_tokenizer(Processor(model)).settings()["tokenizer"] for model in (b"a", b"a", b"b")]
+    assert names[0] == names[1] != names[2]
 
 
 def test_settings_hold_the_special_ids() -> None:

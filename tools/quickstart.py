@@ -99,6 +99,7 @@ def python_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
 class Recipe:
     """Data, pipeline and model that belong together."""
 
+    name: str
     title: str
     write_files: Callable[[Path], None]
     pipeline: Callable[[Path, sp.Lane], sp.Stage]
@@ -110,24 +111,21 @@ class Recipe:
         return sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=num_workers)
 
 
+CAPTIONER = partial(Captioner, image_size=16, longest_caption=24)
+TRANSFORMER = partial(Transformer, max_length=PACK)
 RECIPES = {
-    "digits": Recipe(
-        "CNN, scanned digits", write_digits, digits_pipeline, partial(Captioner, image_size=16, longest_caption=24)
-    ),
-    "python": Recipe(
-        "transformer, Python's library", write_python, python_pipeline, partial(Transformer, max_length=PACK)
-    ),
+    "digits": Recipe("digits", "CNN, scanned digits", write_digits, digits_pipeline, CAPTIONER),
+    "python": Recipe("python", "transformer, Python's library", write_python, python_pipeline, TRANSFORMER),
 }
 
 # 3. The trainer: a process of its own, which may end at any moment.
 
 
-def train(folder: Path, run: str, steps: int, num_workers: int, resume: str | None = None) -> None:
-    """Train the model of a folder, from the start or from the checkpoint of another run, and log every step."""
+def train(recipe: Recipe, folder: Path, run: str, steps: int, num_workers: int, resume: str | None = None) -> None:
+    """Train a recipe's model, from the start or from the checkpoint of another run, and log every step."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)  # sums in the same order, on any machine
     torch.use_deterministic_algorithms(True)
-    recipe = RECIPES[folder.name]
     model = recipe.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     first, began = 0, time.perf_counter()
@@ -194,8 +192,8 @@ def main(
     began = time.perf_counter()
     names = [only] if only else list(RECIPES)
     for name in names:
-        prepare(name, out / name)
-    trials = [killed_and_resumed(name, out / name, steps) for name in names]
+        prepare(RECIPES[name], out / name)
+    trials = [killed_and_resumed(RECIPES[name], out / name, steps) for name in names]
     slots = min(steps, 2 * LANES)
     rows = [trial_row(trial) for trial in trials]
     rows += [by_ranks(out, names, world_size, slots) for world_size in ranks]
@@ -206,35 +204,36 @@ def main(
         raise typer.Exit(1)
 
 
-def prepare(name: str, folder: Path) -> None:
+def prepare(recipe: Recipe, folder: Path) -> None:
     """Write the files of a recipe and convert them; nothing is converted that an earlier run has."""
     (folder / "files").mkdir(parents=True, exist_ok=True)
-    RECIPES[name].write_files(folder / "files")
+    recipe.write_files(folder / "files")
     report = convert(folder / "files", folder / "shards", Options(shard_samples=256))
     reasons = ", ".join(sorted({reject.reason for reject in report.rejected}))
     left_out = f"; {len(report.rejected)} left out: {reasons}" if reasons else ""
-    console.print(f"{name}: {report.samples:,} samples in {report.shards} shards{left_out}")
+    console.print(f"{recipe.name}: {report.samples:,} samples in {report.shards} shards{left_out}")
 
 
-def killed_and_resumed(name: str, folder: Path, steps: int) -> Trial:
+def killed_and_resumed(recipe: Recipe, folder: Path, steps: int) -> Trial:
     """Train without an interruption; then with one, and with other numbers of workers."""
-    console.print(f"{name}: {steps} steps, uninterrupted, no workers")
-    finish(start_training(folder, "uninterrupted", steps, 0))
-    console.print(f"{name}: again with 2 workers, until SIGKILL")
+    start = partial(start_training, recipe, folder)
+    console.print(f"{recipe.name}: {steps} steps, uninterrupted, no workers")
+    finish(start("uninterrupted", steps, 0))
+    console.print(f"{recipe.name}: again with 2 workers, until SIGKILL")
     middle = steps // 2 // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-    kill(start_training(folder, "killed", steps, 2), folder / "killed.jsonl", middle + random.randrange(2, 8))
-    console.print(f"{name}: on from the last checkpoint, 1 worker")
-    finish(start_training(folder, "resumed", steps, 1, "killed"))
+    kill(start("killed", steps, 2), folder / "killed.jsonl", middle + random.randrange(2, 8))
+    console.print(f"{recipe.name}: on from the last checkpoint, 1 worker")
+    finish(start("resumed", steps, 1, "killed"))
     logs = (read_log(folder / f"{run}.jsonl") for run in ("uninterrupted", "killed", "resumed"))
-    return Trial(name, RECIPES[name].title, "1 worker", *logs)
+    return Trial(recipe.name, recipe.title, "1 worker", *logs)
 
 
-def start_training(folder: Path, run: str, *settings: Any) -> BaseProcess:
+def start_training(recipe: Recipe, folder: Path, run: str, *settings: Any) -> BaseProcess:
     """A trainer in a process of its own, its log not there yet."""
     (folder / f"{run}.jsonl").unlink(missing_ok=True)
     processes = multiprocessing.get_context("forkserver")  # new ones, without the seconds that imports take
     processes.set_forkserver_preload(["torch._dynamo", "quickstart_models", "task_encoders.captioning"])
-    process = processes.Process(target=train, args=(folder, run, *settings))
+    process = processes.Process(target=train, args=(recipe, folder, run, *settings))
     process.start()
     return process
 

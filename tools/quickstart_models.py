@@ -42,19 +42,27 @@ class Captioner(nn.Module):
 class Transformer(nn.Module):
     """A language model over packs: a token attends to those before it in its own document, never in another's."""
 
-    def __init__(self, *, max_length: int, width: int = 96, heads: int = 4, layers: int = 2) -> None:
+    def __init__(
+        self, *, max_length: int, vocabulary: int = VOCABULARY, width: int = 96, heads: int = 4, layers: int = 2
+    ) -> None:
         super().__init__()
         self.heads = heads
-        self.token = nn.Embedding(VOCABULARY, width)
+        self.token = nn.Embedding(vocabulary, width)
         self.place = nn.Embedding(max_length, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, _DROPOUT, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.tell = nn.Linear(width, VOCABULARY)
+        self.tell = nn.Linear(width, vocabulary)
+
+    def embed(self, batch: dict[str, Any]) -> Tensor:
+        """What the tokens are before they look at each other, float32 (rows, tokens, width)."""
+        embedded: Tensor = self.token(batch["tokens"]) + self.place(batch["position_ids"])
+        return embedded
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The mean loss of a token, float32 ()."""
-        hidden = self.token(batch["tokens"]) + self.place(batch["position_ids"])
-        hidden = self.layers(hidden, mask=_forbidden(batch["position_ids"]).repeat_interleave(self.heads, dim=0))
+        hidden = self.layers(
+            self.embed(batch), mask=_forbidden(batch["position_ids"]).repeat_interleave(self.heads, dim=0)
+        )
         return functional.cross_entropy(self.tell(hidden).flatten(0, 1), batch["labels"].flatten())
 
 

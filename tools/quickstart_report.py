@@ -120,11 +120,15 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
     matplotlib.use("Agg")  # draws into a file: needs no screen
     from matplotlib import pyplot
 
-    width = 6.5 * len(trials)
-    figure, axes = pyplot.subplots(1, len(trials), figsize=(width, 4.2), squeeze=False, layout="constrained")
+    columns = min(len(trials), 3)
+    rows = math.ceil(len(trials) / columns)
+    size = (6.5 * columns, 4.2 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     figure.suptitle("A run that was never stopped, and the same run killed and resumed")
-    for trial, axis in zip(trials, axes[0], strict=True):
+    for trial, axis in zip(trials, axes.flat, strict=False):
         _draw_trial(trial, axis)
+    for axis in axes.flat[len(trials) :]:
+        axis.set_axis_off()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -136,7 +140,7 @@ def _draw_trial(trial: Trial, axis: Any) -> None:
     axis.plot(*_curve(trial.resumed), color="tab:orange", linewidth=1.6, label=f"resumed at step {resume}")
     axis.axvline(kill, color="tab:red", linewidth=1, linestyle="--")
     axis.axvspan(resume, kill, color="tab:red", alpha=0.12, linewidth=0, label="steps done twice")
-    axis.set(title=trial.title, xlabel="step", ylabel="training loss (nats a token)", ylim=(0, None))
+    axis.set(title=trial.title, xlabel="step", ylabel="training loss (nats)", ylim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
 
