@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from savable_pipeline.batch import Batcher
 from savable_pipeline.batch_memory import empty, stack
+from savable_pipeline.blend import Blend
+from savable_pipeline.bucket import BucketBatcher
 from savable_pipeline.encode import Encode
 from savable_pipeline.encoder import Skip, TaskEncoder
 from savable_pipeline.errors import (
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batcher",
+    "Blend",
+    "BucketBatcher",
     "CheckpointMismatchError",
     "Encode",
     "EncodeError",
