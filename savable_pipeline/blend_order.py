@@ -5,7 +5,7 @@ the source is neither a whole sample ahead nor behind; of those whose window is 
 taken (Tijdeman: The chairman assignment problem, 1980; Baruah et al.: Proportionate progress, 1996). Weights 5, 2, 1:
 
     step     1 2 3 4 5 6 7 8
-    source   0 1 0 0 2 0 1 0
+    source   0 0 1 0 0 1 0 2
 
 All lanes walk along this one sequence, lane l from step `phase + l * stride` on. So each lane begins at another place,
 and a round in which each of the lanes takes `stride` samples is one piece of it. A lane measures from where it begins:

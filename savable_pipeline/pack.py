@@ -293,20 +293,23 @@ class OnlinePacker(Stage):
     def save_state(self) -> State:
         """`packs`: per open pack, oldest first, the ref and length of each item; `count`: packs given so far.
 
-        Of an item with images or that was cut also images, start and whole length. `held`: the same of what is in no
-        pack yet. `taken`: the ref of an item that has no place yet, or None; `taken_part`: where the rest of it starts,
-        and its whole length if that is known.
+        Of an item with images or that was cut also images, start and whole length. `taken`: the ref of an item that has
+        no place yet, or None. Where there are any: `taken_part`, where the rest of that item starts and its whole
+        length; `held`, items in no pack yet; `rounds`, how often they have been laid out.
         """
         packing, taken = self._packing, self._taken
-        return {
+        state = {
             "packs": [[_plain(piece) for piece in pack.pieces] for pack in packing.packs],
             "count": self._count,
             "taken": None if taken is None else taken.ref,
-            "taken_part": (0, 0) if taken is None else (taken.start, taken.total),
-            "held": [_plain(piece) for piece in packing.held],
-            "rounds": packing.rounds,
             "source": self.source.save_state(),
         }
+        if taken is not None and taken.start:
+            state["taken_part"] = (taken.start, taken.total)
+        if self.policy == "first_fit_decreasing":
+            state["held"] = [_plain(piece) for piece in packing.held]
+            state["rounds"] = packing.rounds
+        return state
 
     def restore_state(self, state: State) -> None:
         """Hold the open packs of `state` again; their items are made when they are needed."""

@@ -26,7 +26,7 @@ from savable_pipeline.lane import Lane
 from savable_pipeline.sample import REF, TAG_SHIFT, RefArray, Sample, tag_of
 
 State: TypeAlias = dict[str, Any]
-# Of an item (index, epoch, part), of a pack, a batch (number, ItemRef, ItemRef, …), of a cut item (ItemRef, start, stop)
+# Of an item (index, epoch, part); of a pack or a batch (number, ItemRef, …); of a cut item (ItemRef, start, stop).
 ItemRef: TypeAlias = tuple[Any, ...]
 
 

@@ -155,12 +155,19 @@ def test_what_is_open_at_the_end_comes_oldest_first() -> None:
 def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
     stage = packer([11, 3, 99, 10])
     assert list(stage) == [[(3, 10)], [(1, 3)]]
-    assert stage.counts == {"skipped/longer than max_length": 2}
+    assert stage.counts == {
+        "skipped/longer than max_length": 2,
+        "skipped_tokens": 110,
+        "packs": 2,
+        "items": 2,
+        "tokens": 13,
+        "room": 20,
+    }
 
 
 def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin() -> None:
     stage = packer([11] * 200_000)
-    with pytest.raises(sp.EncodeError, match=r"max_length=10\): 100000 items in a row were longer, the last 11"):
+    with pytest.raises(sp.EncodeError, match=r"100000 items in a row were longer than max_length, the last 11"):
         next(stage)
 
 
