@@ -24,6 +24,7 @@ from savable_pipeline.errors import (
 )
 from savable_pipeline.lane import Lane
 from savable_pipeline.loader import SavableLoader
+from savable_pipeline.mixture import Mixture, read_mixture
 from savable_pipeline.pack import OnlinePacker
 from savable_pipeline.reader import TarShardReader
 from savable_pipeline.rng import Rng
@@ -43,6 +44,7 @@ __all__ = [
     "Encode",
     "EncodeError",
     "Lane",
+    "Mixture",
     "OnlinePacker",
     "Ref",
     "Rng",
@@ -61,6 +63,7 @@ __all__ = [
     "empty",
     "merge_states",
     "stack",
+    "read_mixture",
 ]
 
 
