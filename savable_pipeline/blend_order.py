@@ -1,15 +1,16 @@
 """Whose turn it is among the sources of a `Blend`: exact shares at every prefix, in integers alone.
 
 Source i of weight w, of a total W, is due w/W samples with each step. Its next sample has a window of steps in which
-the source is neither a whole sample ahead nor behind; of those whose window is open, the one that closes first is
-taken (Tijdeman: The chairman assignment problem, 1980; Baruah et al.: Proportionate progress, 1996). Weights 5, 2, 1:
+the source is less than a sample ahead and behind; of the windows that are open, the one that closes first is taken
+(Tijdeman: The chairman assignment problem, Discrete Mathematics 32, 1980). Weights 5, 2 and 1:
 
     step     1 2 3 4 5 6 7 8
-    source   0 0 1 0 0 1 0 2
+    source   0 0 1 0 2 0 0 1
 
 All lanes walk along this one sequence, lane l from step `phase + l * stride` on. So each lane begins at another place,
-and a round in which each of the lanes takes `stride` samples is one piece of it. A lane measures from where it begins:
-it is `lag` samples behind there, less than one, and windows are cut so that it is never 1.5 from its share.
+and a round in which each of the lanes takes `stride` samples is one piece of it. A lane counts its share from where it
+begins; windows are cut so that it is never more than 1.5 samples off. With up to three sources that changes nothing,
+and the same bound holds over a round; with more, lanes that begin far off leave the sequence now and then.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Turns:
         self.lags = list(lags)
         self.counts = [0] * len(self.weights)
         self._total = sum(self.weights)
+        self._unit = max(2, 2 * len(self.weights) - 2)
 
     @property
     def taken(self) -> int:
@@ -104,14 +106,16 @@ class Turns:
             self.counts[source] += 1
 
     def _window(self, source: int, count: int) -> tuple[int, int]:
-        """The first and the last step at which a source may take its sample number `count`, in the halves of 1/W.
+        """The first and the last step at which a source may take its sample number `count`.
 
-        It may be ahead of its share by 1 + lag and behind by 1 - lag, by 1.5 at most.
+        On the sequence it is at most h = 1 - 1/(2k - 2) of a sample ahead or behind, k being the number of sources; as
+        the lane counts, at most 1.5. Worked out in units of 1/(2k - 2) of 1/W.
         """
-        weight, lag, total = self.weights[source], self.lags[source], self._total
-        ahead, behind = min(2 * (total + lag), 3 * total), min(2 * (total - lag), 3 * total)
-        opens = -((ahead - 2 * total * (count + 1)) // (2 * weight))
-        return opens, (2 * total * count + behind) // (2 * weight)
+        weight, lag, unit = self.weights[source], self.lags[source], self._unit
+        whole, h, limit = self._total * unit, self._total * (unit - 1), 3 * self._total * unit // 2
+        ahead, behind = min(h + unit * lag, limit), min(h - unit * lag, limit)
+        opens = -((ahead - (count + 1) * whole) // (weight * unit))
+        return opens, (count * whole + behind) // (weight * unit) + 1
 
 
 class TokenTurns:

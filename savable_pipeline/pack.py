@@ -148,12 +148,8 @@ class OnlinePacker(Stage):
         taken = self._taken
         assert taken is not None
         if taken.item is MISSING:
-            taken.item = self.source.fetch(taken.ref)
-        total = self._length(taken.item)
-        if taken.total and taken.total != total:
-            raise self._changed(taken, total)
-        taken.total = total
-        stop = total
+            taken.item = self._fetch_whole(taken)
+        stop = total = taken.total = self._length(taken.item)
         if total > self.max_length:
             if self.too_long == "skip":
                 self._skipped("longer than max_length", total, total)
@@ -201,18 +197,21 @@ class OnlinePacker(Stage):
         return packed
 
     def _make(self, piece: Piece) -> Any:
-        """The item of a piece, made again; what else is held of a cut item comes with it."""
+        """The item of a piece, made again."""
+        return self._cut(self._fetch_whole(piece), piece)
+
+    def _fetch_whole(self, piece: Piece) -> Any:
+        """The item that a piece is of, made again; with it whatever else is held of the same item."""
         whole = self.source.fetch(piece.ref)
         length = self._length(whole)
-        if length != piece.total:
+        if piece.total and length != piece.total:
             raise self._changed(piece, length)
-        if piece.is_cut:
-            if self._taken is not None and self._taken.ref == piece.ref:
-                self._taken.item = whole
-            for other in self._packing.pieces():
-                if other is not piece and other.item is MISSING and other.ref == piece.ref:
-                    self._hold(other, self._cut(whole, other))
-        return self._cut(whole, piece)
+        if self._taken is not None and self._taken.ref == piece.ref:
+            self._taken.item = whole
+        for other in self._packing.pieces():
+            if other is not piece and other.item is MISSING and other.ref == piece.ref:
+                self._hold(other, self._cut(whole, other))
+        return whole
 
     def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
         return CheckpointMismatchError(
