@@ -19,7 +19,7 @@ from savable_pipeline.keys import key
 from savable_pipeline.sample import TAG_SHIFT, tag_of, untagged
 from tests.conftest import write_numbered_shards
 from tests.streams import take, through_a_file
-from tests.toy_dataset import NumberDataset, drained, first
+from tests.toy_dataset import NumberDataset, drained, first, pairs
 
 
 def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, sp.Stage]:
@@ -330,6 +330,18 @@ def test_sources_may_be_added_and_removed(shards: Path, kind: str, caplog: pytes
     assert len(first_epoch) == 30
 
 
+def test_weights_of_the_sources_that_stay_are_compared_with_each_other(shards: Path) -> None:
+    make = partial(blended, str(shards))
+    with sp.SavableLoader(partial(make, weights={"a": 1, "b": 2, "c": 2}), **SETTINGS) as loader:
+        state = loader.state_dict()
+    with sp.SavableLoader(partial(make, weights={"b": 1, "c": 1}), **SETTINGS) as loader:
+        loader.load_state_dict(state, allow={"sources"})
+    with sp.SavableLoader(partial(make, weights={"b": 1, "c": 2}), **SETTINGS) as loader:
+        with pytest.raises(sp.CheckpointMismatchError, match="weights"):
+            loader.load_state_dict(state, allow={"sources"})
+        loader.load_state_dict(state, allow={"sources", "weights"})
+
+
 def test_what_is_held_of_a_removed_source_is_dropped_and_counted(shards: Path) -> None:
     stage = blended(str(shards), sp.Lane(), weights={"a": 1, "b": 1})
     next(stage)
@@ -350,3 +362,36 @@ def test_the_same_weights_written_otherwise_are_no_difference(shards: Path) -> N
     with sp.SavableLoader(partial(make, weights={"b": 0.75, "a": 0.25}), **SETTINGS) as loader:
         loader.load_state_dict(state)
         assert take(loader, 3) == expected
+
+
+# Cuts by hand, where sources end.
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    until=st.sampled_from(["all", "first"]),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+)
+def test_cut_after_any_chunk_the_rest_is_the_same(
+    sizes: list[int], weights: list[int], until: Any, chunks: list[int]
+) -> None:
+    named_sizes = dict(zip("abcd", sizes, strict=False))
+
+    def make() -> sp.Blend:
+        return sp.Blend(
+            make_readers(named_sizes, epochs=1),
+            weights=dict(zip(named_sizes, weights, strict=False)),
+            until=until,
+        )
+
+    expected, stage, given = drained(make(), 1), make(), []
+    for chunk in chunks:
+        given += pairs(stage.take_refs(chunk))
+        state, stage = stage.save_state(), make()
+        stage.restore_state(state)
+        assert stage.save_state() == state
+    assert given + drained(stage) == expected
+    if until == "all":
+        assert Counter(named(expected, list("abcd"))) == named_sizes
