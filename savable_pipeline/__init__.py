@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from savable_pipeline.batch import Batcher
 from savable_pipeline.batch_memory import empty, stack
+from savable_pipeline.blend import Blend
+from savable_pipeline.bucket import BucketBatcher
 from savable_pipeline.encode import Encode
 from savable_pipeline.encoder import Skip, TaskEncoder
 from savable_pipeline.errors import (
@@ -22,6 +24,7 @@ from savable_pipeline.errors import (
 )
 from savable_pipeline.lane import Lane
 from savable_pipeline.loader import SavableLoader
+from savable_pipeline.mixture import Mixture, read_mixture
 from savable_pipeline.pack import OnlinePacker
 from savable_pipeline.reader import TarShardReader
 from savable_pipeline.rng import Rng
@@ -35,10 +38,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batcher",
+    "Blend",
+    "BucketBatcher",
     "CheckpointMismatchError",
     "Encode",
     "EncodeError",
     "Lane",
+    "Mixture",
     "OnlinePacker",
     "Ref",
     "Rng",
@@ -57,6 +63,7 @@ __all__ = [
     "empty",
     "merge_states",
     "stack",
+    "read_mixture",
 ]
 
 

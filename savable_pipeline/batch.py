@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -9,9 +10,8 @@ import msgspec
 from savable_pipeline.encoder import TaskEncoder, encoder_settings
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.global_rng import seeder
-from savable_pipeline.pack import as_ref
 from savable_pipeline.rng import Rng
-from savable_pipeline.stage import ItemRef, Stage, State, parse_state
+from savable_pipeline.stage import ItemRef, Stage, State, as_ref, parse_state
 
 
 class _BatcherState(msgspec.Struct):
@@ -29,27 +29,23 @@ class _Samples(TaskEncoder):
         return items
 
 
-class Batcher(Stage):
-    """Gives what `encoder.batch(items, rng)` makes of `size` items or packs.
+class BatchStage(Stage):
+    """What stages that make batches have in common; a subclass says which items the next batch is made of.
 
-    A finite source's last, smaller batch is given too, unless `drop_last`. `encoder=None`: the encoder upstream.
+    `encoder=None`: the encoder upstream; without one, a batch is the list of its samples.
     """
 
-    def __init__(
-        self, source: Stage, *, size: int, drop_last: bool | None = None, encoder: TaskEncoder | None = None
-    ) -> None:
-        if size < 1:
-            raise ValueError(f"Batcher: size must be at least 1, not {size}")
+    def __init__(self, source: Stage, *, drop_last: bool | None, encoder: TaskEncoder | None) -> None:
         super().__init__(source)
         self._encoder = encoder or source.encoder or _Samples()
-        self.size = size
         self.drop_last = bool(drop_last)
-        self._key = self.lane.key("batch", self.depth)
         self._seed_globals = seeder(self._encoder.global_rng)
-        self._items: list[Any] = []  # held for the next batch; after a restore made again when it is asked for
-        self._refs: list[ItemRef] = []
         self._count = 0
         self._given: list[ItemRef] = []
+
+    @cached_property
+    def _key(self) -> int:
+        return self.stage_key("batch")
 
     @property
     def encoder(self) -> TaskEncoder:
@@ -60,6 +56,52 @@ class Batcher(Stage):
     def ref(self) -> ItemRef:
         """The ref of the batch given last: its number in the lane, then the refs of its items."""
         return (self._count - 1, *self._given)
+
+    def more(self) -> bool:
+        """Whether another batch will come, found by holding what it needs to be certain."""
+        raise NotImplementedError
+
+    def _batch(self, items: list[Any], number: int) -> Any:
+        rng = Rng(self._key, (number, 0, 0))
+        if self._seed_globals is not None:
+            self._seed_globals(rng.key)
+        try:
+            return self._encoder.batch(items, rng)
+        except Exception as error:
+            raise EncodeError(
+                f"{type(self._encoder).__name__}.batch raised {type(error).__name__}: {error}; stage "
+                f"{type(self).__name__}, batch {number} of {self.lane}, {len(items)} items"
+            ) from error
+
+    def fetch(self, ref: ItemRef) -> Any:
+        """Make the batch that a ref names again."""
+        return self._batch([self.source.fetch(item) for item in ref[1:]], ref[0])
+
+    def _encoder_settings(self) -> dict[str, Any]:
+        """The encoder's, only if it is not the one upstream."""
+        return {} if self._encoder is self.source.encoder else encoder_settings(self._encoder)
+
+
+class Batcher(BatchStage):
+    """Gives what `encoder.batch(items, rng)` makes of `size` items or packs.
+
+    A finite source's last, smaller batch is given too, unless `drop_last`. `encoder=None`: the encoder upstream.
+    """
+
+    def __init__(
+        self, source: Stage, *, size: int, drop_last: bool | None = None, encoder: TaskEncoder | None = None
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"Batcher: size must be at least 1, not {size}")
+        super().__init__(source, drop_last=drop_last, encoder=encoder)
+        self.size = size
+        self._items: list[Any] = []  # held for the next batch; after a restore made again when it is asked for
+        self._refs: list[ItemRef] = []
+
+    @property
+    def held_items(self) -> int:
+        """Items that wait for their batch."""
+        return len(self._items) + super().held_items
 
     def __next__(self) -> Any:
         self._hold_batch()
@@ -99,22 +141,6 @@ class Batcher(Stage):
             self._items += items
             self._refs += refs
 
-    def _batch(self, items: list[Any], number: int) -> Any:
-        rng = Rng(self._key, (number, 0, 0))
-        if self._seed_globals is not None:
-            self._seed_globals(rng.key)
-        try:
-            return self._encoder.batch(items, rng)
-        except Exception as error:
-            raise EncodeError(
-                f"{type(self._encoder).__name__}.batch raised {type(error).__name__}: {error}; stage Batcher, batch "
-                f"{number} of {self.lane}, {len(items)} items"
-            ) from error
-
-    def fetch(self, ref: ItemRef) -> Any:
-        """Make the batch that a ref names again."""
-        return self._batch([self.source.fetch(item) for item in ref[1:]], ref[0])
-
     def save_state(self) -> State:
         """`held`: the refs of items that are held already; `count`: batches given so far."""
         return {"held": list(self._refs), "count": self._count, "source": self.source.save_state()}
@@ -123,10 +149,9 @@ class Batcher(Stage):
         """Go on from where `state` was taken; nothing is read."""
         saved = parse_state(self, state, _BatcherState)
         self.source.restore_state(saved.source)
-        self._items, self._refs = [], [as_ref(ref) for ref in saved.held]
+        self._items, self._refs = [], [ref for ref in map(as_ref, saved.held) if self.knows(ref)]
         self._count = saved.count
 
     def settings(self) -> dict[str, Any]:
         """Every argument; the encoder only if it is not the one upstream."""
-        own = {} if self._encoder is self.source.encoder else encoder_settings(self._encoder)
-        return {"size": self.size, "drop_last": self.drop_last, **own}
+        return {"size": self.size, "drop_last": self.drop_last, **self._encoder_settings()}

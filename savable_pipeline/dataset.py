@@ -12,11 +12,12 @@ import numpy as np
 from savable_pipeline.errors import ShardError
 from savable_pipeline.indexing import INDEX_NAME, open_index
 from savable_pipeline.keys import key
-from savable_pipeline.sample import RefArray, Sample, matching
+from savable_pipeline.sample import TAG_SHIFT, RefArray, Sample, matching
 from savable_pipeline.shard_index import ShardEntry
 from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import members, split_name
 
+_UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 OPEN_SHARDS = 256  # handles kept open by one dataset in one process; the least recently opened is closed first
 
 
@@ -52,10 +53,10 @@ class Dataset:
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread."""
-        index = refs["index"].astype(np.int64)
+        index = (refs["index"] & _UNTAGGED).astype(np.int64)
         shards = np.searchsorted(self.firsts, index, side="right") - 1
         rows = self._rows[shards] + (index - self.firsts[shards])
-        parts = zip(shards.tolist(), rows.tolist(), index.tolist(), refs["epoch"].tolist(), strict=True)
+        parts = zip(shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
         return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
 
     def manifest(self) -> list[list[Any]]:

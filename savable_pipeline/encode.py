@@ -251,9 +251,12 @@ class Encode(Stage):
         """Hold the refs of `state` again; nothing is read or encoded."""
         saved = parse_state(self, state, _EncodeState)
         self.source.restore_state(saved.source)
-        self._refs = np.frombuffer(saved.refs, REF)
+        refs = np.frombuffer(saved.refs, REF)
+        self._refs = self.known(refs)
         self._samples = self.source.samples(self._refs)
         self._next, self._part, self._parts = 0, saved.part, None
+        if not np.array_equal(self._refs[:1], refs[:1]):
+            self._part = 0
 
     def settings(self) -> dict[str, Any]:
         """The encoder's class and its own settings."""

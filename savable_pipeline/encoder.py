@@ -42,6 +42,17 @@ class TaskEncoder:
         """How much of a pack's `max_length` the item takes, in tokens. Needed by `OnlinePacker` only."""
         return len(item)
 
+    def images(self, item: Any) -> int:
+        """How much of a pack's `max_images` the item takes. Needed by `OnlinePacker(max_images=...)` only."""
+        raise NotImplementedError(f"{type(self).__name__} has no images(item); OnlinePacker(max_images=...) needs one")
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        """The tokens `start` to `stop - 1` of an item, as an item of that `length`.
+
+        Needed by `OnlinePacker` where it truncates or splits items.
+        """
+        return item[start:stop]
+
     def pack(self, items: list[Any], rng: Rng) -> Any:
         """One item made of several. Needed by `OnlinePacker` only."""
         raise NotImplementedError(f"{type(self).__name__} has no pack(items, rng); OnlinePacker needs one")

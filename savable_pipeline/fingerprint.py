@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from savable_pipeline.blend_order import reduced
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.stage import Stage, upstream
 from savable_pipeline.state import pack_state, unpack_state
@@ -24,6 +25,7 @@ _FIXED = {
     "stages": "a stage was added, removed or exchanged",
     "TarShardReader.shards": "shards were added, removed or rewritten since",
 }
+_SHORT = {("Batcher", "size"): "batch_size", ("Blend", "weights"): "weights", ("Blend", "sources"): "sources"}
 _SHOWN = 5  # shards named in a message before the rest is counted
 
 
@@ -36,11 +38,12 @@ class Fingerprint(msgspec.Struct):
 
 def fingerprint(stage: Stage, *, seed: int, lanes: int) -> Fingerprint:
     """The fingerprint of a pipeline in a run with this seed and number of lanes."""
-    path = [(type(step).__qualname__, step.settings()) for step in upstream(stage)]
-    fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": [name for name, _ in path]}
-    for name, settings in path:
+    path = [(step.branch, type(step).__qualname__, step.settings()) for step in upstream(stage)]
+    names = [_in_branch(branch, name) for branch, name, _ in path]
+    fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
+    for branch, name, settings in path:
         for setting, value in settings.items():
-            field = _unique(field_name(name, setting), fields)
+            field = _unique(_in_branch(branch, field_name(name, setting)), fields)
             fields[field] = _plain(field, value)
     return Fingerprint(fields, _environment())
 
@@ -62,18 +65,19 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
 def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) -> None:
     """Raise `CheckpointMismatchError` that lists each field that differs, unless `allow` names it.
 
-    Libraries or processors that may change pixels are a warning.
+    A field inside a source of a `Blend`, such as "web/TarShardReader.shuffle", is allowed by "TarShardReader.shuffle"
+    too. Of a source that only one side has, nothing is compared but its name. Libraries or processors that may change
+    pixels are a warning.
     """
     allowed = _allowed(allow, saved.fields.keys() | here.fields.keys())
-    differing = sorted(
-        name for name in saved.fields.keys() | here.fields.keys() if saved.fields.get(name) != here.fields.get(name)
-    )
+    before, after = _of_shared_sources(saved.fields, here.fields), _of_shared_sources(here.fields, saved.fields)
+    differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if "stages" in differing:  # then the settings below it tell nothing new
-        kept = set(saved.fields) & set(here.fields)
+        kept = set(before) & set(after)
         differing = [name for name in differing if name in kept]
-    refused = [name for name in differing if name not in allowed]
+    refused = [name for name in differing if not {name, _base(name)} & allowed]
     if refused:
-        lines = [f"  {name}: {_difference(name, saved.fields.get(name), here.fields.get(name))}" for name in refused]
+        lines = [f"  {name}: {_difference(name, before.get(name), after.get(name))}" for name in refused]
         may_differ = not any(_fixed(name) for name in refused)
         hint = f"\nTo go on all the same, without exactness: allow={refused}" if may_differ else ""
         raise CheckpointMismatchError(
@@ -83,32 +87,57 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
         log.warning(
             "restoring although %s differs: %s",
             name,
-            _difference(name, saved.fields.get(name), here.fields.get(name)),
+            _difference(name, before.get(name), after.get(name)),
         )
     for name in saved.environment.keys() | here.environment.keys():
-        before, now = saved.environment.get(name), here.environment.get(name)
-        if before != now:
-            log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, before, now)
+        old, new = saved.environment.get(name), here.environment.get(name)
+        if old != new:
+            log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, old, new)
 
 
 def field_name(stage: str, setting: str) -> str:
     """What a stage's setting is called in a fingerprint, in messages and in `allow`."""
-    return "batch_size" if (stage, setting) == ("Batcher", "size") else f"{stage}.{setting}"
+    return _SHORT.get((stage, setting), f"{stage}.{setting}")
+
+
+def _in_branch(branch: str, name: str) -> str:
+    return f"{branch}/{name}" if branch else name
+
+
+def _base(field: str) -> str:
+    """A field's name without the sources of `Blend`s in which it lies, and without its number."""
+    return field.rsplit("/")[-1].split("#")[0]
+
+
+def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields but those of sources of a `Blend` that `others` has not; weights in their relation to each other."""
+    kept = dict(fields)
+    for field, names in fields.items():
+        if _base(field) != "sources" or field not in others:
+            continue
+        prefix = field[: -len("sources")]
+        unshared = [f"{prefix}{name}/" for name in names if name not in others[field]]
+        kept = {name: value for name, value in kept.items() if not name.startswith(tuple(unshared))}
+        kept["stages"] = [name for name in kept["stages"] if not name.startswith(tuple(unshared))]
+        weights = fields.get(f"{prefix}weights", {})
+        kept[f"{prefix}weights"] = reduced({name: weights[name] for name in names if name in others[field]})
+    return kept
 
 
 def _allowed(allow: Iterable[str], fields: Set[str]) -> set[str]:
     names = {allow} if isinstance(allow, str) else set(allow)
+    known = {*fields, *map(_base, fields)}
     for name in names:
         if cause := _fixed(name):
             raise ValueError(f"allow={name!r}: this can never differ; {cause}")
-        if name not in fields:
+        if name not in known:
             raise ValueError(f"allow={name!r}: no such field; there are {', '.join(sorted(fields))}")
     return names
 
 
 def _fixed(name: str) -> str | None:
     """Why a field may never differ; None if it may."""
-    return _FIXED.get(name.split("#")[0])
+    return _FIXED.get(_base(name))
 
 
 def _plain(field: str, value: Any) -> Any:
@@ -132,7 +161,7 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
 
 def _difference(name: str, saved: Any, here: Any) -> str:
     cause = f" ({_fixed(name)})" if _fixed(name) else ""
-    if name.startswith("TarShardReader.shards"):
+    if _base(name) == "TarShardReader.shards":
         return _shards(saved, here) + cause
     return f"saved {saved!r}, here {here!r}{cause}"
 

@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from functools import cached_property
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from savable_pipeline.encoder import TaskEncoder, encoder_settings
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.global_rng import seeder
+from savable_pipeline.held_items import ByteBudget, HeldItems, size_of
+from savable_pipeline.pack_policies import MISSING, OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.rng import Rng
-from savable_pipeline.stage import ItemRef, Stage, State, dry_limit, parse_state
+from savable_pipeline.stage import ItemRef, Stage, State, as_ref, dry_limit, parse_state
 
-Policy = Literal["best_fit", "first_fit"]
-_MISSING: Any = object()  # stands for an item that is made again from its ref when its pack is given
+log = logging.getLogger(__name__)
+
+TooLong = Literal["skip", "truncate", "split"]
+
+
+class _Placed(msgspec.Struct, array_like=True):
+    """A piece in a state; what has its default may be left out at the end."""
+
+    ref: Any
+    length: int
+    images: int = 0
+    start: int = 0
+    total: int = 0  # 0: the item is whole
 
 
 class _PackerState(msgspec.Struct):
-    packs: list[list[tuple[Any, int]]]
+    packs: list[list[_Placed]]
     count: int
     taken: Any
     source: dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class _OpenPack:
-    room: int
-    refs: list[ItemRef] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    items: list[Any] = field(default_factory=list)
-
-    def add(self, item: Any, ref: ItemRef, length: int) -> None:
-        self.items.append(item)
-        self.refs.append(ref)
-        self.lengths.append(length)
-        self.room -= length
+    taken_part: tuple[int, int] = (0, 0)
+    held: list[_Placed] = []
+    rounds: int = 0
 
 
 class OnlinePacker(Stage):
     """Gives packs: what `encoder.pack(items, rng)` makes of items whose lengths sum to at most `max_length`.
 
-    At most `open_packs` packs are open at a time. An item goes into an open pack with room for it: the fullest one
-    under "best_fit", the oldest under "first_fit" (Johnson: Near-Optimal Bin Packing Algorithms, 1973). If none has
-    room, a new pack is opened; if there are too many, the fullest ("best_fit") or the oldest ("first_fit") is given.
-    A pack that is exactly full is given at once; when a finite source ends, the open ones are given, oldest first.
-    An item longer than `max_length` is left out and counted. `encoder=None`: the encoder upstream.
+    `policy` says which item goes where, with at most `open_packs` packs open: "best_fit" (the fullest with room),
+    "first_fit" (the oldest), "first_fit_decreasing" (items for so many packs are held and laid out longest first:
+    the fullest packs, and the most held), or "sequential" (end to end, cut at the border of a pack). With `max_images`
+    the sum of `encoder.images(item)` is bounded too. What has no place waits for the next pack; when a finite source
+    ends, the open packs are given.
+
+    An item longer than `max_length` is by `too_long` left out ("skip"), cut off ("truncate") or cut into several
+    ("split"); None: split where the policy cuts anyway, else skipped. `encoder.cut` does the cutting. What is left
+    out is counted, in items and tokens. `encoder=None`: the encoder upstream.
+
+    All open packs of a process together hold at most `max_held_bytes` of items; what is beyond is made again by the
+    encoder when its pack is given.
     """
 
     def __init__(
@@ -56,76 +66,159 @@ class OnlinePacker(Stage):
         max_length: int,
         policy: Policy = "best_fit",
         open_packs: int = 16,
+        max_images: int | None = None,
+        too_long: TooLong | None = None,
+        max_held_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> None:
         if max_length < 1 or open_packs < 1:
             raise ValueError(f"OnlinePacker: max_length and open_packs must be at least 1: {max_length}, {open_packs}")
-        if policy not in ("best_fit", "first_fit"):
-            raise ValueError(f"OnlinePacker: policy must be 'best_fit' or 'first_fit', not {policy!r}")
+        if max_images is not None and max_images < 1:
+            raise ValueError(f"OnlinePacker: max_images must be at least 1, not {max_images}; None sets no bound")
+        for name, value, choices in [("policy", policy, get_args(Policy)), ("too_long", too_long, get_args(TooLong))]:
+            if value is not None and value not in choices:
+                raise ValueError(f"OnlinePacker: {name} must be one of {', '.join(choices)}, not {value!r}")
         super().__init__(source)
         chosen = encoder or source.encoder
         if chosen is None:
             raise ValueError("OnlinePacker: no Encode stage upstream; give encoder=")
         self._encoder = chosen
         self.max_length = max_length
-        self.policy = policy
+        self.policy: Policy = policy
         self.open_packs = open_packs
-        self._packs: list[_OpenPack] = []
-        self._taken: tuple[Any, ItemRef] | None = None  # of the source, not yet placed
+        self.max_images = max_images
+        self.too_long = too_long or ("split" if policy == "sequential" else "skip")
+        self._held = HeldItems(self.lane.shared("held items", ByteBudget), max_bytes=max_held_bytes)
+        self._taken: Piece | None = None  # of the source, not yet placed, or not all of it
         self._count = 0  # packs given
-        self._key = self.lane.key("pack", self.depth)
         self._seed_globals = seeder(chosen.global_rng)
         self._row_of_skips = 0
         self._ref: ItemRef = ()
 
+    @cached_property
+    def _key(self) -> int:
+        return self.stage_key("pack")
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return make_packing(
+            self.policy,
+            max_length=self.max_length,
+            max_images=self.max_images or 0,
+            open_packs=self.open_packs,
+            key=self._key,
+        )
+
     @property
     def encoder(self) -> TaskEncoder:
-        """The encoder whose `length` and `pack` are used."""
+        """The encoder whose `length`, `images`, `cut` and `pack` are used."""
         return self._encoder
 
     @property
     def ref(self) -> ItemRef:
-        """The ref of the pack given last: its number in the lane, then the refs of its items."""
+        """The ref of the pack given last: its number in the lane, then the refs of its items.
+
+        That of an item which was cut is (ref, start, stop).
+        """
         return self._ref
 
+    @property
+    def held_items(self) -> int:
+        """Items in open packs."""
+        return self._held.count + (self._taken is not None) + super().held_items
+
     def __next__(self) -> Any:
-        while (due := self._due()) is None:
-            if self._taken is None:
-                items, refs = self.source.take(1)
-                self._taken = (items[0], refs[0]) if items else None
-            if self._taken is not None:
-                self._place(*self._taken)
-                self._taken = None
-            elif self._packs:
-                due = self._packs[0]
+        while (pack := self._packing.due()) is None:
+            if self._taken is None and not self._take():
+                pack = self._packing.last()
+                if pack is None:
+                    raise StopIteration
                 break
-            else:
-                raise StopIteration
-        return self._give(due)
+            self._place()
+        return self._give(pack)
 
-    def _due(self) -> _OpenPack | None:
-        """The pack that must be given before another item is placed, if there is one."""
-        for pack in self._packs:
-            if not pack.room:
-                return pack
-        if len(self._packs) <= self.open_packs:
-            return None
-        return min(self._packs[:-1], key=_room) if self.policy == "best_fit" else self._packs[0]
+    def _take(self) -> bool:
+        items, refs = self.source.take(1)
+        if items:
+            self._taken = Piece(refs[0], 0, item=items[0])
+        return bool(items)
 
-    def _place(self, item: Any, ref: ItemRef) -> None:
-        if item is _MISSING:
-            item = self.source.fetch(ref)
-        length = self._length(item)
-        if length > self.max_length:
-            self._skipped(length)
-            return
-        self._row_of_skips = 0
-        fitting = [pack for pack in self._packs if pack.room >= length]
-        if not fitting:
-            fitting = [_OpenPack(self.max_length)]
-            self._packs += fitting
-        pack = min(fitting, key=_room) if self.policy == "best_fit" else fitting[0]
-        pack.add(item, ref, length)
+    def _place(self) -> None:
+        """Place as much of the item that was taken as fits; the rest waits."""
+        taken = self._taken
+        assert taken is not None
+        if taken.item is MISSING:
+            taken.item = self._fetch_whole(taken)
+        stop = total = taken.total = self._length(taken.item)
+        if total > self.max_length:
+            if self.too_long == "skip":
+                self._skipped("longer than max_length", total, total)
+                self._taken = None
+                return
+            stop = self.max_length if self.too_long == "truncate" else total
+        start = taken.start
+        piece = Piece(taken.ref, min(stop - start, self._packing.reach), 0, start, total)
+        item = self._cut(taken.item, piece)
+        if self.max_images is not None:
+            piece.images = self._images(item)
+        if not start and stop < total:
+            self.counts["truncated"] += 1
+            self.counts["truncated_tokens"] += total - stop
+        if self.max_images is not None and piece.images > self.max_images:
+            self._skipped("of more than max_images", piece.length, piece.images)
+        else:
+            self._row_of_skips = 0
+            self._hold(piece, item)
+            self._packing.add(piece)
+        taken.start += piece.length
+        if taken.start == stop:
+            self._taken = None
+
+    def _hold(self, piece: Piece, item: Any) -> None:
+        """Keep a made item with its piece, as far as the budget goes."""
+        piece.item_bytes = size_of(item)
+        if self._held.hold(piece.item_bytes):
+            piece.item = item
+
+    def _give(self, pack: OpenPack) -> Any:
+        items = [self._make(piece) if piece.item is MISSING else piece.item for piece in pack.pieces]
+        ref = (self._count, *map(_piece_ref, pack.pieces))
+        packed = self._pack(items, self._count)
+        self._packing.packs.remove(pack)
+        for piece in pack.pieces:
+            if piece.item is not MISSING:
+                self._held.release(piece.item_bytes)
+        self._count += 1
+        self._ref = ref
+        self.counts["packs"] += 1
+        self.counts["items"] += len(items)
+        self.counts["tokens"] += self.max_length - pack.room
+        self.counts["room"] += self.max_length
+        return packed
+
+    def _make(self, piece: Piece) -> Any:
+        """The item of a piece, made again."""
+        return self._cut(self._fetch_whole(piece), piece)
+
+    def _fetch_whole(self, piece: Piece) -> Any:
+        """The item that a piece is of, made again; with it whatever else is held of the same item."""
+        whole = self.source.fetch(piece.ref)
+        length = self._length(whole)
+        if piece.total and length != piece.total:
+            raise self._changed(piece, length)
+        if self._taken is not None and self._taken.ref == piece.ref:
+            self._taken.item = whole
+        for other in self._packing.pieces():
+            if other is not piece and other.item is MISSING and other.ref == piece.ref:
+                self._hold(other, self._cut(whole, other))
+        return whole
+
+    def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            f"OnlinePacker of {self.lane}: the item {piece.ref} took {piece.total} when it was placed; made again it "
+            f"takes {length}: {type(self._encoder).__name__} or what it reads changed since the state was saved (go on "
+            "with the old one), or its result depends on more than the sample and `rng`"
+        )
 
     def _length(self, item: Any) -> int:
         try:
@@ -133,22 +226,36 @@ class OnlinePacker(Stage):
             if length < 1:  # a pack of nothing would never be full
                 raise ValueError(f"a length of {length}; every item takes at least 1")
         except Exception as error:
-            raise EncodeError(
-                f"{type(self._encoder).__name__}.length raised {type(error).__name__}: {error}; stage OnlinePacker of "
-                f"{self.lane}"
-            ) from error
+            raise self._failed("length", error) from error
         return length
 
-    def _give(self, pack: _OpenPack) -> Any:
-        for i, item in enumerate(pack.items):
-            if item is _MISSING:
-                pack.items[i] = self.source.fetch(pack.refs[i])
-        ref = (self._count, *pack.refs)
-        packed = self._pack(pack.items, self._count)
-        self._packs.remove(pack)
-        self._count += 1
-        self._ref = ref
-        return packed
+    def _images(self, item: Any) -> int:
+        try:
+            images = index(self._encoder.images(item))
+            if images < 0:
+                raise ValueError(f"{images} images")
+        except Exception as error:
+            raise self._failed("images", error) from error
+        return images
+
+    def _cut(self, whole: Any, piece: Piece) -> Any:
+        """The part of an item that a piece is."""
+        if not piece.is_cut:
+            return whole
+        try:
+            part = self._encoder.cut(whole, piece.start, piece.start + piece.length)
+            found = self._encoder.length(part)
+            if found != piece.length:
+                raise ValueError(f"{found} tokens, not the {piece.length} from {piece.start} on that were asked for")
+        except Exception as error:
+            raise self._failed("cut", error) from error
+        return part
+
+    def _failed(self, method: str, error: Exception) -> EncodeError:
+        return EncodeError(
+            f"{type(self._encoder).__name__}.{method} raised {type(error).__name__}: {error}; stage OnlinePacker of "
+            f"{self.lane}"
+        )
 
     def _pack(self, items: list[Any], number: int) -> Any:
         rng = Rng(self._key, (number, 0, 0))
@@ -162,55 +269,94 @@ class OnlinePacker(Stage):
                 f"pack {number} of {self.lane}, {len(items)} items"
             ) from error
 
-    def _skipped(self, length: int) -> None:
-        self.counts["skipped/longer than max_length"] += 1
+    def _skipped(self, why: str, tokens: int, measure: int) -> None:
+        self.counts[f"skipped/{why}"] += 1
+        self.counts["skipped_tokens"] += tokens
         self._row_of_skips += 1
         if self._row_of_skips >= dry_limit(self.population):
             raise EncodeError(
-                f"OnlinePacker(max_length={self.max_length}): {self._row_of_skips} items in a row were longer, the "
-                f"last {length}; no pack will ever come of this data"
+                f"OnlinePacker(max_length={self.max_length}, max_images={self.max_images}): {self._row_of_skips} items "
+                f"in a row were {why}, the last {measure}; no pack will ever come of this data"
             )
 
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack that a ref names again."""
-        return self._pack([self.source.fetch(item) for item in ref[1:]], ref[0])
+        return self._pack([self._fetch_piece(piece) for piece in ref[1:]], ref[0])
+
+    def _fetch_piece(self, ref: ItemRef) -> Any:
+        if not isinstance(ref[0], tuple):
+            return self.source.fetch(ref)
+        whole, start, stop = ref
+        return self._encoder.cut(self.source.fetch(whole), start, stop)
 
     def save_state(self) -> State:
         """`packs`: per open pack, oldest first, the ref and length of each item; `count`: packs given so far.
 
-        `taken`: the ref of an item that has no place yet, because an error came between; else None.
+        Of an item with images or that was cut also images, start and whole length. `taken`: the ref of an item that has
+        no place yet, or None. Where there are any: `taken_part`, where the rest of that item starts and its whole
+        length; `held`, items in no pack yet; `rounds`, how often they have been laid out.
         """
-        packs = [list(zip(pack.refs, pack.lengths, strict=True)) for pack in self._packs]
-        taken = None if self._taken is None else self._taken[1]
-        return {"packs": packs, "count": self._count, "taken": taken, "source": self.source.save_state()}
+        packing, taken = self._packing, self._taken
+        state = {
+            "packs": [[_plain(piece) for piece in pack.pieces] for pack in packing.packs],
+            "count": self._count,
+            "taken": None if taken is None else taken.ref,
+            "source": self.source.save_state(),
+        }
+        if taken is not None and taken.start:
+            state["taken_part"] = (taken.start, taken.total)
+        if self.policy == "first_fit_decreasing":
+            state["held"] = [_plain(piece) for piece in packing.held]
+            state["rounds"] = packing.rounds
+        return state
 
     def restore_state(self, state: State) -> None:
         """Hold the open packs of `state` again; their items are made when they are needed."""
         saved = parse_state(self, state, _PackerState)
         self.source.restore_state(saved.source)
         self._count = saved.count
-        self._taken = None if saved.taken is None else (_MISSING, as_ref(saved.taken))
-        self._packs = []
+        self._taken = None
+        if saved.taken is not None:
+            start, total = saved.taken_part
+            taken = Piece(as_ref(saved.taken), 0, start=start, total=total)
+            self._taken = taken if self.knows(taken.ref) else None
+        packing = self._packing
+        packing.rounds = saved.rounds
         for placed in saved.packs:
-            pack = _OpenPack(self.max_length)
-            for ref, length in placed:
-                pack.add(_MISSING, as_ref(ref), length)
-            if pack.room < 0:
-                raise CheckpointMismatchError(
-                    f"OnlinePacker(max_length={self.max_length}): an open pack of the state is {-pack.room} longer"
-                )
-            self._packs.append(pack)
+            pieces = self._known(placed)
+            if pieces:
+                pack = packing.open()
+                for piece in pieces:
+                    pack.add(piece)
+                if pack.room < 0 or pack.images < 0:
+                    over = f"{-pack.room} longer" if pack.room < 0 else f"of {-pack.images} images more"
+                    raise CheckpointMismatchError(
+                        f"OnlinePacker(max_length={self.max_length}, max_images={self.max_images}): an open pack of "
+                        f"the state is {over}"
+                    )
+        for piece in self._known(saved.held):
+            packing.add(piece)
+
+    def _known(self, placed: list[_Placed]) -> list[Piece]:
+        """The pieces of a state whose source is still there."""
+        pieces = [Piece(as_ref(p.ref), p.length, p.images, p.start, p.total or p.length) for p in placed]
+        return [piece for piece in pieces if self.knows(piece.ref)]
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the encoder only if it is not the one upstream."""
+        """Every argument that has a part in the result; the encoder only if it is not the one upstream."""
         own = {} if self._encoder is self.source.encoder else encoder_settings(self._encoder)
+        if self.max_images is not None:
+            own["max_images"] = self.max_images
+        if self.too_long != "skip":
+            own["too_long"] = self.too_long
         return {"max_length": self.max_length, "policy": self.policy, "open_packs": self.open_packs, **own}
 
 
-def _room(pack: _OpenPack) -> int:
-    return pack.room
+def _piece_ref(piece: Piece) -> ItemRef:
+    return (piece.ref, piece.start, piece.start + piece.length) if piece.is_cut else piece.ref
 
 
-def as_ref(ref: Any) -> ItemRef:
-    """A ref that was written down as nested lists."""
-    return tuple(as_ref(part) if isinstance(part, list | tuple) else part for part in ref)
+def _plain(piece: Piece) -> tuple[Any, ...]:
+    if piece.is_cut:
+        return (piece.ref, piece.length, piece.images, piece.start, piece.total)
+    return (piece.ref, piece.length, piece.images) if piece.images else (piece.ref, piece.length)

@@ -12,9 +12,10 @@ import numpy as np
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.keys import key
 from savable_pipeline.lane import Lane
 from savable_pipeline.reader_order import ShuffledEpoch, dealt, dealt_count, span
-from savable_pipeline.sample import REF, Ref, RefArray, Sample
+from savable_pipeline.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample
 from savable_pipeline.shard_paths import Shards
 from savable_pipeline.stage import ItemRef, Stage, State, parse_state
 
@@ -62,6 +63,7 @@ class TarShardReader(Stage):
         self.window = window
         self._first_epoch = lane.epoch * (epochs or 0)
         self._epoch = self._first_epoch
+        self._tag = 0
         self._ref: ItemRef = ()
         self._move_to(self._epoch, 0)
 
@@ -120,26 +122,26 @@ class TarShardReader(Stage):
         else:
             index = dealt(start, stop, lane.index, lane.count, self._epoch, self.block_size)
         self._ahead = np.empty(stop - start, REF)
-        self._ahead["index"] = index
+        self._ahead["index"] = index | (self._tag << TAG_SHIFT)
         self._ahead["epoch"] = self._epoch
         self._used = 0
         return True
 
     def _order(self) -> ShuffledEpoch:
         data, lane = self.dataset, self.lane
-        key = (lane.seed, self._epoch, self.block_size, self.window)
-        if key not in self._orders:
-            self._orders[key] = ShuffledEpoch(
+        wanted = (lane.seed, self._tag, self._epoch, self.block_size, self.window)
+        if wanted not in self._orders:
+            self._orders[wanted] = ShuffledEpoch(
                 data.firsts,
                 seed=lane.seed,
-                source=data.source,
+                source=self._source,
                 epoch=self._epoch,
                 block_size=self.block_size,
                 window=self.window,
             )
             while len(self._orders) > _EPOCHS_KEPT:
                 self._orders.popitem(last=False)
-        return self._orders[key]
+        return self._orders[wanted]
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread."""
@@ -147,7 +149,7 @@ class TarShardReader(Stage):
 
     def fetch(self, ref: ItemRef | Ref) -> Sample:
         """The sample that a ref names."""
-        index, epoch = (ref.index, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
+        index, epoch = (ref.index | self._tag << TAG_SHIFT, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
         return self.dataset.samples(np.array([(index, epoch)], REF))[0]
 
     def save_state(self) -> State:
@@ -179,6 +181,25 @@ class TarShardReader(Stage):
     def lane(self) -> Lane:
         """The lane that the reader was given."""
         return self._lane
+
+    @property
+    def tags(self) -> frozenset[int]:
+        """The reader's own."""
+        return frozenset([self._tag])
+
+    @property
+    def _source(self) -> int:
+        """What refs to samples here have as their `source`."""
+        return self.dataset.source ^ self._tag << TAG_SHIFT
+
+    def reads(self, source: int) -> bool:
+        """Whether a `Ref` with this `source` is one of a sample here."""
+        return source == self._source
+
+    def name_branch(self, name: str) -> None:
+        """Take part in a `Blend` as the source `name`, which the refs, their order and random numbers are keyed by."""
+        self.branch = name
+        self._tag = 1 + key("branch", name) % (TAGS - 1)
 
     @property
     def depth(self) -> int:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # A ref before a sample is made of it: 12 bytes, so that a large buffer stays small in memory and in a state.
 REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
 RefArray: TypeAlias = NDArray[np.void]
+# The upper bits of an index are the tag of its source in a `Blend`: 15 of them, so that it fits a signed integer.
+TAG_SHIFT = 48
+TAGS = 1 << 15
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm")
 TEXT_PARTS = ("txt", "text", "caption", "md")
@@ -34,6 +37,16 @@ class Ref(NamedTuple):
     epoch: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs here
     part: int = 0
+
+
+def tag_of(index: int) -> int:
+    """The tag of the source in the index of a ref; 0 where there is no `Blend`."""
+    return index >> TAG_SHIFT
+
+
+def untagged(index: int) -> int:
+    """The index of a ref in its own dataset."""
+    return index & ((1 << TAG_SHIFT) - 1)
 
 
 class Sample(msgspec.Struct, gc=False, eq=False):
@@ -66,7 +79,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     @property
     def ref(self) -> Ref:
         """Where the sample comes from."""
-        return Ref(self._dataset.source, self._epoch, self._index)
+        return Ref(self._dataset.source ^ tag_of(self._index) << TAG_SHIFT, self._epoch, untagged(self._index))
 
     def __getitem__(self, extension: str) -> bytes:
         return self._dataset.read(self._shard, self._row, extension)
@@ -115,7 +128,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         raise KeyError(f"sample {self.key!r} of {self.shard} has none of {', '.join(extensions)}; it has {list(self)}")
 
     def __repr__(self) -> str:
-        return f"Sample({self.key!r}, {list(self)}, shard={self.shard!r}, epoch={self._epoch}, index={self._index})"
+        index = untagged(self._index)
+        return f"Sample({self.key!r}, {list(self)}, shard={self.shard!r}, epoch={self._epoch}, index={index})"
 
     def __reduce__(self) -> Any:
         detached = DetachedSample(self._dataset.source, self.key, self.shard, self.offset, dict(self.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -35,11 +36,14 @@ class ShuffleBuffer(Stage):
         if source.encoder is not None:
             raise ValueError("ShuffleBuffer takes samples, unread: put it before Encode")
         self.size = size
-        self._key = self.lane.key("shuffle", self.depth)
         self._draws = 0
         self._slots = _NONE
         self._filled = 0
         self._ref: ItemRef = ()
+
+    @cached_property
+    def _key(self) -> int:
+        return self.stage_key("shuffle")
 
     def __next__(self) -> Sample:
         refs = self.take_refs(1)
@@ -109,12 +113,12 @@ class ShuffleBuffer(Stage):
             raise CheckpointMismatchError(
                 f"ShuffleBuffer(size={self.size}): the state holds {len(saved.refs) // REF.itemsize} refs"
             )
-        refs = np.frombuffer(saved.refs, REF)
+        self.source.restore_state(saved.source)
+        refs = self.known(np.frombuffer(saved.refs, REF))
         self._slots = np.empty(self.size, REF)
         self._slots[: len(refs)] = refs
         self._filled = len(refs)
         self._draws = saved.draws
-        self.source.restore_state(saved.source)
 
     def settings(self) -> dict[str, Any]:
         """The size."""

@@ -23,10 +23,11 @@ import numpy as np
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.lane import Lane
-from savable_pipeline.sample import REF, RefArray, Sample
+from savable_pipeline.sample import REF, TAG_SHIFT, RefArray, Sample, tag_of
 
 State: TypeAlias = dict[str, Any]
-ItemRef: TypeAlias = tuple[Any, ...]  # (index, epoch, part); of a pack (number, ItemRef, ItemRef, …)
+# Of an item (index, epoch, part); of a pack or a batch (number, ItemRef, …); of a cut item (ItemRef, start, stop).
+ItemRef: TypeAlias = tuple[Any, ...]
 
 
 class Stage:
@@ -37,6 +38,8 @@ class Stage:
     """
 
     source: Stage
+    branch = ""
+    """The sources of a `Blend` in which this stage lies, the outermost first: "web", or "text/web"; "" for none."""
 
     def __init__(self, source: Stage) -> None:
         self.source = source
@@ -113,6 +116,46 @@ class Stage:
         """How many items this stage holds ready, which would be made again if the lane moved to another process."""
         return 0
 
+    @property
+    def held_items(self) -> int:
+        """How many made items are held here and upstream, which another process would have to make again."""
+        return sum(source.held_items for source in self.sources)
+
+    @property
+    def tags(self) -> frozenset[int]:
+        """The tags of the readers upstream, by which a ref says which source of a `Blend` it is of; {0} without one."""
+        return frozenset[int]().union(*(source.tags for source in self.sources))
+
+    def reads(self, source: int) -> bool:
+        """Whether a `Ref` with this `source` is of a reader upstream."""
+        return any(stage.reads(source) for stage in self.sources)
+
+    def name_branch(self, name: str) -> None:
+        """Belong to the source `name` of a `Blend`, with all upstream. Called once, before anything was given."""
+        self.branch = name
+        for source in self.sources:
+            source.name_branch(name)
+
+    def stage_key(self, what: str) -> int:
+        """The key of what this stage draws, its own in the lane."""
+        return self.lane.key(what, self.depth, *([self.branch] if self.branch else []))
+
+    def knows(self, ref: ItemRef) -> bool:
+        """Whether a saved ref is of sources that are still there; one that is not is counted, to be dropped."""
+        if all(tag_of(index) in self.tags for index in sample_indices(ref)):
+            return True
+        self.counts["dropped/source removed"] += 1
+        return False
+
+    def known(self, refs: RefArray) -> RefArray:
+        """Those of some saved refs whose source is still there; the others are counted."""
+        tags = (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
+        kept = np.isin(tags, list(self.tags))
+        if kept.all():
+            return refs
+        self.counts["dropped/source removed"] += len(refs) - int(kept.sum())
+        return refs[kept]
+
     def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
         """Some items, at most `n`, and their refs; none only at the end."""
         for item in self:
@@ -148,6 +191,20 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
         raise CheckpointMismatchError(
             f"this is no state of {type(stage).__name__}: {error}; was a stage added, removed or exchanged?"
         ) from error
+
+
+def as_ref(ref: Any) -> ItemRef:
+    """A ref that was written down as nested lists."""
+    return tuple(as_ref(part) if isinstance(part, list | tuple) else part for part in ref)
+
+
+def sample_indices(ref: ItemRef) -> Iterator[int]:
+    """The index of each sample in an item, a pack or a batch."""
+    inner = [part for part in ref if isinstance(part, tuple)]
+    if not inner:
+        yield ref[0]
+    for part in inner:
+        yield from sample_indices(part)
 
 
 def dry_limit(population: int) -> int:

@@ -81,16 +81,20 @@ def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
     """A lane as `stage.field: value`, in the order of the data path; {} if it has not begun."""
     if lane.stages is None:
         return {}
-    path: list[dict[str, Any]] = []
-    state: Any = lane.stages
-    while isinstance(state, dict):
-        path.append({name: value for name, value in state.items() if name != "source"})
-        state = state.get("source")
+    path = list(_path(lane.stages))
     names = stages if len(stages) == len(path) else [f"stage {i}" for i in range(len(path))]
     row: dict[str, Any] = {"batches": lane.batches}
-    for name, fields in zip(names, reversed(path), strict=True):
+    for name, fields in zip(names, path, strict=True):
         row.update({f"{name}.{field}": value for field, value in fields.items()})
     return row
+
+
+def _path(state: Any) -> Iterator[dict[str, Any]]:
+    """What each stage saved, readers first: those of several sources in the order of their names."""
+    upstream = state.get("sources") or {"": state["source"]} if state.keys() & {"source", "sources"} else {}
+    for name in sorted(upstream):
+        yield from _path(upstream[name])
+    yield {name: value for name, value in state.items() if name not in ("source", "sources")}
 
 
 def shown(field: str, value: Any) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards
-from tests.toy_pipelines import numbers, toy_pipeline
+from tests.toy_pipelines import SOURCES, numbers, toy_pipeline
 
 shard_sizes = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 pipelines = st.fixed_dictionaries(
@@ -25,8 +25,12 @@ pipelines = st.fixed_dictionaries(
         "block_size": st.integers(1, 9),
         "window": st.sampled_from([None, 1, 2, 32]),
         "buffer": st.sampled_from([None, 1, 2, 7, 30, 200]),
-        "pack": st.sampled_from([None, "first_fit", "best_fit"]),
-        "max_length": st.integers(9, 40),
+        "blend": st.sampled_from([None, None, "readers", "branches", "nested"]),
+        "pack": st.sampled_from([None, "buckets", "sequential", "first_fit", "best_fit", "first_fit_decreasing"]),
+        "max_length": st.integers(4, 40),
+        "max_images": st.sampled_from([None, 2, 5]),
+        "too_long": st.sampled_from(["truncate", "split"]),
+        "max_held_bytes": st.sampled_from([0, 1500, 1 << 30]),
         "open_packs": st.integers(1, 4),
         "size": st.integers(1, 5),
         "skip": st.sampled_from([0, 2, 7]),
@@ -114,11 +118,15 @@ def test_an_epoch_gives_every_sample_once_over_all_lanes(
         for lane in range(lanes):
             for batch in toy_pipeline(folder, sp.Lane(lane, lanes, seed), epochs=1, **chosen):
                 given.update(numbers(batch))
-        assert given == Counter(range(sum(sizes)))
+        assert given == Counter(dict.fromkeys(range(sum(sizes)), SOURCES[chosen["blend"]]))
 
 
-def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any) -> None:
-    pipeline = partial(toy_pipeline, str(make_shards([30, 80, 1, 50])), epochs=1, skip=0, fan_out=0, size=1)
+@pytest.mark.parametrize(
+    ("pack", "blend"), [("best_fit", None), ("sequential", "branches"), ("first_fit_decreasing", "readers")]
+)
+def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any, pack: str, blend: str | None) -> None:
+    how = {"pack": pack, "blend": blend, "max_length": 8, "too_long": "split"}
+    pipeline = partial(toy_pipeline, str(make_shards([30, 80, 1, 50])), epochs=1, skip=0, fan_out=0, size=1, **how)
     given = Counter[int]()
     state, draw = None, np.random.default_rng(0)
     ended = False
@@ -132,4 +140,4 @@ def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any
                 given.update(numbers(batch))
             ended = len(batches) < wanted
             state = loader.state_dict()
-    assert given == Counter(range(161))
+    assert given == Counter(dict.fromkeys(range(161), SOURCES[blend]))

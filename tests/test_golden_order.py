@@ -12,6 +12,7 @@ import pytest
 from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
+from savable_pipeline.sample import tag_of, untagged
 from tests.toy_dataset import first, readers
 
 SIZES = [50 + 7 * i % 31 for i in range(70)]  # 70 shards of 50 to 80 samples: two windows of 35
@@ -56,3 +57,18 @@ def test_the_first_refs_of_a_small_run_are_what_they_were() -> None:
         (0, 1),
         (1, 1),
     ]
+
+
+def test_the_first_refs_of_a_blend_are_what_they_were() -> None:
+    web = readers([60, 70], lanes=3, seed=7)(1)
+    blend = sp.Blend({"web": web, "books": sp.TarShardReader("numbers", web.lane)}, weights={"web": 0.7, "books": 0.3})
+    refs = first(blend, 1000)
+    assert [(tag_of(index), untagged(index), epoch) for index, epoch in refs[:6]] == [
+        (31919, 123, 0),
+        (28653, 59, 0),
+        (28653, 60, 0),
+        (28653, 61, 0),
+        (31919, 124, 0),
+        (28653, 62, 0),
+    ]
+    assert digest(refs) == "3fa4b310241e0ee1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,12 +156,19 @@ def test_what_is_open_at_the_end_comes_oldest_first() -> None:
 def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
     stage = packer([11, 3, 99, 10])
     assert list(stage) == [[(3, 10)], [(1, 3)]]
-    assert stage.counts == {"skipped/longer than max_length": 2}
+    assert stage.counts == {
+        "skipped/longer than max_length": 2,
+        "skipped_tokens": 110,
+        "packs": 2,
+        "items": 2,
+        "tokens": 13,
+        "room": 20,
+    }
 
 
 def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin() -> None:
     stage = packer([11] * 200_000)
-    with pytest.raises(sp.EncodeError, match=r"max_length=10\): 100000 items in a row were longer, the last 11"):
+    with pytest.raises(sp.EncodeError, match=r"100000 items in a row were longer than max_length, the last 11"):
         next(stage)
 
 
@@ -304,3 +312,180 @@ def test_settings_name_the_encoder_only_if_it_is_not_the_one_upstream(make_shard
     assert packer([]).settings() == {"max_length": 10, "policy": "best_fit", "open_packs": 3, "encoder": "Packs"}
     items = sp.Encode(sp.TarShardReader(make_shards([1]), sp.Lane()), Packs())
     assert "encoder" not in sp.OnlinePacker(items, max_length=5).settings()
+
+
+# Cuts, a second budget, and what is held.
+
+
+class Spans(Packs):
+    """Items are (number, length) or, cut, (number, length, start); one image for every three tokens at their front."""
+
+    def length(self, item: Any) -> int:
+        return item[1]  # type: ignore[no-any-return]
+
+    def images(self, item: Any) -> int:
+        return int(item[1]) // 3
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        return (item[0], stop - start, start)
+
+
+ALL = st.sampled_from(["sequential", "first_fit", "best_fit", "first_fit_decreasing"])
+HOW = st.fixed_dictionaries(
+    {
+        "policy": ALL,
+        "max_length": st.integers(6, 14),
+        "max_images": st.sampled_from([None, 4, 6]),
+        "too_long": st.sampled_from([None, "skip", "truncate", "split"]),
+        "open_packs": st.integers(1, 4),
+        "max_held_bytes": st.sampled_from([0, 700, 1 << 30]),
+    }
+)
+
+
+def cutting(lengths: list[int], **how: Any) -> sp.OnlinePacker:
+    return packer(lengths, encoder=Spans(), **how)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=50), HOW, st.sets(st.integers(0, 30), max_size=6))
+def test_tokens_in_are_tokens_out_and_those_reported_wherever_it_is_cut(
+    lengths: list[int], how: dict[str, Any], cuts: set[int]
+) -> None:
+    expected = list(cutting(lengths, **how))
+    stage, packs, counts = cutting(lengths, **how), [], Counter[str]()
+    while len(packs) < len(expected):
+        if len(packs) in cuts:
+            state = stage.save_state()
+            counts += stage.counts
+            stage = cutting(lengths, **how)
+            stage.restore_state(state)
+            assert stage.source.fetched == []  # type: ignore[attr-defined]
+            assert stage.save_state() == state
+        packs.append(next(stage))
+    assert next(stage, None) is None
+    counts += stage.counts
+    assert packs == expected
+    assert counts["packs"] == len(packs)
+    assert counts["room"] == how["max_length"] * len(packs)
+    assert counts["tokens"] == sum(item[1] for pack in packs for item in pack)
+    assert sum(lengths) == counts["tokens"] + counts["skipped_tokens"] + counts["truncated_tokens"]
+    assert all(sum(item[1] for item in pack) <= how["max_length"] for pack in packs)
+    assert all(sum(item[1] // 3 for item in pack) <= (how["max_images"] or 99) for pack in packs)
+    for number, length in enumerate(lengths):
+        starts = sorted(
+            (item[2] if len(item) == 3 else 0, item[1]) for pack in packs for item in pack if item[0] == number
+        )
+        assert [start for start, _ in starts] == [sum(n for _, n in starts[:i]) for i in range(len(starts))]
+        assert counts["skipped_tokens"] or counts["truncated_tokens"] or sum(n for _, n in starts) == length
+
+
+def test_what_is_too_long_is_skipped_truncated_or_split() -> None:
+    assert list(cutting([25, 3], too_long="skip")) == [[(1, 3)]]
+    assert list(cutting([25, 3], too_long="truncate")) == [[(0, 10, 0)], [(1, 3)]]
+    assert list(cutting([25, 3], too_long="split")) == [[(0, 10, 0)], [(0, 10, 10)], [(0, 5, 20), (1, 3)]]
+    assert list(cutting([4, 25], policy="sequential")) == [[(0, 4), (1, 6, 0)], [(1, 10, 6)], [(1, 9, 16)]]
+    stage = cutting([25, 3], too_long="truncate")
+    list(stage)
+    assert (stage.counts["truncated"], stage.counts["truncated_tokens"]) == (1, 15)
+
+
+def test_a_pack_has_room_for_so_many_images() -> None:
+    assert list(cutting([3, 3, 3, 1], max_images=2)) == [[(0, 3), (1, 3), (3, 1)], [(2, 3)]]
+    stage = cutting([9, 1], max_images=2)
+    assert list(stage) == [[(1, 1)]]
+    assert stage.counts["skipped/of more than max_images"] == 1
+    with pytest.raises(sp.EncodeError, match=r"Packs has no images\(item\)"):
+        next(packer([1], max_images=2))
+
+
+def test_the_ref_of_a_pack_says_which_part_of_an_item_it_has() -> None:
+    stage = cutting([4, 25], policy="sequential")
+    packs = {}
+    for pack in stage:
+        packs[stage.ref] = pack
+    assert list(packs) == [
+        (0, (0, 0, 0), ((1, 0, 0), 0, 6)),
+        (1, ((1, 0, 0), 6, 16)),
+        (2, ((1, 0, 0), 16, 25)),
+    ]
+    assert {ref: stage.fetch(ref) for ref in packs} == packs
+
+
+def test_after_a_restore_an_item_of_which_several_pieces_are_held_is_read_once() -> None:
+    after = cutting([10, 5, 9], policy="sequential")
+    pack = [[((2, 0, 0), 4, 0, 0, 9)]]
+    after.restore_state({"packs": pack, "count": 7, "taken": (2, 0, 0), "taken_part": (4, 9), "source": {"next": 3}})
+    assert list(after) == [[(2, 4, 0), (2, 5, 4)]]
+    assert after.source.fetched == [2]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", ["best_fit", "sequential"])
+def test_an_encoder_that_changed_in_between_is_noticed(policy: Any) -> None:
+    stage = cutting([10, 7, 9], policy=policy)
+    next(stage)
+    next(stage)
+    after = cutting([10, 8, 8], policy=policy)
+    after.restore_state(stage.save_state())
+    with pytest.raises(
+        sp.CheckpointMismatchError, match=r"the item \(\d, 0, 0\) took \d when it was placed; made again"
+    ):
+        list(after)
+
+
+def test_a_cut_of_another_length_than_asked_for_is_an_error() -> None:
+    class Wrong(Spans):
+        def cut(self, item: Any, start: int, stop: int) -> Any:
+            return (item[0], stop - start - 1, start)
+
+    with pytest.raises(sp.EncodeError, match=r"Wrong\.cut raised ValueError: 9 tokens, not the 10 from 0 on"):
+        next(packer([11], encoder=Wrong(), too_long="split"))
+
+
+def test_items_beyond_the_budget_of_the_process_are_made_again() -> None:
+    lengths = [6, 7, 8, 3, 2, 10, 1]
+    stage, poor = packer(lengths), packer(lengths, max_held_bytes=0)
+    first = next(stage)
+    assert next(poor) == first
+    assert stage.held_items == 2
+    assert poor.held_items == 0
+    assert list(poor) == list(stage)
+    assert stage.source.fetched == []  # type: ignore[attr-defined]
+    assert sorted(poor.source.fetched) == list(range(7))  # type: ignore[attr-defined]
+
+
+def test_lanes_of_a_process_share_the_budget() -> None:
+    shared: dict[Any, Any] = {}
+    stages = []
+    for _ in range(2):
+        items = Items([4, 4, 4])
+        items.source._lane._shared = shared  # type: ignore[attr-defined]
+        stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_held_bytes=300))
+    for stage in stages:
+        stage._take()
+        stage._place()
+        stage._take()
+        stage._place()
+    assert [stage.held_items for stage in stages] == [2, 0]
+    del stages[0], stage
+    assert shared["held items"].used == 0
+
+
+def test_nothing_is_lost_over_a_hundred_random_kills() -> None:
+    drawn = np.random.default_rng(5)
+    lengths = np.maximum(1, drawn.lognormal(np.log(400), 1.0, 3000)).astype(int).tolist()
+    for policy in ("sequential", "best_fit", "first_fit_decreasing"):
+        how: dict[str, Any] = {"max_length": 4096, "open_packs": 16, "policy": policy, "too_long": "split"}
+        expected = list(cutting(lengths, **how))
+        stage = cutting(lengths, **how)
+        packs: list[Any] = []
+        for _ in range(100):
+            state, at = stage.save_state(), len(packs)
+            for _ in range(int(drawn.integers(0, 9))):  # then it is killed: what came after the state is done again
+                next(stage, None)
+            stage = cutting(lengths, **how)
+            stage.restore_state(state)
+            packs[at:] = [pack for _, pack in zip(range(int(drawn.integers(0, 9))), stage, strict=False)]
+        packs += list(stage)
+        assert packs == expected
+        assert sum(item[1] for pack in packs for item in pack) == sum(lengths)

@@ -32,13 +32,19 @@ class ToyEncoder(sp.TaskEncoder):
             yield self._item(number, rng)
 
     def _item(self, number: int, rng: sp.Rng) -> dict[str, Any]:
-        return {"id": number, "drawn": draw(rng), "length": 1 + number % 9}
+        return {"id": number, "drawn": draw(rng), "start": 0, "length": 1 + number % 9}
 
     def length(self, item: Any) -> int:
         return int(item["length"])
 
+    def images(self, item: Any) -> int:
+        return int(item["id"] % 3)
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        return {**item, "start": start, "length": stop - start}
+
     def pack(self, items: list[Any], rng: sp.Rng) -> Any:
-        return {"id": [item["id"] for item in items], "items": items, "drawn": draw(rng)}
+        return {"id": [item["id"] for item in items if not item["start"]], "items": items, "drawn": draw(rng)}
 
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
         return {"items": items, "drawn": draw(rng)}
@@ -63,24 +69,57 @@ def toy_pipeline(
     block_size: int = 8,
     window: int | None = 32,
     buffer: int | None = 10,
+    blend: str | None = None,
     pack: str | None = "best_fit",
     max_length: int = 20,
+    max_images: int | None = None,
+    too_long: str | None = None,
+    max_held_bytes: int = 1 << 30,
     open_packs: int = 3,
     size: int = 2,
     drop_last: bool = False,
     skip: int = 7,
     fan_out: int = 5,
 ) -> sp.Stage:
-    """Every stage, each with its settings, or without it."""
-    stage: sp.Stage = sp.TarShardReader(
-        shards, lane, epochs=epochs, shuffle=shuffle, block_size=block_size, window=window
-    )
-    if buffer is not None:
-        stage = sp.ShuffleBuffer(stage, size=buffer)
-    stage = sp.Encode(stage, ToyEncoder(skip=skip, fan_out=fan_out))
+    """Every stage, each with its settings, or without it.
+
+    `blend` reads the shards under several names: as "readers", as "branches" by tokens, or "nested". `pack="buckets"`
+    is batches by length.
+    """
+    encoder = ToyEncoder(skip=skip, fan_out=fan_out)
+
+    def reader(shuffle: bool = shuffle) -> sp.Stage:
+        return sp.TarShardReader(shards, lane, epochs=epochs, shuffle=shuffle, block_size=block_size, window=window)
+
+    def items(samples: sp.Stage) -> sp.Stage:
+        return sp.Encode(samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder)
+
+    if blend is None:
+        stage = items(reader())
+    elif blend == "readers":
+        stage = items(sp.Blend({"a": reader(), "b": reader(False)}, weights={"a": 3, "b": 1}))
+    elif blend == "branches":
+        branches = {"a": items(reader()), "b": sp.Encode(reader(), encoder)}
+        stage = sp.Blend(branches, weights={"a": 0.7, "b": 0.3}, by="tokens")
+    else:
+        inner = sp.Blend({"a": reader(), "b": reader()}, weights={"a": 1, "b": 1})
+        stage = sp.Blend({"x": items(inner), "c": items(reader(False))}, weights={"x": 5, "c": 2})
+    if pack == "buckets":
+        return sp.BucketBatcher(stage, bounds=[2, 5, 9], size=size, drop_last=drop_last)
     if pack is not None:
-        stage = sp.OnlinePacker(stage, max_length=max_length, policy=pack, open_packs=open_packs)  # type: ignore[arg-type]
+        stage = sp.OnlinePacker(
+            stage,
+            max_length=max_length,
+            policy=pack,  # type: ignore[arg-type]
+            open_packs=open_packs,
+            max_images=max_images,
+            too_long=too_long,  # type: ignore[arg-type]
+            max_held_bytes=max_held_bytes,
+        )
     return sp.Batcher(stage, size=size, drop_last=drop_last)
+
+
+SOURCES = {None: 1, "readers": 2, "branches": 2, "nested": 3}  # how often `blend` reads each sample in an epoch
 
 
 def numbers(batch: Any) -> list[int]:

@@ -1,0 +1,384 @@
+"""`Blend`: several sources in one stream, each with its exact share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.blend_order import TokenTurns, Turns, TurnsState, Weight, integer_weights, lags_at
+from savable_pipeline.encoder import TaskEncoder
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.global_rng import kinds
+from savable_pipeline.keys import key
+from savable_pipeline.lane import Lane
+from savable_pipeline.rng import Rng
+from savable_pipeline.sample import REF, TAG_SHIFT, Ref, RefArray, Sample, tag_of
+from savable_pipeline.stage import ItemRef, Stage, State, as_ref, parse_state, sample_indices
+
+log = logging.getLogger(__name__)
+
+By = Literal["samples", "tokens"]
+Until = Literal["all", "first"]
+_PHASES = 1024  # steps of the sequence among which that of lane 0 is chosen
+_NONE = np.empty(0, REF)
+
+
+class _BlendState(msgspec.Struct):
+    sources: dict[str, dict[str, Any]]
+    ended: list[str]
+    ahead: dict[str, bytes]
+    taken: tuple[str, Any] | None
+    turns: TurnsState
+
+
+class Blend(Stage):
+    """Gives what its sources give, by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
+
+    The sources are readers, with or without a `ShuffleBuffer`, or branches that end in items or packs, each with its
+    own encoder; Blends too. `by="samples"` counts what comes, `by="tokens"` the encoder's `length` of it. In each lane
+    the share of a source among the first n samples, for every n, is within 1.5 samples of its weight's; by tokens,
+    within about two of the longest items. Over the lanes of a round it is so too where each takes `stride` samples:
+    give the batch's size.
+
+    A source that repeats has `epochs=None`; one that ends leaves its turns to the others, or ends the Blend where
+    `until` is "first". A source is known by its name, which keys the order of its shards and the random numbers of its
+    samples: the same shards under two names are two sources. Raises ValueError for wrong settings.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Stage],
+        *,
+        weights: Mapping[str, Weight],
+        by: By = "samples",
+        until: Until = "all",
+        stride: int = 1,
+    ) -> None:
+        _check(sources, weights)
+        for name, value, choices in [("by", by, get_args(By)), ("until", until, get_args(Until))]:
+            if value not in choices:
+                raise ValueError(f"Blend: {name} must be one of {', '.join(choices)}, not {value!r}")
+        if stride < 1:
+            raise ValueError(f"Blend: stride must be at least 1, not {stride}")
+        self._stages = dict(sorted(sources.items()))  # a source's turn does not depend on where it was written
+        self.weights = integer_weights({name: weights[name] for name in self._stages})
+        self.by = by
+        self.until = until
+        self.stride = stride
+        self._name_sources("")
+        self._encoder = self._common_encoder()
+        if by == "tokens" and self._encoder is None:
+            raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
+        self._ended: set[str] = set()
+        self._ahead = dict.fromkeys(self._stages, _NONE)  # refs taken from a source whose turn has not come
+        self._taken: tuple[str, Any, ItemRef] | None = None  # an item whose length is not known yet
+        self._ref: ItemRef = ()
+
+    def _name_sources(self, branch: str) -> None:
+        for name, stage in self._stages.items():
+            stage.name_branch(f"{branch}/{name}" if branch else name)
+        self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.tags}
+        if len(self._stage_of) < sum(len(stage.tags) for stage in self._stages.values()):
+            raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
+
+    def name_branch(self, name: str) -> None:
+        """Belong to a source of another `Blend`."""
+        self.branch = name
+        self._name_sources(name)
+
+    def _common_encoder(self) -> TaskEncoder | None:
+        encoders = [stage.encoder for stage in self._stages.values()]
+        if all(encoder is encoders[0] for encoder in encoders):
+            return encoders[0]
+        if any(encoder is None for encoder in encoders):
+            raise ValueError("Blend: some sources give samples and others items; end all before or all after Encode")
+        return _Several([encoder for encoder in encoders if encoder is not None])
+
+    # What the lane takes.
+
+    def __next__(self) -> Any:
+        if self._encoder is not None:
+            items, refs = self.take(1)
+            if not items:
+                raise StopIteration
+            self._ref = refs[0]
+            return items[0]
+        taken = self.take_refs(1)
+        if not len(taken):
+            raise StopIteration
+        self._ref = (int(taken["index"][0]), int(taken["epoch"][0]), 0)
+        return self.samples(taken)[0]
+
+    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+        """The next item and its ref; none only at the end. Of samples as of any stage that gives them."""
+        if self._encoder is None:
+            return super().take(n)
+        while active := self._active:
+            if self._taken is None:
+                turns = self._turns
+                source = turns.next() if isinstance(turns, TokenTurns) else turns.plan(1)[0]
+                items, refs = self._stages[active[source]].take(1)
+                if not items:
+                    self._end(active[source])
+                    continue
+                self._taken = active[source], items[0], refs[0]
+            name, item, ref = self._taken
+            if item is _MISSING:
+                item = self._stages[name].fetch(ref)
+            self._note_turn(active.index(name), self._stages[name], item)
+            self._taken = None
+            return [item], [ref]
+        return [], []
+
+    def _note_turn(self, source: int, stage: Stage, item: Any) -> None:
+        if isinstance(self._turns, Turns):
+            self._turns.take([source])
+            return
+        assert stage.encoder is not None
+        try:
+            self._turns.took(source, int(stage.encoder.length(item)))
+        except Exception as error:
+            raise EncodeError(
+                f"{type(stage.encoder).__name__}.length raised {type(error).__name__}: {error}; stage Blend, source "
+                f"{self._active[source]!r} of {self.lane}"
+            ) from error
+
+    def take_refs(self, n: int) -> RefArray:
+        """The refs of some samples, at most `n`: REF (any,); none only at the end."""
+        while n and self._active:
+            given = self._take_turns(n)
+            if len(given):
+                return given
+        return _NONE
+
+    def _take_turns(self, n: int) -> RefArray:
+        """The refs of the next turns, up to the first of a source that has ended."""
+        turns, active = self._turns, self._active
+        assert isinstance(turns, Turns)
+        chosen = np.array(turns.plan(n))
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            have = self._load(name, len(mine))
+            if have < len(mine):
+                chosen = chosen[: mine[have]]
+        given = np.empty(len(chosen), REF)
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            given[mine] = self._ahead[name][: len(mine)]
+            self._ahead[name] = self._ahead[name][len(mine) :]
+        turns.take(chosen.tolist())
+        if len(chosen) < n:
+            self._end(active[turns.plan(1)[0]])
+        return given
+
+    def _load(self, name: str, n: int) -> int:
+        """Have `n` refs of a source ahead, or as many as it still gives."""
+        while len(self._ahead[name]) < n:
+            fresh = self._stages[name].take_refs(n - len(self._ahead[name]))
+            if not len(fresh):
+                break
+            self._ahead[name] = np.concatenate([self._ahead[name], fresh])
+        return len(self._ahead[name])
+
+    # Whose turn it is.
+
+    @cached_property
+    def _active(self) -> list[str]:
+        """The sources that have more, by name; none when the Blend has ended."""
+        if self._ended and self.until == "first":
+            return []
+        return [name for name in self._stages if name not in self._ended]
+
+    @cached_property
+    def _turns(self) -> Turns | TokenTurns:
+        """The turns of the sources that have more, from the lane's own place on."""
+        weights = [self.weights[name] for name in self._active]
+        lags = self._lags if len(weights) == len(self._stages) else [0] * len(weights)
+        return Turns(weights, lags) if self.by == "samples" else TokenTurns(weights, lags)
+
+    @property
+    def _lags(self) -> list[int]:
+        """How far each source is behind where this lane begins."""
+        lane, weights = self.lane, tuple(self.weights.values())
+        phase = key(lane.seed, "blend", lane.epoch, self.depth, self.branch) % _PHASES
+        steps = [phase + index * self.stride for index in range(lane.count)]
+        found: list[list[int]] = lane.shared(
+            ("blend", weights, phase, self.stride, lane.count), lambda: lags_at(weights, steps)
+        )
+        return found[lane.index]
+
+    def _end(self, name: str) -> None:
+        self._ended.add(name)
+        self._drop_turns()
+
+    def _drop_turns(self) -> None:
+        self.__dict__.pop("_active", None)
+        self.__dict__.pop("_turns", None)
+
+    # What refs name.
+
+    def samples(self, refs: RefArray) -> list[Sample]:
+        """The samples that these refs name, unread."""
+        tags = (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
+        found: list[Any] = [None] * len(refs)
+        for tag in np.unique(tags).tolist():
+            mine = np.flatnonzero(tags == tag)
+            for place, sample in zip(mine.tolist(), self._of_tag(tag).samples(refs[mine]), strict=True):
+                found[place] = sample
+        return found
+
+    def fetch(self, ref: ItemRef | Ref) -> Any:
+        """Make the thing that a ref names again."""
+        if isinstance(ref, Ref):
+            for stage in self._stages.values():
+                if stage.reads(ref.source):
+                    return stage.fetch(ref)
+            raise CheckpointMismatchError(f"Blend: {ref} is of none of the sources {', '.join(self._stages)}")
+        return self._of_tag(tag_of(next(sample_indices(ref)))).fetch(ref)
+
+    def _of_tag(self, tag: int) -> Stage:
+        if tag not in self._stage_of:
+            raise CheckpointMismatchError(
+                f"Blend of {', '.join(self._stages)}: a ref has tag {tag}, which is that of none of them: was a source "
+                "removed or renamed since?"
+            )
+        return self._stage_of[tag]
+
+    # State.
+
+    def save_state(self) -> State:
+        """`sources`: the state of each, by name; `ended`: those that have; `turns`: the shares so far.
+
+        `ahead`: refs taken from a source whose turn has not come, 12 bytes each; `taken`: name and ref of an item that
+        was not given yet because an error came between, else None.
+        """
+        turns = self._turns
+        return {
+            "sources": {name: stage.save_state() for name, stage in self._stages.items()},
+            "ended": sorted(self._ended),
+            "ahead": {name: refs.tobytes() for name, refs in self._ahead.items() if len(refs)},
+            "taken": None if self._taken is None else (self._taken[0], self._taken[2]),
+            "turns": {
+                "names": list(self._active),
+                "weights": list(turns.weights),
+                "lags": list(turns.lags),
+                "counts": list(turns.counts),
+                "unit": turns.unit if isinstance(turns, TokenTurns) else 1,
+            },
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Go on from where `state` was taken. A source that is new begins; the turns do where weights are others."""
+        saved = parse_state(self, state, _BlendState)
+        for name, stage in self._stages.items():
+            if name in saved.sources:
+                stage.restore_state(saved.sources[name])
+        self._ended = {name for name in saved.ended if name in self._stages}
+        self._ahead = {name: np.frombuffer(saved.ahead.get(name, b""), REF) for name in self._stages}
+        self._taken = None
+        if saved.taken is not None and saved.taken[0] in self._stages:
+            self._taken = saved.taken[0], _MISSING, as_ref(saved.taken[1])
+        self._drop_turns()
+        turns = self._turns
+        if saved.turns.names == self._active and saved.turns.weights == turns.weights:
+            turns.lags, turns.counts = saved.turns.lags, saved.turns.counts
+            if isinstance(turns, TokenTurns):
+                turns.unit = saved.turns.unit
+        else:
+            log.info("Blend of %s: the shares are counted anew from here", self.lane)
+
+    def settings(self) -> dict[str, Any]:
+        """The names of the sources, their weights, and every other argument."""
+        return {
+            "sources": list(self._stages),
+            "weights": self.weights,
+            "by": self.by,
+            "until": self.until,
+            "stride": self.stride,
+        }
+
+    # What it is made of.
+
+    @property
+    def sources(self) -> tuple[Stage, ...]:
+        """The sources, by name."""
+        return tuple(self._stages.values())
+
+    @property
+    def ref(self) -> ItemRef:
+        """The ref of what `next` gave last."""
+        return self._ref
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of all the sources."""
+        return self.sources[0].lane
+
+    @property
+    def depth(self) -> int:
+        """One more than the deepest source."""
+        return 1 + max(stage.depth for stage in self.sources)
+
+    @property
+    def endless(self) -> bool:
+        """Whether some source never ends; until the first, whether none does."""
+        return (any if self.until == "all" else all)(stage.endless for stage in self.sources)
+
+    @property
+    def population(self) -> int:
+        """How many samples all the sources have."""
+        return sum(stage.population for stage in self.sources)
+
+    @property
+    def encoder(self) -> TaskEncoder | None:
+        """The encoder of all sources; one that only says so if they have several."""
+        return self._encoder
+
+
+class _Several(TaskEncoder):
+    """Stands for the encoders of several branches, of which a later stage cannot know whose to use."""
+
+    def __init__(self, encoders: list[TaskEncoder]) -> None:
+        self.global_rng = tuple(sorted({kind for encoder in encoders for kind in kinds(encoder.global_rng)}))
+
+    def length(self, item: Any) -> int:
+        """Raises ValueError."""
+        raise self._unclear("length")
+
+    def pack(self, items: list[Any], rng: Rng) -> Any:
+        """Raises ValueError."""
+        raise self._unclear("pack")
+
+    def batch(self, items: list[Any], rng: Rng) -> Any:
+        """Raises ValueError."""
+        raise self._unclear("batch")
+
+    def _unclear(self, method: str) -> ValueError:
+        return ValueError(
+            f"the branches of the Blend upstream have encoders of their own, and it is not clear whose {method} to "
+            "use: give the stage encoder="
+        )
+
+
+def _check(sources: Mapping[str, Stage], weights: Mapping[str, Weight]) -> None:
+    if not sources:
+        raise ValueError("Blend needs at least one source")
+    if sources.keys() != weights.keys():
+        missing, unknown = sorted(sources.keys() - weights.keys()), sorted(weights.keys() - sources.keys())
+        raise ValueError(f"Blend: every source needs a weight: none is given for {missing}; no source for {unknown}")
+    for name, stage in sources.items():
+        if not isinstance(name, str) or not name or set("/#") & set(name):
+            raise ValueError(f"Blend: a source's name is a word without / and #, not {name!r}")
+        if not isinstance(stage, Stage):
+            raise ValueError(f"Blend: the source {name!r} must be a stage, not {type(stage).__name__}")
+    lanes = [stage.lane for stage in sources.values()]
+    if any(lane is not lanes[0] for lane in lanes):
+        raise ValueError("Blend: all sources must be built for the same lane")
+
+
+_MISSING: Any = object()  # stands for an item that is made again from its ref
