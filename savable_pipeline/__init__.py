@@ -62,8 +62,8 @@ __all__ = [
     "WorkerError",
     "empty",
     "merge_states",
-    "stack",
     "read_mixture",
+    "stack",
 ]
 
 

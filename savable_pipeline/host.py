@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from savable_pipeline.batch import Batcher
+from savable_pipeline.batch import BatchStage
 from savable_pipeline.global_rng import kinds
 from savable_pipeline.lane import Lane
 from savable_pipeline.stage import Stage, upstream
-from savable_pipeline.stage_clock import StageClock, held_items
+from savable_pipeline.stage_clock import StageClock
 from savable_pipeline.state import LaneState, pack_state, unpack_state
 
 Pipeline: TypeAlias = Callable[[Lane], Stage]
@@ -101,7 +101,7 @@ class LaneHost:
             live.state = self._save(live, more)
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        remake_s = seconds * held_items(live.stage) / max(1, counts.get("Encode/items", 1))
+        remake_s = seconds * live.stage.held_items / max(1, counts.get("Encode/items", 1))
         return Delivery(None if dry or want == "pass" else batch, live.state, more, dry, seconds, remake_s, counts)
 
     def holds(self, lane: int, state: bytes) -> Stage | None:
@@ -128,7 +128,7 @@ class LaneHost:
     def _more(self, live: _Live) -> bool:
         if live.stage.endless:
             return True
-        if isinstance(live.stage, Batcher):
+        if isinstance(live.stage, BatchStage):
             return live.stage.more()
         if live.early is None:
             before = self._pack(live, True)  # as bytes at once: a stage may return what it will change

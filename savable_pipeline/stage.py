@@ -113,11 +113,6 @@ class Stage:
 
     @property
     def held_items(self) -> int:
-        """How many items this stage holds ready, which would be made again if the lane moved to another process."""
-        return 0
-
-    @property
-    def held_items(self) -> int:
         """How many made items are held here and upstream, which another process would have to make again."""
         return sum(source.held_items for source in self.sources)
 

@@ -49,11 +49,6 @@ def _untimed() -> Iterator[dict[str, int]]:
     yield {}
 
 
-def held_items(last: Stage) -> int:
-    """How many items all stages hold ready."""
-    return sum(stage.held_items for stage in upstream(last))
-
-
 @contextlib.contextmanager
 def _timed(last: Stage) -> Iterator[dict[str, int]]:
     """Inside, the nanoseconds that each stage takes, without those of the stages it asks, are added up by its name."""
