@@ -15,6 +15,7 @@ from savable_pipeline.encoder import Skip, TaskEncoder
 from savable_pipeline.errors import (
     CheckpointMismatchError,
     EncodeError,
+    RemoteError,
     SavableError,
     ShardError,
     StateError,
@@ -41,6 +42,7 @@ __all__ = [
     "Lane",
     "OnlinePacker",
     "Ref",
+    "RemoteError",
     "Rng",
     "Sample",
     "SavableError",

@@ -13,7 +13,7 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.indexing import INDEX_NAME, open_index
 from savable_pipeline.keys import key
 from savable_pipeline.sample import RefArray, Sample, matching
-from savable_pipeline.shard_index import ShardEntry
+from savable_pipeline.shard_index import ShardEntry, ShardIndex
 from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import members, split_name
 
@@ -27,9 +27,14 @@ class Dataset:
     """
 
     def __init__(self, shards: Shards, *, source: str = "") -> None:
-        self.root, names = find_shards(shards)
+        root, names = find_shards(shards)
+        self._use(root, names, open_index(root, names), source)
+
+    def _use(self, root: Path, names: list[str], index: ShardIndex, source: str) -> None:
+        """Be the dataset of these shards."""
+        self.root = root
         self.source = key("source", source)
-        self._index = open_index(self.root, names)
+        self._index = index
         self._place, self._starts, self._sizes = self._index.place, self._index.starts, self._index.sizes
         self._first: str | None = None  # the first part of every sample, if all have the same parts
         if len(self._index.layouts) == 1:
@@ -45,10 +50,14 @@ class Dataset:
                 f"{self.root}: no sample in {len(names)} shards; a sample's files are named KEY.EXTENSION in the tar"
             )
         self._handles: OrderedDict[int, int] = OrderedDict()
+        self.ahead = 0  # how many refs it wants to be told by `announce` before they are asked for
 
     def __del__(self) -> None:
         for fd in getattr(self, "_handles", {}).values():
             os.close(fd)
+
+    def announce(self, refs: RefArray) -> None:
+        """Hear what will be read soon."""
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread."""

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.dataset import Dataset
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.lane import Lane
 from savable_pipeline.reader_order import ShuffledEpoch, dealt, dealt_count, span
+from savable_pipeline.remote_dataset import open_dataset
 from savable_pipeline.sample import REF, Ref, RefArray, Sample
 from savable_pipeline.shard_paths import Shards
 from savable_pipeline.stage import ItemRef, Stage, State, parse_state
@@ -31,11 +31,14 @@ class _ReaderState(msgspec.Struct):
 class TarShardReader(Stage):
     """Gives the samples of a lane's share of some tar shards, unread.
 
-    `shards` is a folder (searched below), a glob, a brace pattern such as `{000..099}.tar`, one tar, or a list.
+    `shards` is a folder (searched below), a glob, a brace pattern such as `{000..099}.tar`, one tar, a URL, or a list.
     `epochs=None` never ends; a number is how many epochs one pass takes. `shuffle` permutes shards, and blocks of
     `block_size` samples within windows of `window` shards (None: all), anew each epoch, the same for all lanes;
     `block_size=1, window=None` is a full shuffle. Without it, blocks come in file order, dealt over the lanes.
-    Raises `ShardError` if there is nothing to read.
+    Shards may lie behind a URL (s3, gs, az, http, https): they are read through the folder `cache` (`SAVABLE_CACHE`,
+    or the user's cache), shared by all processes of a node, which takes at most `cache_bytes` of its disk
+    (`SAVABLE_CACHE_BYTES`, or 256 GiB but no more than 80 % of what is free).
+    Raises `ShardError` if there is nothing to read, `RemoteError` if a server cannot be reached.
     """
 
     def __init__(
@@ -47,13 +50,17 @@ class TarShardReader(Stage):
         shuffle: bool = True,
         block_size: int = 8,
         window: int | None = 32,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         for name, value in [("epochs", epochs), ("block_size", block_size), ("window", window)]:
             if value is not None and value < 1:
                 raise ValueError(f"TarShardReader: {name} must be at least 1, not {value}")
         shards = os.fspath(shards) if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
         names = shards if isinstance(shards, str) else tuple(shards)
-        self.dataset = lane.shared(("dataset", names), lambda: Dataset(shards))
+        self.dataset = lane.shared(
+            ("dataset", names), lambda: open_dataset(shards, cache=cache, cache_size=cache_bytes)
+        )
         self._orders: OrderedDict[Any, ShuffledEpoch] = lane.shared(("orders", names), OrderedDict)
         self._lane = lane
         self.epochs = epochs
@@ -77,6 +84,7 @@ class TarShardReader(Stage):
         self._position = position  # of the next ref to give
         self._ahead = np.empty(0, REF)  # refs worked out but not given
         self._used = 0
+        self._announced = position  # up to here the dataset knows what comes
 
     def __next__(self) -> Sample:
         refs = self.take_refs(1)
@@ -113,17 +121,26 @@ class TarShardReader(Stage):
             if self.epochs is not None and self._epoch + 1 - self._first_epoch >= self.epochs:
                 return False
             self._move_to(self._epoch + 1, 0)
-        start, stop = self._position, min(self._position + _CHUNK, self._length)
+        ahead = self.dataset.ahead
+        start, stop = self._position, min(self._position + min(_CHUNK, ahead or _CHUNK), self._length)
+        if ahead:
+            begin, self._announced = self._announced, min(stop + ahead, self._length)
+            self.dataset.announce(self._refs(begin, self._announced))
+        self._ahead = self._refs(start, stop)
+        self._used = 0
+        return True
+
+    def _refs(self, start: int, stop: int) -> RefArray:
+        """The refs at these positions of the lane's share of the epoch."""
         lane = self.lane
         if self.shuffle:
             index = self._order().locate(self._begin + start, self._begin + stop)
         else:
             index = dealt(start, stop, lane.index, lane.count, self._epoch, self.block_size)
-        self._ahead = np.empty(stop - start, REF)
-        self._ahead["index"] = index
-        self._ahead["epoch"] = self._epoch
-        self._used = 0
-        return True
+        refs = np.empty(stop - start, REF)
+        refs["index"] = index
+        refs["epoch"] = self._epoch
+        return refs
 
     def _order(self) -> ShuffledEpoch:
         data, lane = self.dataset, self.lane

@@ -15,6 +15,7 @@ class NumberDataset:
     """Stands in for a `Dataset`: shards of `sizes[i]` samples of which only the numbers exist."""
 
     source = 1
+    ahead = 0
 
     def __init__(self, sizes: list[int]) -> None:
         self.firsts = np.cumsum([0, *sizes])

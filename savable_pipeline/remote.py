@@ -1,0 +1,289 @@
+"""Which shards behind a URL a user means, and their index: the dataset's own, or one made in the cache.
+
+What needs the network here is done by a fetcher process that ends when the index is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import hashlib
+import logging
+import os
+import posixpath
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.fetcher import Fetcher
+from savable_pipeline.indexing import INDEX_NAME, scan
+from savable_pipeline.shard_cache import CachedShards, create_flags
+from savable_pipeline.shard_index import ShardIndex, ShardTable, replace_file, write_index
+from savable_pipeline.shard_paths import Shards, expand_braces
+
+log = logging.getLogger(__name__)
+
+SCHEMES = ("s3", "gs", "az", "http", "https")
+_INFO_NAME = ".nv-meta/.info.json"
+_AT_ONCE = 8  # shards fetched at a time to be indexed
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteShards:
+    """Shards behind one URL: names relative to `root`, sorted, and sizes in bytes where the server has listed them."""
+
+    root: str
+    names: list[str]
+    sizes: dict[str, int]
+
+
+def is_remote(shards: Shards) -> bool:
+    """Whether these are URLs. Raises `ShardError` for a mixture, or an unknown kind."""
+    specs = _specs(shards)
+    remote = [spec for spec in specs if "://" in spec]
+    if remote and len(remote) < len(specs):
+        raise ShardError(f"{remote[0]}: local shards and shards behind a URL need a reader each")
+    for spec in remote:
+        if spec.split("://")[0] not in SCHEMES:
+            raise ShardError(f"{spec}: shards can be read from {', '.join(SCHEMES)}, not from this kind of URL")
+        if "?" in spec and spec.startswith("http"):
+            raise ShardError(f"{spec}: a URL with a query names one object; shards need plain addresses")
+    return bool(remote)
+
+
+def _specs(shards: Shards) -> list[str]:
+    return [os.fspath(spec) for spec in ([shards] if isinstance(shards, str | os.PathLike) else shards)]
+
+
+def find_remote(shards: Shards, fetcher: Fetcher) -> RemoteShards:
+    """The shards that these URLs mean: folders, brace patterns, globs in buckets, tars, or a list of these.
+
+    The root is the folder given, or the deepest that holds all the shards. There are no names for a folder on a web
+    server, which has no listing. Raises `ShardError` if there is nothing, or a shard twice.
+    """
+    specs = [spelled for spec in _specs(shards) for spelled in expand_braces(spec)]
+    if len(specs) == 1 and not specs[0].endswith(".tar"):
+        root = specs[0].rstrip("/")
+        names, sizes = _listed(root, fetcher)
+        return RemoteShards(root, sorted(names), sizes)
+    urls: list[str] = []
+    sizes_by_url: dict[str, int] = {}
+    for spec in specs:
+        folder, pattern = _folder(spec)
+        if pattern is None and spec.endswith(".tar"):
+            urls.append(spec)
+            continue
+        names, sizes = _listed(folder, fetcher)
+        if not names:
+            raise ShardError(f"{spec}: a web server cannot be listed; name the shards, or give one folder alone")
+        found = [name for name in names if pattern is None or fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            raise ShardError(f"{spec}: no shard matches")
+        urls += [f"{folder}/{name}" for name in found]
+        sizes_by_url.update((f"{folder}/{name}", size) for name, size in sizes.items())
+    if len(set(urls)) < len(urls):
+        raise ShardError(f"{next(url for url in urls if urls.count(url) > 1)}: the same shard is named twice")
+    root = _common_root(urls)
+    names = sorted(url[len(root) + 1 :] for url in urls)
+    return RemoteShards(root, names, {url[len(root) + 1 :]: size for url, size in sizes_by_url.items()})
+
+
+def _folder(spec: str) -> tuple[str, str | None]:
+    """The folder of a spec, and the pattern below it if it has one."""
+    parts = spec.rstrip("/").split("/")
+    magic = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
+    return ("/".join(parts), None) if magic is None else ("/".join(parts[:magic]), "/".join(parts[magic:]))
+
+
+def _common_root(urls: list[str]) -> str:
+    places = {(urlsplit(url).scheme, urlsplit(url).netloc) for url in urls}
+    if len(places) > 1:
+        raise ShardError(f"{urls[0]}: the shards of one reader lie in one bucket or on one server, not {len(places)}")
+    scheme, netloc = places.pop()
+    return f"{scheme}://{netloc}{posixpath.commonpath([posixpath.dirname(urlsplit(url).path) for url in urls])}".rstrip(
+        "/"
+    )
+
+
+def _listed(root: str, fetcher: Fetcher) -> tuple[list[str], dict[str, int]]:
+    """The tars below a folder and their sizes; nothing of a web server, which has no listing."""
+    if root.startswith("http"):
+        return [], {}
+    sizes = {name: size for name, size in fetcher.ask("listing", root) if name.endswith(".tar") and not _hidden(name)}
+    if not sizes:
+        raise ShardError(f"{root}: no .tar object below this prefix")
+    return list(sizes), sizes
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def open_remote(shards: Shards, cache: Path, limit: int) -> tuple[RemoteShards, CachedShards]:
+    """The shards that these URLs mean, and the cache's version of them, indexed. Raises `ShardError`, `RemoteError`."""
+    with contextlib.closing(Fetcher(cache, limit)) as fetcher:
+        found = find_remote(shards, fetcher)
+        folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
+        with _locked(folder):
+            for litter in folder.glob("*.tmp"):
+                litter.unlink()
+            version = _own_index(found, folder, fetcher)
+            if not found.names:
+                found = _named(found, version, fetcher)
+            if version is None or not _knows(version, found):
+                version = _made_index(found, folder, fetcher, limit)
+            create_flags(version)
+        return found, CachedShards(version)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _named(found: RemoteShards, version: Path | None, fetcher: Fetcher) -> RemoteShards:
+    """With the names that the dataset's own index or Energon's `.info.json` gives."""
+    if version is not None:
+        names = [entry.name for entry in ShardIndex(version / "index").shards]
+        return RemoteShards(found.root, sorted(names), {})
+    raw = fetcher.ask("read", found.root, _INFO_NAME)
+    if raw is None:
+        raise ShardError(
+            f"{found.root}: a web server cannot be listed, and there is neither {INDEX_NAME} nor {_INFO_NAME}; name "
+            f"the shards, as in {found.root}/{{000..099}}.tar"
+        )
+    try:
+        return RemoteShards(found.root, sorted(msgspec.json.decode(raw, type=_Info).shard_counts), {})
+    except msgspec.DecodeError as error:
+        raise ShardError(f"{found.root}/{_INFO_NAME}: {error}") from error
+
+
+def _knows(version: Path, found: RemoteShards) -> bool:
+    """Whether an index has all the shards, as large as they are now."""
+    known = {entry.name: entry.size for entry in ShardIndex(version / "index").shards}
+    return all(name in known and found.sizes.get(name, known[name]) == known[name] for name in found.names)
+
+
+def _own_index(found: RemoteShards, folder: Path, fetcher: Fetcher) -> Path | None:
+    """The version that the dataset's own index describes; fetched if it is another than last time."""
+    stat = fetcher.ask("stat", found.root, INDEX_NAME)
+    if stat is None:
+        return None
+    size, stamp = stat
+    version = _pointed(folder / "own.json", stamp)
+    if version is not None:
+        return version
+    fresh = folder / "fetched.index"
+    fetcher.ask("whole", found.root, INDEX_NAME, size, str(fresh))
+    try:
+        return _install(folder, fresh, folder / "own.json", stamp)
+    except (ShardError, ValueError) as error:
+        log.warning("%s/%s: %s; another is made", found.root, INDEX_NAME, error)
+        return None
+
+
+def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int) -> Path:
+    """The version of an index made here, from shards fetched whole; they stay in the cache if it holds them all."""
+    names = hashlib.sha256("\0".join(found.names).encode()).hexdigest()[:32]
+    pointer = folder / f"made-{names}.json"
+    version = _pointed(pointer, names)
+    if version is not None and _knows(version, found):
+        return version
+    sizes = {name: found.sizes.get(name) or _size(found.root, name, fetcher) for name in found.names}
+    keep = sum(sizes.values()) <= limit
+    log.warning(
+        "%s has no index: all %d shards (%.3g GB) are fetched to make one; make it where they lie to avoid that",
+        found.root,
+        len(sizes),
+        sum(sizes.values()) / 1e9,
+    )
+    fresh = folder / "fetched.index"
+    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep))
+    version = _install(folder, fresh, pointer, names)
+    create_flags(version)
+    if keep:
+        _keep(CachedShards(version), folder / "scan")
+    shutil.rmtree(folder / "scan", ignore_errors=True)
+    return version
+
+
+def _size(root: str, name: str, fetcher: Fetcher) -> int:
+    stat = fetcher.ask("stat", root, name)
+    if stat is None:
+        raise ShardError(f"{root}/{name}: no such object on the server")
+    return int(stat[0])
+
+
+def _tables(root: str, sizes: dict[str, int], scanned: Path, fetcher: Fetcher, keep: bool) -> list[ShardTable]:
+    """Fetch and scan each shard, some fetched ahead; what an interrupted call left is not fetched again."""
+    tables: list[ShardTable] = []
+    coming: deque[tuple[str, int | None]] = deque()
+    names = iter(sizes)
+    while True:
+        while len(coming) < _AT_ONCE and (name := next(names, None)) is not None:
+            here = (scanned / name).exists() and (scanned / name).stat().st_size == sizes[name]
+            whole = ("whole", root, name, sizes[name], str(scanned / name))
+            coming.append((name, None if here else fetcher.begin(*whole)))
+        if not coming:
+            return tables
+        name, ticket = coming.popleft()
+        if ticket is not None:
+            fetcher.wait(ticket)
+        try:
+            tables.append(scan(scanned, name))
+        except ShardError as error:
+            (scanned / name).unlink()
+            raise ShardError(str(error).replace(str(scanned), root)) from None
+        if not keep:
+            (scanned / name).unlink()
+
+
+def _keep(cached: CachedShards, scanned: Path) -> None:
+    """Take shards that were fetched whole to be indexed as what the cache holds."""
+    for shard, entry in enumerate(cached.index.shards):
+        (scanned / entry.name).replace(cached.path(shard))
+        rows = slice(int(cached.firsts[shard]), int(cached.firsts[shard + 1]))
+        cached.present[rows] |= 1
+        fd = cached.open(shard)
+        cached.sync_if_complete(shard, fd)
+        os.close(fd)
+
+
+def _pointed(pointer: Path, stamp: str) -> Path | None:
+    """The version that a pointer names, if it was made for this stamp and is there."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        made = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
+        version = pointer.parent / made.version
+        if made.stamp == stamp and (version / "index").exists():
+            return version
+    return None
+
+
+def _install(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
+    """Move an index to where its checksum says, and let the pointer name it. Raises `ShardError` if it is damaged."""
+    ShardIndex(fresh)
+    with fresh.open("rb") as file:
+        version = folder / file.read(16)[8:].hex()
+    version.mkdir(exist_ok=True)
+    fresh.replace(version / "index")
+    replace_file(pointer, [msgspec.json.encode(_Pointer(stamp, version.name))])
+    return version
+
+
+class _Pointer(msgspec.Struct):
+    stamp: str  # what it was made for: the server's stamp of the index, or a hash of the names
+    version: str
+
+
+class _Info(msgspec.Struct):
+    shard_counts: dict[str, int]

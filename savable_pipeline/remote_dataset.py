@@ -1,0 +1,184 @@
+"""`RemoteDataset`: a dataset behind a URL, read from the cache, which is told ahead what will be read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.dataset import OPEN_SHARDS, Dataset
+from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, WAITED, Fetcher
+from savable_pipeline.remote import is_remote, open_remote
+from savable_pipeline.sample import RefArray, Sample
+from savable_pipeline.shard_cache import cache_bytes, cache_folder
+from savable_pipeline.shard_paths import Shards
+
+_TRIES = 100  # how often a sample may be evicted before it could be read
+_AHEAD = 16, 2048  # refs announced before they are given, at least and at most
+_AHEAD_BYTES = 64 << 20  # and about so many bytes a lane
+_BLOCKS_KEPT = 1 << 18
+
+
+def open_dataset(
+    shards: Shards, *, source: str = "", cache: str | os.PathLike[str] | None = None, cache_size: int | None = None
+) -> Dataset:
+    """The dataset of some shards, on a disk or behind a URL; the last two are of the cache for the latter."""
+    if not is_remote(shards):
+        return Dataset(shards, source=source)
+    return RemoteDataset(shards, source=source, cache=cache, cache_size=cache_size)
+
+
+class RemoteDataset(Dataset):
+    """An indexed set of shards behind a URL.
+
+    A dataset that fits into the cache is fetched in pieces of 8 MiB, one that does not in the very blocks that the
+    plan names, so that each byte is fetched once an epoch whatever else the cache must hold.
+    """
+
+    def __init__(
+        self, shards: Shards, *, source: str, cache: str | os.PathLike[str] | None, cache_size: int | None
+    ) -> None:
+        self._cache = cache_folder(cache)
+        self._limit = cache_bytes(cache_size, self._cache)
+        self._fetcher: Fetcher | None = None
+        found, self._cached = open_remote(shards, self._cache, self._limit)
+        self._url = found.root
+        self._use(Path(found.root), found.names, self._cached.index, source)
+        self._present, self._used = self._cached.present.data, self._cached.used.data
+        tables = self._cached.index.tables()
+        self._first_rows = np.array([tables[name][1] for name in found.names], dtype=np.int64)  # by shard
+        self._starts_of = np.frombuffer(self._cached.index.starts, np.uint64)  # (rows,)
+        size = sum(entry.size for entry in self.entries)
+        self._whole = size <= self._limit
+        self.ahead = max(_AHEAD[0], min(_AHEAD[1], _AHEAD_BYTES * self.count // size))
+        self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
+        self._asked: set[tuple[int, int]] = set()  # pieces that were asked for
+
+    def __del__(self) -> None:
+        super().__del__()
+        if getattr(self, "_fetcher", None) is not None:
+            self._drop_fetcher()
+
+    def announce(self, refs: RefArray) -> None:
+        """Let what these refs name be fetched, and kept until it has been read: a plan needs it."""
+        rows = self._rows_of(refs)
+        here = self._cached.present[rows] & 1 == 1
+        self._cached.used[rows[here]] = 0
+        if not here.all():
+            blocks = self._requests(np.unique(rows[~here]))
+            if not self._whole:
+                if len(self._blocks) > _BLOCKS_KEPT:
+                    self._blocks.clear()
+                self._blocks.update((row, block) for block in blocks for row in range(*block))
+            self._tell(ANNOUNCED, blocks)
+
+    def samples(self, refs: RefArray) -> list[Sample]:
+        """The samples that these refs name, unread; those that are not in the cache are asked for."""
+        rows = self._rows_of(refs)
+        absent = rows[self._cached.present[rows] & 1 == 0]
+        if len(absent):
+            if self._whole:
+                self._tell(SOON, self._requests(np.unique(absent)))
+            else:
+                self._tell(SOON, dict.fromkeys(self._blocks.get(row, (row, row + 1)) for row in absent.tolist()))
+        return super().samples(refs)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """The bytes of one part of a sample. Raises KeyError, `ShardError`, or `RemoteError`."""
+        for _ in range(_TRIES):
+            seen = self._present[row]
+            if seen & 1:
+                data = super().read(shard, row, extension)
+                if self._present[row] == seen:  # else it was evicted meanwhile, and this may be a hole
+                    self._used[row] = 1
+                    return data
+            self._wait_for(row)
+        raise self._evicted(shard)
+
+    def key(self, shard: int, row: int) -> str:
+        """The key of a sample, read from the header of its first member."""
+        for _ in range(_TRIES):
+            seen = self._present[row]
+            if seen & 1:
+                with contextlib.suppress(ShardError):
+                    key = super().key(shard, row)
+                    if self._present[row] == seen:
+                        return key
+                if self._present[row] == seen:
+                    return super().key(shard, row)
+            self._wait_for(row)
+        raise self._evicted(shard)
+
+    def _open(self, shard: int) -> int:
+        """A handle of a shard's file in the cache, which is there as soon as one of its rows is."""
+        path = self._cached.path(self._cached.shard_of(int(self._first_rows[shard])))
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RemoteError(f"{path}: {error.strerror}; was the cache cleared? Start again to fill it") from error
+        self._handles[shard] = fd
+        while len(self._handles) > OPEN_SHARDS:
+            os.close(self._handles.popitem(last=False)[1])
+        return fd
+
+    def _rows_of(self, refs: RefArray) -> NDArray[np.int64]:
+        """The index's rows that these refs name."""
+        index = refs["index"].astype(np.int64)
+        shards = np.searchsorted(self.firsts, index, side="right") - 1
+        rows: NDArray[np.int64] = self._first_rows[shards] + (index - self.firsts[shards])
+        return rows
+
+    def _requests(self, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """What to ask for to get these ascending rows: runs of rows of one shard, of about a piece at most."""
+        shards = np.searchsorted(self._cached.firsts, rows, side="right") - 1
+        pieces = self._starts_of[rows] // np.uint64(PIECE)
+        if not self._whole:
+            cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
+            return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
+        wanted = dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))
+        fresh = [piece for piece in wanted if piece not in self._asked]
+        self._asked.update(fresh)
+        return [self._piece(*piece) for piece in fresh]
+
+    def _piece(self, shard: int, piece: int) -> tuple[int, int]:
+        """The rows of a shard that start in its piece number `piece`."""
+        first, end = self._cached.firsts[shard : shard + 2]
+        borders = np.array([piece * PIECE, (piece + 1) * PIECE], dtype=np.uint64)
+        row, stop = first + np.searchsorted(self._starts_of[first:end], borders)
+        return int(row), int(stop)
+
+    def _wait_for(self, row: int) -> None:
+        """Fetch a row, with the block or the piece that it lies in."""
+        if self._whole:
+            block = self._piece(self._cached.shard_of(row), self._cached.index.starts[row] // PIECE)
+        else:
+            block = self._blocks.get(row, (row, row + 1))
+        self._own_fetcher().ask("rows", self._url, str(self._cached.folder), *block, WAITED)
+
+    def _tell(self, urgency: int, blocks: Iterable[tuple[int, int]]) -> None:
+        for row, stop in blocks:
+            self._own_fetcher().tell(urgency, "rows", self._url, str(self._cached.folder), row, stop, urgency)
+
+    def _own_fetcher(self) -> Fetcher:
+        """This process's own: one inherited by a fork is the parent's."""
+        if self._fetcher is None or self._fetcher.owner != os.getpid():
+            self._drop_fetcher()
+            self._fetcher = Fetcher(self._cache, self._limit)
+            self._asked.clear()
+        return self._fetcher
+
+    def _drop_fetcher(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    def _evicted(self, shard: int) -> RemoteError:
+        return RemoteError(
+            f"{self._url}/{self.shard_name(shard)}: a sample was evicted {_TRIES} times before it could be read; the "
+            f"cache of {self._limit} bytes is too small for what its processes read at once: give a larger cache_bytes"
+        )

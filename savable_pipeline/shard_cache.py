@@ -1,0 +1,303 @@
+"""The local cache of remote shards: files with holes, shared by all processes of a node, and bounded.
+
+    CACHE/room                      bytes in use by all datasets, and the lock under which room is made
+    CACHE/DATASET/lock              held while an index is fetched or made
+    CACHE/DATASET/scan/…            shards that are being indexed
+    CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum
+    CACHE/DATASET/VERSION/flags     boot id 64 │ present u8 (rows,) │ used u8 (rows,) │ synced u8 (shards,)
+    CACHE/DATASET/VERSION/N.tar     shard number N of the index: only the samples that were needed, the rest are holes
+
+A row is a sample of the index. Its bytes are written first, and then its `present` becomes odd; when it is evicted
+`present` becomes even first, and then its bytes become a hole. So whoever reads it and finds the same odd number
+before and after has read the right bytes; no one reads a part. Both changes are made under a lock on these very bytes
+of the shard's file, which dies with the process that holds it. `used` is 0 while a plan still needs the row.
+
+A machine that goes down may lose what it had not written to disk: after a start (another boot id) only the shards
+stay that were complete and had been synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.shard_index import ShardIndex
+from savable_pipeline.tar import padded
+
+DEFAULT_BYTES = 256 << 30
+_FREE_SHARE = 0.8  # of the disk's free space at most, unless a size is given
+_HEAD = 64
+_LOW_WATER = 0.9  # room is made for more than is asked, so that it is seldom made
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_NO_LIMIT = 1 << 62
+
+Flags = NDArray[np.uint8]
+
+
+def cache_folder(given: str | os.PathLike[str] | None) -> Path:
+    """The cache: as given, or `SAVABLE_CACHE`, or `savable_pipeline/shards` in the user's cache."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "savable_pipeline" / "shards"
+    return Path(given or os.environ.get("SAVABLE_CACHE") or usual).absolute()
+
+
+def cache_bytes(given: int | None, folder: Path) -> int:
+    """The cache's bound: as given, or `SAVABLE_CACHE_BYTES`, or 256 GiB but no more than 80 % of the free space."""
+    from_environment = os.environ.get("SAVABLE_CACHE_BYTES")
+    if given is None and from_environment:
+        if not from_environment.isdecimal():
+            raise ValueError(f"SAVABLE_CACHE_BYTES must be a number of bytes, not {from_environment!r}")
+        given = int(from_environment)
+    if given is not None:
+        if given < 1:
+            raise ValueError(f"cache_bytes must be at least 1, not {given}")
+        return given
+    folder.mkdir(parents=True, exist_ok=True)
+    return min(DEFAULT_BYTES, int((shutil.disk_usage(folder).free + _in_use(folder)) * _FREE_SHARE))
+
+
+class CachedShards:
+    """What the cache holds of one version of a dataset: its index, its flags and its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = ShardIndex(folder / "index")
+        self.rows = len(self.index.starts)
+        self.firsts = np.cumsum([0, *(entry.samples for entry in self.index.shards)])  # int64 (shards + 1,)
+        with (folder / "flags").open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD)
+        self.present: Flags = flags[: self.rows]
+        self.used: Flags = flags[self.rows : 2 * self.rows]
+        self.synced: Flags = flags[2 * self.rows :]
+
+    def path(self, shard: int) -> Path:
+        """The file of a shard."""
+        return self.folder / f"{shard}.tar"
+
+    def shard_of(self, row: int) -> int:
+        """The number of the shard that holds a row."""
+        return int(np.searchsorted(self.firsts, row, side="right")) - 1
+
+    def extent(self, row: int, stop: int) -> tuple[int, int]:
+        """The first byte of a row, and the one after row `stop - 1` of the same shard."""
+        index, last = self.index, stop - 1
+        if stop < self.rows and stop < self.firsts[self.shard_of(row) + 1]:
+            return index.starts[row], index.starts[stop]
+        layout = index.layout(last)
+        offset, size = index.place(last, len(layout.gaps) - 1, layout)
+        return index.starts[row], offset + padded(size)
+
+    def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
+        """The runs of rows from `row` to `stop - 1` that are not here."""
+        return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
+
+    def open(self, shard: int) -> int:
+        """A descriptor of a shard's file, of its full size and empty if it was not there."""
+        fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        size = self.index.shards[shard].size
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, size)
+        return fd
+
+    def arrived(self, row: int, stop: int) -> None:
+        """Take note that these rows were absent and have been written; the caller holds the lock on their bytes."""
+        self.used[row:stop] = 0
+        self.present[row:stop] += 1
+
+    def sync_if_complete(self, shard: int, fd: int) -> None:
+        """Bring a shard that is complete to the disk, once, so that it outlives a crash of the machine."""
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        if not self.synced[shard] and (self.present[first:end] & 1).all():
+            os.fdatasync(fd)
+            self.synced[shard] = 1
+
+    def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
+        """Drop the rows of a shard that were used, or with `wanted` all; those that are being written stay."""
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        drop = self.present[first:end] & 1 == 1
+        if not wanted:
+            drop &= self.used[first:end] == 1
+        for row, stop in runs(first + np.flatnonzero(drop)):
+            start, past = self.extent(row, stop)
+            with contextlib.suppress(BlockingIOError), locked(fd, start, past, wait=False):
+                if not self.missing(row, stop):
+                    self.synced[shard] = 0
+                    self.present[row:stop] += 1
+                    punch_hole(fd, start, past)
+
+
+def create_flags(folder: Path) -> None:
+    """Make the flags of a version, or after a start of the machine drop what may not have reached the disk."""
+    path, boot = folder / "flags", boot_id()
+    index = ShardIndex(folder / "index")
+    rows, shards = len(index.starts), len(index.shards)
+    if not path.exists():
+        aside = path.with_name("flags.tmp")
+        with aside.open("wb") as file:
+            file.write(boot)
+            file.truncate(_HEAD + 2 * rows + shards)
+        aside.replace(path)
+        return
+    with path.open("r+b") as file:
+        if file.read(_HEAD) == boot:
+            return
+    cached = CachedShards(folder)
+    for shard in range(shards):
+        if not cached.synced[shard]:
+            cached.present[int(cached.firsts[shard]) : int(cached.firsts[shard + 1])] = 0
+            cached.path(shard).unlink(missing_ok=True)
+    with path.open("r+b") as file:
+        file.write(boot)
+
+
+def boot_id() -> bytes:
+    """What names the running of this machine since it was started: 64 bytes."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return (path.read_bytes().strip() if path.exists() else b"unknown").ljust(_HEAD, b"\0")
+
+
+def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs: first, and the one after the last."""
+    if not len(rows):
+        return []
+    breaks = np.flatnonzero(np.diff(rows) != 1)
+    first = rows[np.r_[0, breaks + 1]]
+    last = rows[np.r_[breaks, len(rows) - 1]] + 1
+    return list(zip(first.tolist(), last.tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
+    """Hold the bytes `start` to `stop - 1` of an open file; other descriptors wait, or get BlockingIOError.
+
+    The lock is the descriptor's: it goes when the process dies. Each thread needs a descriptor of its own.
+    """
+    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
+    try:
+        yield
+    finally:
+        fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, stop - start, 0))
+
+
+def punch_hole(fd: int, start: int, stop: int) -> None:
+    """Give the bytes of a file back to the disk. Raises OSError where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, _PUNCH, ctypes.c_long(start), ctypes.c_long(stop - start)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)}: the cache needs a file system that can punch holes, such as ext4")
+
+
+class Room:
+    """Keeps the cache's files below `limit` bytes of disk: what was used leaves first, by shard, oldest first.
+
+    What a plan needs next leaves only for what is needed at this moment. What several processes write at the same
+    time may pass the limit by as much.
+    """
+
+    def __init__(self, cache: Path, limit: int) -> None:
+        cache.mkdir(parents=True, exist_ok=True)
+        self._cache = cache
+        self._limit = limit
+        self._fd = os.open(cache / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        self._threads = threading.Lock()  # the file's lock is one for all threads
+        self._known: dict[Path, CachedShards] = {}
+
+    def take(self, size: int, *, needed: bool) -> bool:
+        """Count `size` bytes as in use, once there is room; False if there is none and they are not `needed` now."""
+        with self._locked():
+            in_use = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            if in_use + size > self._limit:
+                in_use = self._make(self._limit - size, needed)
+                if in_use + size > self._limit and not needed:
+                    self._write(in_use)
+                    return False
+            self._write(in_use + size)
+            return True
+
+    def free(self, size: int) -> bool:
+        """Make `size` bytes free on a disk that is full; False if nothing could be freed."""
+        with self._locked():
+            before = _in_use(self._cache)
+            self._write(self._make(before - size, needed=True))
+            return _in_use(self._cache) < before
+
+    def _write(self, in_use: int) -> None:
+        os.pwrite(self._fd, in_use.to_bytes(8, "little"), 0)
+
+    def _make(self, goal: int, needed: bool) -> int:
+        """Evict until the files take `goal` bytes; gives what they take then."""
+        files = sorted((stat.st_mtime_ns, path) for path, stat in _files(self._cache))
+        in_use = _in_use(self._cache)
+        if in_use > goal:
+            in_use = self._evict(files, in_use, int(goal * _LOW_WATER), wanted=False)
+        if in_use > goal and needed:
+            in_use = self._evict(files, in_use, goal, wanted=True)
+        return in_use
+
+    def _evict(self, files: list[tuple[int, Path]], in_use: int, goal: int, *, wanted: bool) -> int:
+        for _, path in files:
+            if in_use <= goal:
+                break
+            cached = self._cached(path.parent)
+            if cached is None:
+                continue
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                before = os.fstat(fd).st_blocks
+                cached.evict(int(path.stem), fd, wanted=wanted)
+                in_use -= 512 * (before - os.fstat(fd).st_blocks)
+            finally:
+                os.close(fd)
+        return in_use
+
+    def _cached(self, folder: Path) -> CachedShards | None:
+        if folder not in self._known:
+            try:
+                self._known[folder] = CachedShards(folder)
+            except (OSError, ValueError):
+                return None
+        return self._known[folder]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._threads:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def write_at(fd: int, data: memoryview, offset: int, free: Callable[[int], bool]) -> None:
+    """Write all of `data`; a full disk is given room by `free` as long as that helps. Raises OSError."""
+    while data:
+        try:
+            done = os.pwrite(fd, data, offset)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not free(len(data)):
+                raise
+            continue
+        data, offset = data[done:], offset + done
+
+
+def _files(cache: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in cache.rglob("*.tar"):
+        with contextlib.suppress(FileNotFoundError):
+            yield path, path.stat()
+
+
+def _in_use(cache: Path) -> int:
+    return sum(512 * stat.st_blocks for _, stat in _files(cache))
