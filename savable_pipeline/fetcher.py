@@ -38,6 +38,7 @@ class Fetcher:
         if importlib.util.find_spec("obstore") is None:  # finds it without running it
             raise RemoteError("shards behind a URL need obstore: pip install 'savable_pipeline[cloud]'")
         self.owner = os.getpid()
+        self.ended = False
         self._ticket = 0
         self._answers: dict[int, Any] = {}
         self._sending, self._receiving = threading.Lock(), threading.Lock()
@@ -90,8 +91,11 @@ class Fetcher:
                 raise self._ended() from error
 
     def _ended(self) -> RemoteError:
+        self.ended = True
         code = self._process.wait()
-        return RemoteError(f"the process that fetches remote shards ended with code {code}; its errors are above")
+        return RemoteError(
+            f"the process that fetches remote shards ended with code {code}; the next call starts another"
+        )
 
     def close(self) -> None:
         """End the process; in a forked child, only let go of what was inherited."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
-from savable_pipeline.fetcher import ANNOUNCED, PIECE, WAITED
-from savable_pipeline.shard_cache import CachedShards, Room, locked, write_at
+from savable_pipeline.fetcher import PIECE
+from savable_pipeline.shard_cache import LEFT_OUT, CachedShards, Room, locked, write_at
 from savable_pipeline.shard_index import ShardEntry
 from savable_pipeline.stores import Stores
 
@@ -56,35 +56,52 @@ class _Work:
         """Fetch an object into a new file, aside first; `size` in bytes."""
         aside = Path(f"{path}.tmp")
         aside.parent.mkdir(parents=True, exist_ok=True)
-        self._room.take(size, needed=True)
+        self._room.take(size)
         with aside.open("wb") as file:
             self._copy(root, ShardEntry(name, size, 0, 0), file.fileno(), 0, size)
         aside.replace(path)
         return size
 
-    def rows(self, root: str, folder: str, row: int, stop: int, urgency: int) -> int:
+    def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> int:
         """Fetch those rows of one shard that are not in the cache; gives the bytes fetched.
 
-        Whoever waits also waits for others that fetch these rows now; the rest leave that to them.
+        Where there is no room for all, only those that are `needed` now. If others fetch some of them at this moment,
+        whoever waits waits for them too; the rest leave it to them.
         """
         cached = self._version(folder)
         if not cached.missing(row, stop):
             return 0
-        shard, fetched = cached.shard_of(row), 0
+        shard = cached.shard_of(row)
         fd = cached.open(shard)
         try:
-            with contextlib.suppress(BlockingIOError), locked(fd, *cached.extent(row, stop), wait=urgency == WAITED):
-                for first, end in cached.missing(row, stop):  # who comes second finds all of it here
-                    start, past = cached.extent(first, end)
-                    if not self._room.take(past - start, needed=urgency != ANNOUNCED):
-                        break
-                    self._copy(root, cached.index.shards[shard], fd, start, past)
-                    cached.arrived(first, end)
-                    fetched += past - start
-            cached.sync_if_complete(shard, fd)
+            with contextlib.suppress(BlockingIOError), locked(fd, *cached.extent(row, stop), wait=wait):
+                return self._rows(root, cached, fd, row, stop, needed)
         finally:
             os.close(fd)
+        return 0
+
+    def _rows(self, root: str, cached: CachedShards, fd: int, row: int, stop: int, needed: list[int]) -> int:
+        """The same with the lock held: who came second finds here what the first has fetched."""
+        fetched, alone = 0, list[int]()
+        for first, end in cached.missing(row, stop):
+            start, past = cached.extent(first, end)
+            if self._room.take_ahead(past - start):
+                fetched += self._fetch(root, cached, fd, first, end)
+            else:
+                cached.used[first:end] = LEFT_OUT
+                alone += [row for row in needed if first <= row < end]
+        for row in alone:
+            start, past = cached.extent(row, row + 1)
+            self._room.take(past - start)
+            fetched += self._fetch(root, cached, fd, row, row + 1)
+        cached.sync_if_complete(cached.shard_of(row), fd)
         return fetched
+
+    def _fetch(self, root: str, cached: CachedShards, fd: int, row: int, stop: int) -> int:
+        start, past = cached.extent(row, stop)
+        self._copy(root, cached.index.shards[cached.shard_of(row)], fd, start, past)
+        cached.arrived(row, stop)
+        return past - start
 
     def _copy(self, root: str, entry: ShardEntry, fd: int, start: int, stop: int) -> None:
         """Bytes of a shard into the same place of a file."""

@@ -123,9 +123,9 @@ class TarShardReader(Stage):
             self._move_to(self._epoch + 1, 0)
         ahead = self.dataset.ahead
         start, stop = self._position, min(self._position + min(_CHUNK, ahead or _CHUNK), self._length)
-        if ahead:
-            begin, self._announced = self._announced, min(stop + ahead, self._length)
-            self.dataset.announce(self._refs(begin, self._announced))
+        if ahead and (begin := self._announced) < (end := min(stop + ahead, self._length)):
+            self._announced = end
+            self.dataset.announce(self._refs(begin, end))
         self._ahead = self._refs(start, stop)
         self._used = 0
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,10 @@ from numpy.typing import NDArray
 
 from savable_pipeline.dataset import OPEN_SHARDS, Dataset
 from savable_pipeline.errors import RemoteError, ShardError
-from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, WAITED, Fetcher
+from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
 from savable_pipeline.remote import is_remote, open_remote
 from savable_pipeline.sample import RefArray, Sample
-from savable_pipeline.shard_cache import cache_bytes, cache_folder
+from savable_pipeline.shard_cache import AHEAD_SHARE, LEFT_OUT, USED, WANTED, cache_bytes, cache_folder
 from savable_pipeline.shard_paths import Shards
 
 _TRIES = 100  # how often a sample may be evicted before it could be read
@@ -47,6 +46,7 @@ class RemoteDataset(Dataset):
         self._limit = cache_bytes(cache_size, self._cache)
         self._fetcher: Fetcher | None = None
         found, self._cached = open_remote(shards, self._cache, self._limit)
+        self._cached.hold()
         self._url = found.root
         self._use(Path(found.root), found.names, self._cached.index, source)
         self._present, self._used = self._cached.present.data, self._cached.used.data
@@ -54,10 +54,10 @@ class RemoteDataset(Dataset):
         self._first_rows = np.array([tables[name][1] for name in found.names], dtype=np.int64)  # by shard
         self._starts_of = np.frombuffer(self._cached.index.starts, np.uint64)  # (rows,)
         size = sum(entry.size for entry in self.entries)
-        self._whole = size <= self._limit
-        self.ahead = max(_AHEAD[0], min(_AHEAD[1], _AHEAD_BYTES * self.count // size))
+        self._whole = size <= self._limit * AHEAD_SHARE
+        self.ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
         self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
-        self._asked: set[tuple[int, int]] = set()  # pieces that were asked for
+        self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
 
     def __del__(self) -> None:
         super().__del__()
@@ -68,24 +68,26 @@ class RemoteDataset(Dataset):
         """Let what these refs name be fetched, and kept until it has been read: a plan needs it."""
         rows = self._rows_of(refs)
         here = self._cached.present[rows] & 1 == 1
-        self._cached.used[rows[here]] = 0
+        self._cached.used[rows] = WANTED
         if not here.all():
             blocks = self._requests(np.unique(rows[~here]))
-            if not self._whole:
-                if len(self._blocks) > _BLOCKS_KEPT:
-                    self._blocks.clear()
-                self._blocks.update((row, block) for block in blocks for row in range(*block))
-            self._tell(ANNOUNCED, blocks)
+            if self._whole:
+                blocks = [block for block in blocks if block not in self._asked]
+                self._asked.update(blocks)
+            else:
+                self._remember(blocks)
+            for block in blocks:
+                self._own_fetcher().tell(ANNOUNCED, "rows", *self._place_of(block), [], False)
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread; those that are not in the cache are asked for."""
         rows = self._rows_of(refs)
-        absent = rows[self._cached.present[rows] & 1 == 0]
-        if len(absent):
-            if self._whole:
-                self._tell(SOON, self._requests(np.unique(absent)))
-            else:
-                self._tell(SOON, dict.fromkeys(self._blocks.get(row, (row, row + 1)) for row in absent.tolist()))
+        absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
+        blocks: dict[tuple[int, int], list[int]] = {}
+        for row in absent:
+            blocks.setdefault(self._block(row), []).append(row)
+        for block, needed in blocks.items():
+            self._own_fetcher().tell(SOON, "rows", *self._place_of(block), needed, False)
         return super().samples(refs)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -95,7 +97,7 @@ class RemoteDataset(Dataset):
             if seen & 1:
                 data = super().read(shard, row, extension)
                 if self._present[row] == seen:  # else it was evicted meanwhile, and this may be a hole
-                    self._used[row] = 1
+                    self._used[row] = USED
                     return data
             self._wait_for(row)
         raise self._evicted(shard)
@@ -137,13 +139,10 @@ class RemoteDataset(Dataset):
         """What to ask for to get these ascending rows: runs of rows of one shard, of about a piece at most."""
         shards = np.searchsorted(self._cached.firsts, rows, side="right") - 1
         pieces = self._starts_of[rows] // np.uint64(PIECE)
-        if not self._whole:
-            cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
-            return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
-        wanted = dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))
-        fresh = [piece for piece in wanted if piece not in self._asked]
-        self._asked.update(fresh)
-        return [self._piece(*piece) for piece in fresh]
+        if self._whole:
+            return [self._piece(*piece) for piece in dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))]
+        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
 
     def _piece(self, shard: int, piece: int) -> tuple[int, int]:
         """The rows of a shard that start in its piece number `piece`."""
@@ -152,21 +151,29 @@ class RemoteDataset(Dataset):
         row, stop = first + np.searchsorted(self._starts_of[first:end], borders)
         return int(row), int(stop)
 
-    def _wait_for(self, row: int) -> None:
-        """Fetch a row, with the block or the piece that it lies in."""
+    def _block(self, row: int) -> tuple[int, int]:
+        """What to fetch together with a row: what it was announced with, unless there was no room for that."""
+        if self._used[row] == LEFT_OUT:
+            return row, row + 1
         if self._whole:
-            block = self._piece(self._cached.shard_of(row), self._cached.index.starts[row] // PIECE)
-        else:
-            block = self._blocks.get(row, (row, row + 1))
-        self._own_fetcher().ask("rows", self._url, str(self._cached.folder), *block, WAITED)
+            return self._piece(self._cached.shard_of(row), self._cached.index.starts[row] // PIECE)
+        return self._blocks.get(row, (row, row + 1))
 
-    def _tell(self, urgency: int, blocks: Iterable[tuple[int, int]]) -> None:
-        for row, stop in blocks:
-            self._own_fetcher().tell(urgency, "rows", self._url, str(self._cached.folder), row, stop, urgency)
+    def _remember(self, blocks: list[tuple[int, int]]) -> None:
+        if len(self._blocks) > _BLOCKS_KEPT:
+            self._blocks.clear()
+        self._blocks.update((row, block) for block in blocks for row in range(*block))
+
+    def _wait_for(self, row: int) -> None:
+        """Fetch a row, and with it what it was announced with if there is room."""
+        self._own_fetcher().ask("rows", *self._place_of(self._block(row)), [row], True)
+
+    def _place_of(self, block: tuple[int, int]) -> tuple[str, str, int, int]:
+        return self._url, str(self._cached.folder), *block
 
     def _own_fetcher(self) -> Fetcher:
-        """This process's own: one inherited by a fork is the parent's."""
-        if self._fetcher is None or self._fetcher.owner != os.getpid():
+        """This process's own: one inherited by a fork is the parent's; one that ended is replaced."""
+        if self._fetcher is None or self._fetcher.owner != os.getpid() or self._fetcher.ended:
             self._drop_fetcher()
             self._fetcher = Fetcher(self._cache, self._limit)
             self._asked.clear()

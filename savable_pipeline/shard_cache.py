@@ -10,7 +10,8 @@
 A row is a sample of the index. Its bytes are written first, and then its `present` becomes odd; when it is evicted
 `present` becomes even first, and then its bytes become a hole. So whoever reads it and finds the same odd number
 before and after has read the right bytes; no one reads a part. Both changes are made under a lock on these very bytes
-of the shard's file, which dies with the process that holds it. `used` is 0 while a plan still needs the row.
+of the shard's file, which dies with the process that holds it. `used` says whether a plan still needs the row: WANTED,
+USED, or LEFT_OUT when it was announced and there was no room for it.
 
 A machine that goes down may lose what it had not written to disk: after a start (another boot id) only the shards
 stay that were complete and had been synced.
@@ -27,6 +28,7 @@ import os
 import shutil
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,7 +40,11 @@ from savable_pipeline.tar import padded
 
 DEFAULT_BYTES = 256 << 30
 _FREE_SHARE = 0.8  # of the disk's free space at most, unless a size is given
+WANTED, USED, LEFT_OUT = 0, 1, 2
 _HEAD = 64
+_BLOCK = 4096  # what disks give and take
+AHEAD_SHARE = 0.75  # of the cache may hold what is only announced; the rest is for what is needed at once
+_PAUSE_S = 0.2  # between two attempts to make room for what is only announced
 _LOW_WATER = 0.9  # room is made for more than is asked, so that it is seldom made
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_LIMIT = 1 << 62
@@ -75,12 +81,25 @@ class CachedShards:
         self.index = ShardIndex(folder / "index")
         self.rows = len(self.index.starts)
         self.firsts = np.cumsum([0, *(entry.samples for entry in self.index.shards)])  # int64 (shards + 1,)
-        with (folder / "flags").open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+        self._file = (folder / "flags").open("r+b")
+        self._map = mmap.mmap(self._file.fileno(), 0)
         flags = np.frombuffer(self._map, np.uint8, offset=_HEAD)
         self.present: Flags = flags[: self.rows]
         self.used: Flags = flags[self.rows : 2 * self.rows]
         self.synced: Flags = flags[2 * self.rows :]
+
+    def hold(self) -> None:
+        """Say that a reader needs what it has announced here, until this process and those forked from it are gone."""
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def is_held(self) -> bool:
+        """Whether a reader holds this version."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return False
 
     def path(self, shard: int) -> Path:
         """The file of a shard."""
@@ -113,7 +132,7 @@ class CachedShards:
 
     def arrived(self, row: int, stop: int) -> None:
         """Take note that these rows were absent and have been written; the caller holds the lock on their bytes."""
-        self.used[row:stop] = 0
+        self.used[row:stop] = WANTED
         self.present[row:stop] += 1
 
     def sync_if_complete(self, shard: int, fd: int) -> None:
@@ -128,14 +147,34 @@ class CachedShards:
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
         drop = self.present[first:end] & 1 == 1
         if not wanted:
-            drop &= self.used[first:end] == 1
+            drop &= self.used[first:end] == USED
         for row, stop in runs(first + np.flatnonzero(drop)):
-            start, past = self.extent(row, stop)
-            with contextlib.suppress(BlockingIOError), locked(fd, start, past, wait=False):
+            around = self._rows_around(shard, row, stop)
+            with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
                 if not self.missing(row, stop):
                     self.synced[shard] = 0
                     self.present[row:stop] += 1
-                    punch_hole(fd, start, past)
+                    punch_hole(fd, *self._hole(row, stop, *around))
+
+    def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
+        """The rows that share a block of the disk with rows `row` to `stop - 1`, those included."""
+        (start, past), first = self.extent(row, stop), int(self.firsts[shard])
+        starts = np.frombuffer(self.index.starts, np.uint64)[first : self.firsts[shard + 1]]
+        low = np.searchsorted(starts, np.uint64(start // _BLOCK * _BLOCK), side="right") - 1
+        high = np.searchsorted(starts, np.uint64(-(-past // _BLOCK) * _BLOCK), side="left")
+        return min(first + max(int(low), 0), row), max(first + int(high), stop)
+
+    def _hole(self, row: int, stop: int, low: int, high: int) -> tuple[int, int]:
+        """The bytes of rows that were evicted, and the rest of the disk's blocks at both ends if nothing is there.
+
+        Without that the block that two rows share would stay when both are gone.
+        """
+        start, past = self.extent(row, stop)
+        if not (self.present[low:row] & 1).any():
+            start = start // _BLOCK * _BLOCK
+        if not (self.present[stop:high] & 1).any():
+            past = -(-past // _BLOCK) * _BLOCK
+        return start, past
 
 
 def create_flags(folder: Path) -> None:
@@ -203,8 +242,8 @@ def punch_hole(fd: int, start: int, stop: int) -> None:
 class Room:
     """Keeps the cache's files below `limit` bytes of disk: what was used leaves first, by shard, oldest first.
 
-    What a plan needs next leaves only for what is needed at this moment. What several processes write at the same
-    time may pass the limit by as much.
+    What a plan needs next leaves only for what is needed at this moment, or when no reader is left. What several
+    processes write at the same time may pass the limit by as much.
     """
 
     def __init__(self, cache: Path, limit: int) -> None:
@@ -214,27 +253,39 @@ class Room:
         self._fd = os.open(cache / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         self._threads = threading.Lock()  # the file's lock is one for all threads
         self._known: dict[Path, CachedShards] = {}
+        self._full_until = 0.0
 
-    def take(self, size: int, *, needed: bool) -> bool:
-        """Count `size` bytes as in use, once there is room; False if there is none and they are not `needed` now."""
+    def take(self, size: int) -> None:
+        """Count `size` bytes, which are needed now, as in use once there is room."""
         with self._locked():
-            in_use = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            in_use = self._counted()
             if in_use + size > self._limit:
-                in_use = self._make(self._limit - size, needed)
-                if in_use + size > self._limit and not needed:
-                    self._write(in_use)
-                    return False
-            self._write(in_use + size)
-            return True
+                in_use = self._make(self._limit - size, needed=True)
+            self._count(in_use + size)
+
+    def take_ahead(self, size: int) -> bool:
+        """Count `size` bytes as in use if there is room, or only what was used is in the way."""
+        limit = int(self._limit * AHEAD_SHARE) - size
+        with self._locked():
+            in_use = self._counted()
+            if in_use > limit and time.monotonic() >= self._full_until:
+                in_use = self._make(limit, needed=False)
+                self._full_until = time.monotonic() + (_PAUSE_S if in_use > limit else 0.0)
+            fits = in_use <= limit
+            self._count(in_use + size if fits else in_use)
+            return fits
 
     def free(self, size: int) -> bool:
         """Make `size` bytes free on a disk that is full; False if nothing could be freed."""
         with self._locked():
             before = _in_use(self._cache)
-            self._write(self._make(before - size, needed=True))
+            self._count(self._make(before - size, needed=True))
             return _in_use(self._cache) < before
 
-    def _write(self, in_use: int) -> None:
+    def _counted(self) -> int:
+        return int.from_bytes(os.pread(self._fd, 8, 0), "little")
+
+    def _count(self, in_use: int) -> None:
         os.pwrite(self._fd, in_use.to_bytes(8, "little"), 0)
 
     def _make(self, goal: int, needed: bool) -> int:
@@ -257,7 +308,7 @@ class Room:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 before = os.fstat(fd).st_blocks
-                cached.evict(int(path.stem), fd, wanted=wanted)
+                cached.evict(int(path.stem), fd, wanted=wanted or not cached.is_held())
                 in_use -= 512 * (before - os.fstat(fd).st_blocks)
             finally:
                 os.close(fd)

@@ -79,8 +79,7 @@ class Stores:
         if root not in self._open:
             timeout = timedelta(seconds=min(_TIMEOUT_S, self._retry_s / 2))
             options: Any = {"timeout": timeout, "connect_timeout": timeout}
-            if root.startswith("http://"):
-                options["allow_http"] = True
+            options["allow_http"] = not root.startswith("https:")  # an endpoint in the environment may be plain too
             self._open[root] = from_url(root, client_options=options, retry_config={"max_retries": 0})
         return self._open[root]
 
