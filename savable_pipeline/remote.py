@@ -69,8 +69,8 @@ def find_remote(shards: Shards, fetcher: Fetcher) -> RemoteShards:
     server, which has no listing. Raises `ShardError` if there is nothing, or a shard twice.
     """
     specs = [spelled for spec in _specs(shards) for spelled in expand_braces(spec)]
-    if len(specs) == 1 and not specs[0].endswith(".tar"):
-        root = specs[0].rstrip("/")
+    root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
+    if len(specs) == 1 and pattern is None and not root.endswith(".tar"):
         names, sizes = _listed(root, fetcher)
         return RemoteShards(root, sorted(names), sizes)
     urls: list[str] = []
@@ -83,11 +83,11 @@ def find_remote(shards: Shards, fetcher: Fetcher) -> RemoteShards:
         names, sizes = _listed(folder, fetcher)
         if not names:
             raise ShardError(f"{spec}: a web server cannot be listed; name the shards, or give one folder alone")
-        found = [name for name in names if pattern is None or fnmatch.fnmatchcase(name, pattern)]
+        found = [name for name in names if pattern is None or _matches(name.split("/"), pattern.split("/"))]
         if not found:
             raise ShardError(f"{spec}: no shard matches")
         urls += [f"{folder}/{name}" for name in found]
-        sizes_by_url.update((f"{folder}/{name}", size) for name, size in sizes.items())
+        sizes_by_url.update((f"{folder}/{name}", sizes[name]) for name in found)
     if len(set(urls)) < len(urls):
         raise ShardError(f"{next(url for url in urls if urls.count(url) > 1)}: the same shard is named twice")
     root = _common_root(urls)
@@ -100,6 +100,15 @@ def _folder(spec: str) -> tuple[str, str | None]:
     parts = spec.rstrip("/").split("/")
     magic = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
     return ("/".join(parts), None) if magic is None else ("/".join(parts[:magic]), "/".join(parts[magic:]))
+
+
+def _matches(parts: list[str], patterns: list[str]) -> bool:
+    """Whether a name matches a glob, part by part; `**` stands for any number of parts."""
+    if not patterns or not parts:
+        return not parts and all(pattern == "**" for pattern in patterns)
+    if patterns[0] == "**":
+        return _matches(parts, patterns[1:]) or _matches(parts[1:], patterns)
+    return fnmatch.fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
 
 
 def _common_root(urls: list[str]) -> str:

@@ -254,6 +254,9 @@ class Room:
         self._threads = threading.Lock()  # the file's lock is one for all threads
         self._known: dict[Path, CachedShards] = {}
         self._full_until = 0.0
+        with self._locked():
+            if not os.fstat(self._fd).st_size:
+                self._count(_in_use(cache))
 
     def take(self, size: int) -> None:
         """Count `size` bytes, which are needed now, as in use once there is room."""
