@@ -27,14 +27,8 @@ class Dataset:
     """
 
     def __init__(self, shards: Shards, *, source: str = "") -> None:
-        root, names = find_shards(shards)
-        self._use(root, names, open_index(root, names), source)
-
-    def _use(self, root: Path, names: list[str], index: ShardIndex, source: str) -> None:
-        """Be the dataset of these shards."""
-        self.root = root
+        self.root, names, self._index = self._find(shards)
         self.source = key("source", source)
-        self._index = index
         self._place, self._starts, self._sizes = self._index.place, self._index.starts, self._index.sizes
         self._first: str | None = None  # the first part of every sample, if all have the same parts
         if len(self._index.layouts) == 1:
@@ -55,6 +49,11 @@ class Dataset:
     def __del__(self) -> None:
         for fd in getattr(self, "_handles", {}).values():
             os.close(fd)
+
+    def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
+        """The root of the shards, their names relative to it, and an index that has them."""
+        root, names = find_shards(shards)
+        return root, names, open_index(root, names)
 
     def announce(self, refs: RefArray) -> None:
         """Hear what will be read soon."""

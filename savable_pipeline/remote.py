@@ -146,6 +146,7 @@ def open_remote(shards: Shards, cache: Path, limit: int) -> tuple[RemoteShards, 
             version = _own_index(found, folder, fetcher)
             if not found.names:
                 found = _named(found, version, fetcher)
+            _check_names(found)
             if version is None or not _knows(version, found):
                 version = _made_index(found, folder, fetcher, limit)
             create_flags(version)
@@ -175,6 +176,13 @@ def _named(found: RemoteShards, version: Path | None, fetcher: Fetcher) -> Remot
         return RemoteShards(found.root, sorted(msgspec.json.decode(raw, type=_Info).shard_counts), {})
     except msgspec.DecodeError as error:
         raise ShardError(f"{found.root}/{_INFO_NAME}: {error}") from error
+
+
+def _check_names(found: RemoteShards) -> None:
+    """Raise `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
+    for name in found.names:
+        if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
+            raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
 
 
 def _knows(version: Path, found: RemoteShards) -> bool:

@@ -15,6 +15,7 @@ from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
 from savable_pipeline.remote import is_remote, open_remote
 from savable_pipeline.sample import RefArray, Sample
 from savable_pipeline.shard_cache import AHEAD_SHARE, LEFT_OUT, USED, WANTED, cache_bytes, cache_folder
+from savable_pipeline.shard_index import ShardIndex
 from savable_pipeline.shard_paths import Shards
 
 _TRIES = 100  # how often a sample may be evicted before it could be read
@@ -45,19 +46,22 @@ class RemoteDataset(Dataset):
         self._cache = cache_folder(cache)
         self._limit = cache_bytes(cache_size, self._cache)
         self._fetcher: Fetcher | None = None
-        found, self._cached = open_remote(shards, self._cache, self._limit)
-        self._cached.hold()
-        self._url = found.root
-        self._use(Path(found.root), found.names, self._cached.index, source)
+        super().__init__(shards, source=source)
         self._present, self._used = self._cached.present.data, self._cached.used.data
         tables = self._cached.index.tables()
-        self._first_rows = np.array([tables[name][1] for name in found.names], dtype=np.int64)  # by shard
+        self._first_rows = np.array([tables[entry.name][1] for entry in self.entries], dtype=np.int64)  # by shard
         self._starts_of = np.frombuffer(self._cached.index.starts, np.uint64)  # (rows,)
         size = sum(entry.size for entry in self.entries)
-        self._whole = size <= self._limit * AHEAD_SHARE
+        self._in_pieces = size <= self._limit * AHEAD_SHARE
         self.ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
         self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
         self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
+
+    def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
+        found, self._cached = open_remote(shards, self._cache, self._limit)
+        self._cached.hold()
+        self._url = found.root
+        return Path(found.root), found.names, self._cached.index
 
     def __del__(self) -> None:
         super().__del__()
@@ -66,12 +70,12 @@ class RemoteDataset(Dataset):
 
     def announce(self, refs: RefArray) -> None:
         """Let what these refs name be fetched, and kept until it has been read: a plan needs it."""
-        rows = self._rows_of(refs)
+        rows = self._rows_named(refs)
         here = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
         if not here.all():
             blocks = self._requests(np.unique(rows[~here]))
-            if self._whole:
+            if self._in_pieces:
                 blocks = [block for block in blocks if block not in self._asked]
                 self._asked.update(blocks)
             else:
@@ -81,7 +85,7 @@ class RemoteDataset(Dataset):
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread; those that are not in the cache are asked for."""
-        rows = self._rows_of(refs)
+        rows = self._rows_named(refs)
         absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
         blocks: dict[tuple[int, int], list[int]] = {}
         for row in absent:
@@ -128,7 +132,7 @@ class RemoteDataset(Dataset):
             os.close(self._handles.popitem(last=False)[1])
         return fd
 
-    def _rows_of(self, refs: RefArray) -> NDArray[np.int64]:
+    def _rows_named(self, refs: RefArray) -> NDArray[np.int64]:
         """The index's rows that these refs name."""
         index = refs["index"].astype(np.int64)
         shards = np.searchsorted(self.firsts, index, side="right") - 1
@@ -139,7 +143,7 @@ class RemoteDataset(Dataset):
         """What to ask for to get these ascending rows: runs of rows of one shard, of about a piece at most."""
         shards = np.searchsorted(self._cached.firsts, rows, side="right") - 1
         pieces = self._starts_of[rows] // np.uint64(PIECE)
-        if self._whole:
+        if self._in_pieces:
             return [self._piece(*piece) for piece in dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))]
         cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
@@ -155,7 +159,7 @@ class RemoteDataset(Dataset):
         """What to fetch together with a row: what it was announced with, unless there was no room for that."""
         if self._used[row] == LEFT_OUT:
             return row, row + 1
-        if self._whole:
+        if self._in_pieces:
             return self._piece(self._cached.shard_of(row), self._cached.index.starts[row] // PIECE)
         return self._blocks.get(row, (row, row + 1))
 

@@ -138,6 +138,9 @@ def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(ser
     Dataset(str(tmp_path / "shards"))
     assert open_dataset(f"{server.url}/shards/").count == 12
     (tmp_path / "shards" / INDEX_NAME).unlink()
+    info.write_text(json.dumps({"shard_counts": {"../../../0001.tar": 4}}))
+    with pytest.raises(sp.ShardError, match="lies outside of the dataset"):
+        open_dataset(f"{server.url}/shards/")
     info.write_text("[]")
     with pytest.raises(sp.ShardError, match=r".info.json: Expected `object`, got `array`"):
         open_dataset(f"{server.url}/shards/")

@@ -136,7 +136,7 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     assert here(cached) == [0, 1, 2, 3, 4, 5, 7, 8, 13, 14, 15]
     assert not room.take_ahead(limit // 2)  # 1, 2 and 3 make no room for so much
     assert here(cached) == [0, 4, 5, 7, 8, 13, 14, 15]
-    room.take(limit * 5 // 8)
+    room.take(limit // 2)
     assert here(cached) == [0, 4, 5]
 
 
