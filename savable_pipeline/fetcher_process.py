@@ -50,7 +50,13 @@ class _Work:
             return None
         if stat[0] > PIECE:
             raise ShardError(f"{root}/{name}: {stat[0]} bytes, where {PIECE} are the most it may have")
-        return bytes(self._stores.range(root, name, 0, stat[0], stat[0]))
+        raw = bytearray(stat[0])
+
+        def keep(chunk: memoryview, offset: int) -> None:
+            raw[offset : offset + len(chunk)] = chunk
+
+        self._stores.copy(root, name, 0, stat[0], stat[0], keep)
+        return bytes(raw)
 
     def whole(self, root: str, name: str, size: int, path: str) -> int:
         """Fetch an object into a new file, aside first; `size` in bytes."""
@@ -105,9 +111,15 @@ class _Work:
 
     def _copy(self, root: str, entry: ShardEntry, fd: int, start: int, stop: int) -> None:
         """Bytes of a shard into the same place of a file."""
+
+        def write(chunk: memoryview, offset: int) -> None:
+            try:
+                write_at(fd, chunk, offset, self._room.free)
+            except OSError as error:
+                raise _of_the_cache(error) from error
+
         for begin in range(start, stop, PIECE):
-            data = self._stores.range(root, entry.name, begin, min(begin + PIECE, stop), entry.size)
-            write_at(fd, data, begin, self._room.free)
+            self._stores.copy(root, entry.name, begin, min(begin + PIECE, stop), entry.size, write)
 
     def _version(self, folder: str) -> CachedShards:
         with self._lock:
@@ -152,6 +164,13 @@ def _answer(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         )
     except Exception as error:
         return RemoteError(f"the fetcher failed: {type(error).__name__}: {error}")
+
+
+def _of_the_cache(error: OSError) -> RemoteError:
+    return RemoteError(
+        f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another folder "
+        "as cache= or SAVABLE_CACHE"
+    )
 
 
 def serve(connection_fd: int, cache: str, limit: int, retry_s: float) -> None:

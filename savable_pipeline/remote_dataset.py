@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ _TRIES = 100  # how often a sample may be evicted before it could be read
 _AHEAD = 16, 2048  # refs announced before they are given, at least and at most
 _AHEAD_BYTES = 64 << 20  # and about so many bytes a lane
 _BLOCKS_KEPT = 1 << 18
+_TOUCH_S = 10.0
 
 
 def open_dataset(
@@ -55,6 +57,7 @@ class RemoteDataset(Dataset):
         self._in_pieces = size <= self._limit * AHEAD_SHARE
         self.ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
         self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
+        self._touched: dict[int, float] = {}  # by the index's number of a shard: when it was said to be in use
         self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
 
     def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
@@ -73,6 +76,7 @@ class RemoteDataset(Dataset):
         rows = self._rows_named(refs)
         here = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
+        self._touch(rows[here])
         if not here.all():
             blocks = self._requests(np.unique(rows[~here]))
             if self._in_pieces:
@@ -138,6 +142,14 @@ class RemoteDataset(Dataset):
         shards = np.searchsorted(self.firsts, index, side="right") - 1
         rows: NDArray[np.int64] = self._first_rows[shards] + (index - self.firsts[shards])
         return rows
+
+    def _touch(self, rows: NDArray[np.int64]) -> None:
+        """Let shards that are read stay longer than those that are not."""
+        now = time.monotonic()
+        for shard in np.unique(np.searchsorted(self._cached.firsts, rows, side="right") - 1).tolist():
+            if now - self._touched.get(shard, -_TOUCH_S) >= _TOUCH_S:
+                self._touched[shard] = now
+                self._cached.touch(shard)
 
     def _requests(self, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
         """What to ask for to get these ascending rows: runs of rows of one shard, of about a piece at most."""

@@ -122,6 +122,11 @@ class CachedShards:
         """The runs of rows from `row` to `stop - 1` that are not here."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
 
+    def touch(self, shard: int) -> None:
+        """Take note that a shard is in use."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.path(shard))
+
     def open(self, shard: int) -> int:
         """A descriptor of a shard's file, of its full size and empty if it was not there."""
         fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
@@ -310,9 +315,10 @@ class Room:
                 continue
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                before = os.fstat(fd).st_blocks
+                before = os.fstat(fd)
                 cached.evict(int(path.stem), fd, wanted=wanted or not cached.is_held())
-                in_use -= 512 * (before - os.fstat(fd).st_blocks)
+                in_use -= 512 * (before.st_blocks - os.fstat(fd).st_blocks)
+                os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # making holes is no use of it
             finally:
                 os.close(fd)
         return in_use

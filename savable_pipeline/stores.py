@@ -9,13 +9,13 @@ import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import obstore
 import obstore.exceptions
 from obstore.store import ObjectStore, from_url
 
-from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
 _TIMEOUT_S = 30.0  # of one request; less where the retries end sooner
@@ -30,11 +30,13 @@ _FINAL = (
     NotImplementedError,
     PermissionError,
 )
+_CHUNK = 1 << 18  # bytes handed on at a time: few enough to stay in the processor's cache
 T = TypeVar("T")
+Write: TypeAlias = Callable[[memoryview, int], None]  # of bytes, and of their offset in the object
 
 
-class ShortAnswerError(Exception):
-    """The server sent fewer bytes than it had been asked for."""
+class WrongAnswerError(Exception):
+    """The server sent fewer bytes than it had been asked for, or more."""
 
 
 class Stores:
@@ -59,21 +61,28 @@ class Stores:
             return None
         return meta["size"], f"{meta['e_tag']} {meta['last_modified']}"
 
-    def range(self, root: str, name: str, start: int, stop: int, size: int) -> memoryview:
-        """The bytes `start` to `stop - 1` of an object. Raises `ShardError` unless it has `size` bytes in all."""
-        return self._retried(f"{root}/{name}", lambda: self._range(root, name, start, stop, size))
+    def copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write) -> None:
+        """Give `write` the bytes `start` to `stop - 1` of an object in order, and again from the start if that fails.
 
-    def _range(self, root: str, name: str, start: int, stop: int, size: int) -> memoryview:
+        Raises `ShardError` unless the object has `size` bytes in all.
+        """
+        self._retried(f"{root}/{name}", lambda: self._copy(root, name, start, stop, size, write))
+
+    def _copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write) -> None:
         found = obstore.get(self._store(root), name, options={"range": (start, stop)})
         if found.meta["size"] != size:
             raise ShardError(
                 f"{root}/{name}: {found.meta['size']} bytes, but {size} when it was indexed; the shard was rewritten "
                 "since: start again to index it, or put the old shard back"
             )
-        data = memoryview(found.bytes())
-        if len(data) != stop - start:
-            raise ShortAnswerError(f"the server sent {len(data)} of {stop - start} bytes")
-        return data
+        done = start
+        for chunk in found.stream(min_chunk_size=_CHUNK):
+            if done + len(chunk) > stop:
+                raise WrongAnswerError(f"the server sent more than the {stop - start} bytes it was asked for")
+            write(memoryview(chunk), done)
+            done += len(chunk)
+        if done != stop:
+            raise WrongAnswerError(f"the server sent {done - start} of {stop - start} bytes")
 
     def _store(self, root: str) -> ObjectStore:
         if root not in self._open:
@@ -89,7 +98,7 @@ class Stores:
             tries += 1
             try:
                 return act()
-            except ShardError:
+            except SavableError:
                 raise
             except _MISSING as error:
                 raise ShardError(f"{url}: no such object on the server") from error
