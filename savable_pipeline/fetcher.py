@@ -17,7 +17,7 @@ WAITED, SOON, ANNOUNCED = 0, 1, 2  # how urgent a request is
 PIECE = 8 << 20  # bytes asked a server for at once at most
 RETRY_S = 120.0
 
-# Finds this package's modules without running its `__init__`, which imports torch: 0.2 s instead of 3, and 40 MB.
+# Finds this package's modules wherever it lies, without running its `__init__`: 0.2 s and 40 MB.
 _START = """
 import sys, types
 package = types.ModuleType("savable_pipeline")
