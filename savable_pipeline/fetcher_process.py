@@ -157,7 +157,7 @@ def _answer(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return act(*arguments)
     except SavableError as error:
-        return type(error)(str(error))  # without its cause, which may not pickle
+        return error
     except OSError as error:
         return RemoteError(
             f"{error.filename or 'the cache'}: {error.strerror or error}; see SAVABLE_CACHE in the README"

@@ -54,11 +54,18 @@ class Stores:
         return [(meta["path"], meta["size"]) for chunk in obstore.list(self._store(root)) for meta in chunk]
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
-        """Size, and what changes when the object is replaced; None if there is none."""
+        """Size, and what changes when the object is replaced; None if there is none.
+
+        Of what is not there, a bucket that may be read but not listed says that it is forbidden.
+        """
         try:
             meta = self._retried(f"{root}/{name}", lambda: obstore.head(self._store(root), name))
         except ShardError:
             return None
+        except RemoteError as error:
+            if isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError):
+                return None
+            raise
         return meta["size"], f"{meta['e_tag']} {meta['last_modified']}"
 
     def copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write) -> None:
