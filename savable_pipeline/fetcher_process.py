@@ -18,9 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from savable_pipeline.cache_room import Room, write_at
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 from savable_pipeline.fetcher import PIECE
-from savable_pipeline.shard_cache import LEFT_OUT, CachedShards, Room, locked, write_at
+from savable_pipeline.shard_cache import LEFT_OUT, CachedShards, locked
 from savable_pipeline.shard_index import ShardEntry
 from savable_pipeline.stores import Stores
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.cache_room import AHEAD_SHARE, cache_bytes, cache_folder
 from savable_pipeline.dataset import OPEN_SHARDS, Dataset
 from savable_pipeline.errors import RemoteError, ShardError
 from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
-from savable_pipeline.remote import is_remote, open_remote
+from savable_pipeline.remote import is_remote
+from savable_pipeline.remote_index import open_remote
 from savable_pipeline.sample import RefArray, Sample
-from savable_pipeline.shard_cache import AHEAD_SHARE, LEFT_OUT, USED, WANTED, cache_bytes, cache_folder
+from savable_pipeline.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.shard_index import ShardIndex
 from savable_pipeline.shard_paths import Shards
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.cache_room import bytes_in_use
 from savable_pipeline.remote_dataset import RemoteDataset
-from savable_pipeline.shard_cache import _in_use
 from tests.conftest import MakeShards
 from tests.toy_server import ToyServer, serving, use_as_s3
 
@@ -132,7 +132,7 @@ def test_a_cache_of_twice_the_window_fetches_each_byte_once_an_epoch_and_keeps_t
             for number, batch in enumerate(loader):
                 seen += [sample for sample, _, _ in batch]
                 if number % 10 == 0:
-                    most = max(most, _in_use(tmp_path / "cache"))
+                    most = max(most, bytes_in_use(tmp_path / "cache"))
         assert len(set(seen)) == len(seen) == 20 * 160
         assert dataset_bytes / 2 < server.sent() <= 1.1 * dataset_bytes
         assert limit / 2 < most < 1.1 * limit  # what is being written comes on top

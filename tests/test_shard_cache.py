@@ -15,18 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from savable_pipeline import shard_cache
+from savable_pipeline.cache_room import Room, bytes_in_use, cache_bytes, cache_folder, write_at
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.indexing import INDEX_NAME
 from savable_pipeline.shard_cache import (
     USED,
     CachedShards,
-    Room,
-    _in_use,
-    cache_bytes,
-    cache_folder,
     create_flags,
     locked,
-    write_at,
 )
 from tests.conftest import write_numbered_shards
 
@@ -118,7 +114,7 @@ def test_whatever_comes_and_goes_a_row_that_is_here_has_its_bytes(
         assert all(is_right(cached, shards, row) for row in expected)
     for shard in range(3):
         evict(cached, shard, wanted=True)
-    assert _in_use(cached.folder.parent.parent) == 0
+    assert bytes_in_use(cached.folder.parent.parent) == 0
 
 
 def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_now(
@@ -130,7 +126,7 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     bring(cached, shards, 7, 16)
     cached.used[[1, 2, 3, 9, 10, 11, 12]] = USED
     os.utime(cached.path(2), (1, 1))  # the shard used least recently
-    limit = _in_use(tmp_path)
+    limit = bytes_in_use(tmp_path)
     room = Room(tmp_path, limit)
     room.take(1000)
     assert here(cached) == [0, 1, 2, 3, 4, 5, 7, 8, 13, 14, 15]
@@ -143,7 +139,7 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
 def test_what_no_reader_is_left_to_want_leaves_like_what_was_used(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
     bring(cached, shards, 7, 16)
-    assert Room(tmp_path, _in_use(tmp_path)).take_ahead(1000)
+    assert Room(tmp_path, bytes_in_use(tmp_path)).take_ahead(1000)
     assert here(cached) == []
 
 
