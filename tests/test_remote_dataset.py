@@ -15,7 +15,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.cache_room import bytes_in_use
-from savable_pipeline.remote_dataset import RemoteDataset
+from savable_pipeline.remote_dataset import RemoteDataset, open_dataset
 from tests.conftest import MakeShards
 from tests.toy_server import ToyServer, serving, use_as_s3
 
@@ -100,6 +100,29 @@ def test_a_run_saved_from_a_disk_resumes_over_a_server(
     with loader_of(url, **settings) as loader:
         loader.load_state_dict(state)
         assert batches(loader, STEPS - 17) == expected[17:]
+
+
+def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(f"{server.url}/shards/", cache_size=60_000)
+    assert isinstance(dataset, RemoteDataset)
+    expected = dataset.read(0, 3, "json")
+    assert b'"id": 3' in expected
+    pread, evicted = os.pread, []
+
+    def evict_first(fd: int, size: int, offset: int) -> bytes:
+        if not evicted:
+            evicted.append(True)
+            file = dataset._cached.open(0)
+            dataset._cached.evict(0, file, wanted=True)
+            os.close(file)
+            assert not any(pread(fd, size, offset))  # what is read now is a hole
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", evict_first)
+    assert dataset.read(0, 3, "json") == expected
+    assert evicted
 
 
 def test_two_workers_fetch_each_byte_once(server: ToyServer, local: Path) -> None:
