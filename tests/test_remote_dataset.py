@@ -80,6 +80,23 @@ def test_forked_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
             assert batches(forked) == expected
 
 
+def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> None:
+    dataset = open_dataset(f"{server.url}/shards/", cache_size=60_000)
+    assert isinstance(dataset, RemoteDataset)
+    dataset.read(0, 3, "json")
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        right = b'"id": 19' in dataset.read(0, 19, "json")
+        os.write(tell, f"{right} {dataset._own_fetcher()._process.pid}".encode())
+        os._exit(0)
+    right, fetcher = os.read(told, 100).split()
+    os.waitpid(child, 0)
+    assert right == b"True"
+    assert int(fetcher) != dataset._own_fetcher()._process.pid
+    assert b'"id": 18' in dataset.read(0, 18, "json")
+
+
 def test_spawned_workers_read_what_a_disk_gives(server: ToyServer, expected: list[Any]) -> None:
     with loader_of(f"{server.url}/shards/", num_workers=2, method="spawn") as loader:
         assert batches(loader) == expected
@@ -161,7 +178,7 @@ def test_a_cache_of_twice_the_window_fetches_each_byte_once_an_epoch_and_keeps_t
         assert limit / 2 < most < 1.1 * limit  # what is being written comes on top
 
 
-@pytest.mark.parametrize("fault", ["503", "reset", "cut", "short", "slow"])
+@pytest.mark.parametrize("fault", ["503", "reset", "cut", "short", "less", "more", "slow"])
 def test_a_server_that_fails_now_and_then_changes_nothing(
     server: ToyServer, expected: list[Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from savable_pipeline import shard_cache
@@ -77,6 +77,7 @@ def is_right(cached: CachedShards, shards: Path, row: int) -> bool:
     return cached.path(shard).read_bytes()[start:past] == whole[start:past]
 
 
+@example([("bring", 0, 5), ("use", 1, 1), ("use", 3, 1), ("evict used", 0, 0)])  # both neighbours stay
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(

@@ -105,6 +105,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(206, data[: len(data) // 2], {**headers, "Content-Length": str(len(data))})
             self.close_connection = True
             return
+        if fault == "less":  # than its own headers promise
+            data = data[: len(data) // 2]
+        elif fault == "more":
+            data += b"x" * 9
         self._send(206 if wanted else 200, data, headers)
         if fault is None:
             with self.server.lock:
