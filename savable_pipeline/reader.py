@@ -13,12 +13,15 @@ from savable_pipeline.dataset import Dataset
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.lane import Lane
+from savable_pipeline.on_error import OnError, check_on_error
 from savable_pipeline.reader_order import ShuffledEpoch, dealt, dealt_count, span
 from savable_pipeline.sample import REF, Ref, RefArray, Sample
+from savable_pipeline.selection import Subset, check_subset
 from savable_pipeline.shard_paths import Shards
 from savable_pipeline.stage import ItemRef, Stage, State, parse_state
 
 _CHUNK = 2048  # refs worked out at a time
+_DAMAGED = "rest of a damaged or missing shard"
 _EPOCHS_KEPT = 4  # orders kept by the lanes of a process, which are seldom further apart
 
 
@@ -35,7 +38,17 @@ class TarShardReader(Stage):
     `epochs=None` never ends; a number is how many epochs one pass takes. `shuffle` permutes shards, and blocks of
     `block_size` samples within windows of `window` shards (None: all), anew each epoch, the same for all lanes;
     `block_size=1, window=None` is a full shuffle. Without it, blocks come in file order, dealt over the lanes.
-    Raises `ShardError` if there is nothing to read.
+
+    `split` names one in the dataset's `.nv-meta/split.yaml`. `subset` is a share of the samples (0.1), a range of
+    shares (0.1, 0.3), or a count: the same ones in every run and epoch, drawn from each shard, and shares that do not
+    overlap have none in common.
+
+    `on_error` is for shards that are missing, damaged, changed since they were indexed, or cannot be read: "raise",
+    "skip" what cannot be had of them, or a function of the `ShardError` that gives True to skip. Unless it is "raise",
+    a shard that has changed stays in the index as it was, until `savable index` is run. What is skipped, here or by
+    `Encode`, is counted, and written to the file `quarantine` as lines of JSON.
+
+    Raises `ShardError` if there is nothing to read, or for a split that is not there.
     """
 
     def __init__(
@@ -43,18 +56,32 @@ class TarShardReader(Stage):
         shards: Shards,
         lane: Lane,
         *,
+        split: str | None = None,
+        subset: Subset | None = None,
         epochs: int | None = None,
         shuffle: bool = True,
         block_size: int = 8,
         window: int | None = 32,
+        on_error: OnError = "raise",
+        quarantine: str | os.PathLike[str] | None = None,
     ) -> None:
         for name, value in [("epochs", epochs), ("block_size", block_size), ("window", window)]:
             if value is not None and value < 1:
                 raise ValueError(f"TarShardReader: {name} must be at least 1, not {value}")
+        check_subset(subset)
+        check_on_error("TarShardReader", on_error)
         shards = os.fspath(shards) if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
         names = shards if isinstance(shards, str) else tuple(shards)
-        self.dataset = lane.shared(("dataset", names), lambda: Dataset(shards))
-        self._orders: OrderedDict[Any, ShuffledEpoch] = lane.shared(("orders", names), OrderedDict)
+        self.dataset = lane.shared(
+            ("dataset", names, on_error, quarantine),
+            lambda: Dataset(shards, on_error=on_error, quarantine=quarantine),
+        )
+        chosen = (names, on_error, split, subset)
+        self._selection = lane.shared(("selection", *chosen), lambda: self.dataset.select(split, subset))
+        self._orders: OrderedDict[Any, ShuffledEpoch] = lane.shared(("orders", *chosen), OrderedDict)
+        self.split = split
+        self.subset = subset
+        self.on_error = on_error
         self._lane = lane
         self.epochs = epochs
         self.shuffle = shuffle
@@ -67,7 +94,7 @@ class TarShardReader(Stage):
 
     def _move_to(self, epoch: int, position: int) -> None:
         """Stand at a position of the lane's share of an epoch."""
-        lane, count = self._lane, self.dataset.count
+        lane, count = self._lane, self.population
         if self.shuffle:
             self._begin, end = span(count, lane.index, lane.count, epoch)
             self._length = end - self._begin
@@ -115,24 +142,33 @@ class TarShardReader(Stage):
             self._move_to(self._epoch + 1, 0)
         start, stop = self._position, min(self._position + _CHUNK, self._length)
         lane = self.lane
+        if not start and not lane.index:
+            self._tell_faults()
         if self.shuffle:
             index = self._order().locate(self._begin + start, self._begin + stop)
         else:
             index = dealt(start, stop, lane.index, lane.count, self._epoch, self.block_size)
         self._ahead = np.empty(stop - start, REF)
-        self._ahead["index"] = index
+        self._ahead["index"] = index if self._selection is None else self._selection.locate(index)
         self._ahead["epoch"] = self._epoch
         self._used = 0
         return True
 
+    def _tell_faults(self) -> None:
+        """Count and write down, once an epoch and in one lane, the shards that could not be indexed to their end."""
+        for shard, fault in self.dataset.faults:
+            self.counts[f"skipped/{_DAMAGED}"] += 1
+            if self.dataset.quarantine is not None:
+                self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
+
     def _order(self) -> ShuffledEpoch:
-        data, lane = self.dataset, self.lane
+        lane, chosen = self.lane, self._selection or self.dataset
         key = (lane.seed, self._epoch, self.block_size, self.window)
         if key not in self._orders:
             self._orders[key] = ShuffledEpoch(
-                data.firsts,
+                chosen.firsts,
                 seed=lane.seed,
-                source=data.source,
+                source=self.dataset.source,
                 epoch=self._epoch,
                 block_size=self.block_size,
                 window=self.window,
@@ -166,8 +202,11 @@ class TarShardReader(Stage):
         self.lane.restore_state(saved.lane)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, and the shards: name, samples and hash of each."""
+        """Every argument that changes the data, the shards: name, samples and hash of each, and what is selected."""
         return {
+            "split": self.split,
+            "subset": self.subset,
+            "selection": None if self._selection is None else self._selection.manifest(),
             "epochs": self.epochs,
             "shuffle": self.shuffle,
             "block_size": self.block_size,
@@ -192,8 +231,8 @@ class TarShardReader(Stage):
 
     @property
     def population(self) -> int:
-        """How many samples the shards hold."""
-        return self.dataset.count
+        """How many samples the shards hold, in the split and the subset."""
+        return self.dataset.count if self._selection is None else self._selection.count
 
     @property
     def encoder(self) -> TaskEncoder | None:
