@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.indexing import INDEX_NAME, open_index
+from savable_pipeline.indexing import INDEX_NAME, find_index, open_index
 from savable_pipeline.keys import key
-from savable_pipeline.nv_meta import FieldMap, read_counts, read_field_map, read_split
+from savable_pipeline.nv_meta import FieldMap, is_inside, read_counts, read_field_map, read_split
 from savable_pipeline.on_error import OnError, Quarantine
 from savable_pipeline.sample import RefArray, Sample, matching
 from savable_pipeline.selection import Rows, Selection, Subset
@@ -42,7 +42,7 @@ class Dataset:
         tolerant = on_error != "raise"
         self.root, found = find_shards(shards, missing_too=tolerant)
         folder = isinstance(shards, str | os.PathLike) and Path(shards).is_dir()
-        names = sorted({*found, *(read_counts(self.root) or ())}) if folder else found  # Energon's list knows losses
+        names = _with_lost(self.root, found, tolerant) if folder else found
         self.source = key("source", source)
         self.on_error = on_error
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
@@ -222,3 +222,12 @@ class Dataset:
                 reason="changed shard",
             )
         return b"".join(parts)
+
+
+def _with_lost(root: Path, found: list[str], tolerant: bool) -> list[str]:
+    """The shards of a folder, with those that are not there but should be.
+
+    Energon's list knows them, and the index does, if a run is to go on without what was lost since it was made.
+    """
+    known = {*(read_counts(root) or ()), *(filter(is_inside, find_index(root)) if tolerant else ())}
+    return sorted({*found, *known})

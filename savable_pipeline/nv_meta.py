@@ -30,6 +30,8 @@ FieldMap: TypeAlias = dict[str, list[FieldPath]]  # by name: alternatives, of wh
 _INFOS = (".info.json", ".info.yaml")
 _SPLITS = ("split.yaml", "split.json")
 _LIMIT = 1 << 28  # bytes of one of these files
+_DEEPEST = 20
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 T = TypeVar("T")
 
@@ -127,11 +129,17 @@ def _first(root: Path, names: tuple[str, ...]) -> Path | None:
     return next((root / META / name for name in names if (root / META / name).is_file()), None)
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML of plain values; without merge keys, with which a small file makes a large object."""
+def _yaml(raw: bytes) -> Any:
+    """Plain values of YAML that is not deep and has no aliases, which make a large object of a small file.
 
-    def flatten_mapping(self, node: Any) -> None:
-        """Leave `<<` alone: it is then an error, as a tag that nobody knows."""
+    Both are looked for first, token by token: the fast loader overflows the stack of the process at some depth.
+    """
+    depth = 0
+    for event in yaml.parse(raw, Loader=_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"{event.start_mark}: values deeper than {_DEEPEST}, or an alias")
+    return yaml.load(raw, _LOADER)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -139,7 +147,7 @@ def _load(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _LIMIT:
             raise ShardError(f"{path}: {path.stat().st_size} bytes; at most {_LIMIT} are read")
         raw = path.read_bytes()
-        loaded = msgspec.json.decode(raw) if path.suffix == ".json" else yaml.load(raw, _Loader)
+        loaded = msgspec.json.decode(raw) if path.suffix == ".json" else _yaml(raw)
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, msgspec.DecodeError, ValueError, RecursionError) as error:
