@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,9 @@ def check_shard(root: Path, name: str) -> ShardReport:
     problems = []
     if entry.fault:
         gone = not (root / name).exists()
-        problems.append(Problem("missing shard" if gone else "damaged shard", entry.fault, name))
+        problems.append(
+            Problem("missing shard" if gone else "damaged shard", entry.fault.removeprefix(f"{name}: "), name)
+        )
     if entry.size:
         problems += _part_problems(root, name, entry.samples)
     fault = "" if entry.fault else _tar_idx_fault(root / name, table.starts, table.end)
@@ -58,15 +61,11 @@ def check_shard(root: Path, name: str) -> ShardReport:
 def _part_problems(root: Path, name: str, count: int) -> Iterator[Problem]:
     fd = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for index, extent in enumerate(samples(name, fd)):
-            if index == count:  # damage follows
-                return
+        for index, extent in enumerate(itertools.islice(samples(name, fd), count)):  # what follows is damaged
             for extension, member in zip(extent.extensions, extent.members, strict=True):
                 fault = _part_fault(fd, extension, member)
                 if fault:
                     yield _problem(name, index, extent, extension, member, fault)
-            if index + 1 == count:
-                return
     finally:
         os.close(fd)
 

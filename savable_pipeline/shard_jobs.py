@@ -76,30 +76,34 @@ class _Child:
         process = self._running()
         if process is None or process.stdin is None or process.stdout is None:
             return None
-        try:
+        with contextlib.suppress(OSError, ValueError):
             process.stdin.write(json.dumps(name).encode() + b"\n")
             process.stdin.flush()
-            length = process.stdout.read(8)
-            answer = process.stdout.read(int.from_bytes(length, "little")) if len(length) == 8 else b""
-        except (OSError, ValueError):
-            return None
-        return answer or None
+            length = int.from_bytes(process.stdout.read(8), "little")
+            answer = process.stdout.read(length)
+            if length and len(answer) == length:
+                return answer
+        self._end()  # it died; the next shard is for another
+        return None
 
     def _running(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
-                self._process = None
             if self._process is None and not self._closed:
                 pipe = subprocess.PIPE
                 self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
             return self._process
 
-    def close(self) -> None:
+    def _end(self) -> None:
         with self._lock:
-            self._closed = True
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """End the process, and begin no other."""
+        self._closed = True
+        self._end()
 
 
 def serve(task: Task, root: str) -> None:
