@@ -62,6 +62,8 @@ class Dataset:
                 f"{self.root}: no sample in {len(names)} shards; a sample's files are named KEY.EXTENSION in the tar"
             )
         self._handles: OrderedDict[int, int] = OrderedDict()
+        self._entry_sizes = np.array([entry.size for entry in self.entries], dtype=np.int64)
+        self._bytes = int(self._entry_sizes.sum())
         self._whole: set[int] = set()  # shards whose rows in the index were checked
         self._field_map: FieldMap | None = None
 
@@ -136,13 +138,32 @@ class Dataset:
 
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
-        fd = self._handles[shard] if shard in self._handles else self._open(shard)
+        fd = self.descriptor(shard)
         path, offset = self.root / self.shard_name(shard), self.offset(row)
         first = next(members(str(path), fd, offset), None)
         parts = split_name(first.name) if first else None
         if parts is None:
             raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
         return parts[0]
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of a sample in the mean, with its headers."""
+        return self._bytes / self.count
+
+    def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
+        """Where the runs of samples from `first` to `last`, each in one of `shards`, begin and end, in bytes."""
+        starts = np.asarray(self._starts)
+        rows = self._rows[shards] - self.firsts[shards]
+        is_last = last + 1 == self.firsts[shards + 1]
+        sizes = self._entry_sizes[shards]
+        ends = np.where(is_last, sizes, starts[np.minimum(rows + last + 1, len(starts) - 1)])
+        return starts[rows + first].astype(np.int64), ends.astype(np.int64)
+
+    def descriptor(self, shard: int) -> int:
+        """An open file of the shard, to be used at once. Raises `ShardError`."""
+        fd = self._handles.get(shard)
+        return self._open(shard) if fd is None else fd
 
     def shard_name(self, shard: int) -> str:
         """The name of a shard relative to the root."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from savable_pipeline.announce import announce
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError
@@ -152,6 +153,7 @@ class TarShardReader(Stage):
         self._ahead["index"] = index if self._selection is None else self._selection.locate(index)
         self._ahead["epoch"] = self._epoch
         self._used = 0
+        announce(self.dataset, self._ahead["index"].astype(np.int64))
         return True
 
     def _tell_faults(self) -> None:

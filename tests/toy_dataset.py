@@ -16,6 +16,7 @@ class NumberDataset:
     """Stands in for a `Dataset`: shards of `sizes[i]` samples of which only the numbers exist."""
 
     source = 1
+    mean_bytes = 0.0
     faults: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, sizes: list[int]) -> None:
