@@ -62,7 +62,7 @@ class TarShardReader(Stage):
         epochs: int | None = None,
         shuffle: bool = True,
         block_size: int = 8,
-        window: int | None = 32,
+        window: int | None = 128,
         on_error: OnError = "raise",
         quarantine: str | os.PathLike[str] | None = None,
     ) -> None:

@@ -29,6 +29,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tar import BLOCK, members, split_name
 
+Buffer: TypeAlias = "memoryview[Any]"
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
 
@@ -127,40 +128,30 @@ class ShardIndex:
         return offset, self.sizes[first + member]
 
     def is_whole(self, name: str) -> bool:
-        """Whether the rows of a shard are as they were written, and lie within the shard."""
+        """Whether the rows of a shard are as they were written, and none is larger than the shard."""
         entry, row = self.tables()[name]
         rows = slice(row, row + entry.samples)
-        starts, layout_of = np.asarray(self.starts)[rows], np.asarray(self.layout_of)[rows]
         sizes = self._sizes_of(rows)
-        if sizes is None or _check_of(starts, layout_of, sizes) != self._header.checks[self._number[name]]:
+        if sizes is None:
             return False
-        return self._lie_apart(entry, starts, layout_of, sizes)
-
-    def _lie_apart(self, entry: ShardEntry, starts: NDArray[Any], layout_of: NDArray[Any], sizes: NDArray[Any]) -> bool:
-        """Whether each sample ends before the next begins, and the last before the shard does."""
-        if not len(starts):
-            return True
-        if int(sizes.max()) > entry.size or int(starts.max()) > entry.size:
+        starts = self.starts[rows]
+        if _check_of(starts, self.layout_of[rows], sizes) != self._header.checks[self._number[name]]:
             return False
-        lengths = np.array([len(layout.gaps) for layout in self.layouts])
-        begins = np.cumsum(lengths[layout_of] if len(layout_of) else np.full(len(starts), lengths[0]))
-        blocks = np.concatenate([[0], np.cumsum((sizes.astype(np.int64) + BLOCK - 1) // BLOCK)])[begins]
-        payloads = np.diff(blocks, prepend=0) * BLOCK
-        return bool((starts[:-1] + payloads[:-1] < starts[1:]).all() and starts[-1] + payloads[-1] < entry.size)
+        return not len(starts) or max(int(np.asarray(starts).max()), int(np.asarray(sizes).max())) <= entry.size
 
-    def _sizes_of(self, rows: slice) -> NDArray[Any] | None:
+    def _sizes_of(self, rows: slice) -> memoryview[int] | None:
         """The sizes of the members of these samples, in order; None where `firsts` and `layouts` do not fit."""
         if self.members:
-            return np.asarray(self.sizes)[rows.start * self.members : rows.stop * self.members]
+            return self.sizes[rows.start * self.members : rows.stop * self.members]
         layout_of, firsts = np.asarray(self.layout_of)[rows], np.asarray(self.firsts)[rows].astype(np.int64)
         if not len(firsts):
-            return np.asarray(self.sizes)[:0]
+            return self.sizes[:0]
         if int(layout_of.max()) >= len(self.layouts):
             return None
         lengths = np.array([len(layout.gaps) for layout in self.layouts])[layout_of]
         ends = firsts[0] + np.cumsum(lengths)
         fits = bool((firsts[1:] == ends[:-1]).all())
-        return np.asarray(self.sizes)[int(firsts[0]) : int(ends[-1])] if fits else None
+        return self.sizes[int(firsts[0]) : int(ends[-1])] if fits else None
 
     def ends_as_written(self, name: str, fd: int) -> bool:
         """Whether a shard, whose rows are whole, has its last sample where the index says; True without one."""
@@ -192,7 +183,7 @@ class ShardIndex:
             0,
             [self._header.layouts[number] for number in used],
             layout_of.astype("<u4").tobytes(),
-            sizes.astype("<u8").tobytes(),
+            np.asarray(sizes).astype("<u8").tobytes(),
         )
 
 
@@ -239,15 +230,15 @@ def _checks(tables: list[ShardTable], arrays: list[NDArray[Any]], lengths: NDArr
     row, checks = 0, []
     for table in tables:
         end = row + table.entry.samples
-        checks.append(_check_of(starts[row:end], layout_of[row:end], sizes[ends[row] : ends[end]]))
+        checks.append(_check_of(starts[row:end].data, layout_of[row:end].data, sizes[ends[row] : ends[end]].data))
         row = end
     return checks
 
 
-def _check_of(starts: NDArray[Any], layout_of: NDArray[Any], sizes: NDArray[Any]) -> int:
+def _check_of(starts: Buffer, layout_of: Buffer, sizes: Buffer) -> int:
     digest = xxh3_64()
     for array in (starts, layout_of, sizes):
-        digest.update(np.ascontiguousarray(array).data)
+        digest.update(array)
     return digest.intdigest()
 
 
