@@ -96,6 +96,7 @@ def convert(
 
     In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt.
     In a .jsonl file each line is one, written as its json part beside the files that it names.
+    Compressed tars (.tar.gz, .tgz, .tar.bz2, .tar.xz), alone or in a folder, are re-packed as plain ones.
 
     What is bad is left out and reported, and the exit code is 1, or 0 with --skip-bad. A conversion that was
     stopped goes on where it stopped when the same command is given again, and ends with the same bytes.
