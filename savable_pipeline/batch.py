@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from savable_pipeline.encoder import TaskEncoder, encoder_settings
+from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.global_rng import seeder
 from savable_pipeline.pack import as_ref
@@ -90,8 +90,11 @@ class Batcher(Stage):
         return len(self._items) >= needed
 
     def _hold(self, n: int) -> None:
-        for ref in self._refs[len(self._items) :]:
-            self._items.append(self.source.fetch(ref))
+        missing = [(ref, self.source.fetch(ref)) for ref in self._refs[len(self._items) :]]
+        if missing:  # after a restore; a `Skip` is of what cannot be made again, counted where that was found
+            made = [(ref, item) for ref, item in missing if type(item) is not Skip]
+            self._refs = self._refs[: len(self._items)] + [ref for ref, _ in made]
+            self._items += [item for _, item in made]
         while len(self._items) < n:
             items, refs = self.source.take(n - len(self._items))
             if not items:
@@ -100,6 +103,9 @@ class Batcher(Stage):
             self._refs += refs
 
     def _batch(self, items: list[Any], number: int) -> Any:
+        note = self.lane.note
+        if note is not None:
+            note[0] = self.depth
         rng = Rng(self._key, (number, 0, 0))
         if self._seed_globals is not None:
             self._seed_globals(rng.key)
@@ -112,8 +118,9 @@ class Batcher(Stage):
             ) from error
 
     def fetch(self, ref: ItemRef) -> Any:
-        """Make the batch that a ref names again."""
-        return self._batch([self.source.fetch(item) for item in ref[1:]], ref[0])
+        """Make the batch that a ref names again, of what still can be made."""
+        items = [item for item in map(self.source.fetch, ref[1:]) if type(item) is not Skip]
+        return self._batch(items, ref[0])
 
     def save_state(self) -> State:
         """`held`: the refs of items that are held already; `count`: batches given so far."""

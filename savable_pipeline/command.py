@@ -15,11 +15,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from savable_pipeline.command_output import print_differences, print_info, print_report, print_state, progress_of
+from savable_pipeline.check import check as check_dataset
+from savable_pipeline.command_output import (
+    print_check,
+    print_differences,
+    print_index,
+    print_info,
+    print_report,
+    print_state,
+    progress_of,
+)
 from savable_pipeline.convert import REJECTED, Options
 from savable_pipeline.convert import convert as convert_files
 from savable_pipeline.convert.jsonl import FILE_FIELDS
 from savable_pipeline.errors import SavableError
+from savable_pipeline.indexing import index_shards
 from savable_pipeline.info import dataset_info
 from savable_pipeline.state_summary import differences, read_checkpoint, summarize
 
@@ -86,6 +96,7 @@ def convert(
 
     In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt.
     In a .jsonl file each line is one, written as its json part beside the files that it names.
+    Compressed tars (.tar.gz, .tgz, .tar.bz2, .tar.xz), alone or in a folder, are re-packed as plain ones.
 
     What is bad is left out and reported, and the exit code is 1, or 0 with --skip-bad. A conversion that was
     stopped goes on where it stopped when the same command is given again, and ends with the same bytes.
@@ -101,7 +112,7 @@ def convert(
             key_field=key_field,
             file_fields=() if no_files else tuple(file_field) if file_field else None,
         )
-        with progress_of(_err, f"reading {source}") as progress:
+        with progress_of(_err, f"reading {source}", "samples", "converting") as progress:
             report = convert_files(source, target, options, files_from=files_from, workers=workers, progress=progress)
         print_report(_out, report, target / REJECTED)
         if not report.samples:
@@ -118,6 +129,44 @@ def info(
     """Say what a dataset holds: shards, samples, parts and their sizes, splits."""
     with errors_as_lines():
         print_info(_out, dataset_info(path), as_json=as_json)
+
+
+@app.command()
+def index(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern or one tar.")],
+    workers: Annotated[int | None, typer.Option(help="Processes that read; by default one a processor.")] = None,
+) -> None:
+    """Index the shards of a dataset, so that the first run begins at once.
+
+    The index lies beside the shards, or in a cache where they are read-only. Shards that are indexed as they are now
+    are not read again; one that was stopped goes on where it stopped. What cannot be read to its end is listed, and
+    the exit code is 1.
+    """
+    with errors_as_lines():
+        with progress_of(_err, "indexing", "shards") as progress:
+            place, faults = index_shards(path, processes=workers, progress=progress)
+        print_index(_out, place, faults)
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def check(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern or one tar.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes that read; by default one a processor.")] = None,
+) -> None:
+    """Read all of a dataset and list what a run would stumble over: bad tars, images, JSON and text, wrong indexes.
+
+    Nothing is changed. The exit code is 1 if something was found. A shard that was rewritten to the same size since it
+    was indexed is found here, and nowhere else.
+    """
+    with errors_as_lines():
+        with progress_of(_err, "checking", "shards") as progress:
+            report = check_dataset(path, processes=workers, progress=progress)
+        print_check(_out, report, as_json=as_json)
+    if report.problems:
+        raise typer.Exit(1)
 
 
 @app.command()

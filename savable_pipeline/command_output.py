@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from savable_pipeline.check import CheckReport
 from savable_pipeline.convert import Report
 from savable_pipeline.info import Info
 from savable_pipeline.shard_index import ShardEntry
@@ -25,18 +27,22 @@ _SHOWN = 10  # rejects told one by one; the file has all
 
 
 @contextlib.contextmanager
-def progress_of(console: Console, before: str) -> Iterator[Callable[[int, int], None]]:
-    """What to tell of samples done and in all: a bar on a terminal, a line now and then elsewhere."""
+def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[Callable[[int, int], None]]:
+    """What to tell of things done and in all: a bar on a terminal, a line now and then elsewhere.
+
+    `before` is said at once, `during` (or the same) from when it is known how many there are.
+    """
+    during = during or before
     if not console.is_terminal:
         console.print(escape(before))
-        yield _Lines(console)
+        yield _Lines(console, f"{during}: {{:,}} of {{:,}} {things}")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(escape(before), total=None)
 
         def update(done: int, total: int) -> None:
-            bar.update(task, description="converting", completed=done, total=total)
+            bar.update(task, description=escape(during), completed=done, total=total)
 
         yield update
 
@@ -44,14 +50,15 @@ def progress_of(console: Console, before: str) -> Iterator[Callable[[int, int], 
 class _Lines:
     """Progress in plain lines: the first, the last, and one every ten seconds between."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, line: str) -> None:
         self._console = console
+        self._line = line
         self._next = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now >= self._next or done == total:
-            self._console.print(f"converted {done:,} of {total:,} samples")
+            self._console.print(self._line.format(done, total))
             self._next = now + _LINE_EVERY_S
 
 
@@ -72,6 +79,30 @@ def print_report(console: Console, report: Report, path: Path) -> None:
     if len(report.rejected) > _SHOWN:
         console.print(f"  … {len(report.rejected) - _SHOWN:,} more")
     console.print(escape(f"all of them: {path}"))
+
+
+def print_index(console: Console, place: Path, entries: list[ShardEntry]) -> None:
+    """Where the index lies, and the shards that could not be read to their end."""
+    console.print(escape(f"index: {place}"))
+    for entry in entries:
+        console.print(escape(f"{entry.fault} ({_count(entry.samples, 'sample')} before it)"))
+
+
+def print_check(console: Console, report: CheckReport, *, as_json: bool) -> None:
+    """What was found, by reason and then one by one, or as one JSON object."""
+    if as_json:
+        console.print_json(msgspec.json.encode(report, enc_hook=str).decode(), indent=2, highlight=False)
+        return
+    console.print(
+        f"{_count(report.shards, 'shard')}, {_count(report.samples, 'sample')}, {human_bytes(report.size)}: "
+        + (_count(len(report.problems), "problem") if report.problems else "nothing wrong")
+    )
+    for reason, count in Counter(problem.reason for problem in report.problems).most_common():
+        console.print(f"  {count:>7,} × {escape(reason)}")
+    for problem in report.problems:
+        where = [problem.shard, problem.key and f"{problem.key}.{problem.part}"]
+        place = "" if problem.offset is None else f" at byte {problem.offset}"
+        console.print(escape(f"{' '.join(filter(None, where))}{place}: {problem.reason}: {problem.detail}"))
 
 
 def print_info(console: Console, info: Info, *, as_json: bool) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from savable_pipeline.announce import announce
 from savable_pipeline.errors import ShardError
-from savable_pipeline.indexing import INDEX_NAME, open_index
+from savable_pipeline.indexing import INDEX_NAME, find_index, open_index
 from savable_pipeline.keys import key
+from savable_pipeline.nv_meta import FieldMap, is_inside, read_counts, read_field_map, read_split
+from savable_pipeline.on_error import OnError, Quarantine
 from savable_pipeline.sample import RefArray, Sample, matching
+from savable_pipeline.selection import Rows, Selection, Subset
 from savable_pipeline.shard_index import ShardEntry, ShardIndex
 from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import members, split_name
@@ -23,12 +28,22 @@ OPEN_SHARDS = 256  # handles kept open by one dataset in one process; the least 
 class Dataset:
     """An indexed set of shards, shared by the lanes of a process.
 
-    Sample `i` of the dataset is the `i`-th when the shards are read one after the other, sorted by name.
+    Sample `i` of the dataset is the `i`-th when the shards are read one after the other, sorted by name. Unless
+    `on_error` is "raise", damaged shards are taken as far as they go; what is skipped is written to `quarantine`.
     """
 
-    def __init__(self, shards: Shards, *, source: str = "") -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        source: str = "",
+        on_error: OnError = "raise",
+        quarantine: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.on_error = on_error
         self.root, names, self._index = self._find(shards)
         self.source = key("source", source)
+        self.quarantine = None if quarantine is None else Quarantine(quarantine)
         self._place, self._starts, self._sizes = self._index.place, self._index.starts, self._index.sizes
         self._first: str | None = None  # the first part of every sample, if all have the same parts
         if len(self._index.layouts) == 1:
@@ -44,6 +59,10 @@ class Dataset:
                 f"{self.root}: no sample in {len(names)} shards; a sample's files are named KEY.EXTENSION in the tar"
             )
         self._handles: OrderedDict[int, int] = OrderedDict()
+        self._entry_sizes = np.array([entry.size for entry in self.entries], dtype=np.int64)
+        self._bytes = int(self._entry_sizes.sum())
+        self._whole: set[int] = set()  # shards whose rows in the index were checked
+        self._field_map: FieldMap | None = None
         self.ahead = 0  # how many refs it wants to be told by `announce` before they are asked for
 
     def __del__(self) -> None:
@@ -52,11 +71,15 @@ class Dataset:
 
     def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
         """The root of the shards, their names relative to it, and an index that has them."""
-        root, names = find_shards(shards)
-        return root, names, open_index(root, names)
+        tolerant = self.on_error != "raise"
+        root, found = find_shards(shards, missing_too=tolerant)
+        folder = isinstance(shards, str | os.PathLike) and Path(shards).is_dir()
+        names = _with_lost(root, found, tolerant) if folder else found
+        return root, names, open_index(root, names, tolerant=tolerant)
 
     def announce(self, refs: RefArray) -> None:
-        """Hear what will be read soon."""
+        """Hear what will be read soon: the kernel is told."""
+        announce(self, refs["index"].astype(np.int64))
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread."""
@@ -69,6 +92,40 @@ class Dataset:
     def manifest(self) -> list[list[Any]]:
         """Name, samples and hash of each shard: what a saved state must agree on."""
         return [[entry.name, entry.samples, entry.digest] for entry in self.entries]
+
+    @property
+    def faults(self) -> list[tuple[str, str]]:
+        """Name and fault of each shard that could not be indexed to its end."""
+        return [(entry.name, entry.fault) for entry in self.entries if entry.fault]
+
+    @property
+    def field_map(self) -> FieldMap:
+        """What `dataset.yaml` calls the parts."""
+        if self._field_map is None:
+            self._field_map = read_field_map(self.root)
+        return self._field_map
+
+    def select(self, split: str | None, subset: Subset | None) -> Selection | None:
+        """What a split and a subset leave; None if that is all. Raises `ShardError`."""
+        if split is None and subset is None:
+            return None
+        names = [entry.name for entry in self.entries]
+        if split is None:
+            return Selection(names, self.firsts, subset=subset)
+        parts = read_split(self.root, split, names)
+        excluded = self._rows_of(parts.excluded)
+        return Selection(names, self.firsts, shards=parts.shards, excluded=excluded, subset=subset)
+
+    def _rows_of(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
+        """The rows of the samples with these keys, by shard, counted from the first of the shard."""
+        found: dict[str, Rows] = {}
+        for shard, entry in enumerate(self.entries):
+            wanted = keys.get(entry.name)
+            if wanted:
+                first = int(self._rows[shard])
+                rows = [row for row in range(entry.samples) if self.key(shard, first + row) in wanted]
+                found[entry.name] = np.array(rows, dtype=np.int64)
+        return found
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The bytes of one part of a sample. Raises KeyError, or `ShardError` if the shard no longer holds it."""
@@ -83,18 +140,40 @@ class Dataset:
         fd = self._handles.get(shard)
         if fd is None:
             fd = self._open(shard)
-        data = os.pread(fd, size, offset)
+        try:
+            data = os.pread(fd, size, offset)
+        except OSError as error:
+            raise self._unreadable(shard, error) from error
         return data if len(data) == size else self._read_on(fd, shard, offset, size, data)
 
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
-        fd = self._handles[shard] if shard in self._handles else self._open(shard)
+        fd = self.descriptor(shard)
         path, offset = self.root / self.shard_name(shard), self.offset(row)
         first = next(members(str(path), fd, offset), None)
         parts = split_name(first.name) if first else None
         if parts is None:
             raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
         return parts[0]
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of a sample in the mean, with its headers."""
+        return self._bytes / self.count
+
+    def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
+        """Where the runs of samples from `first` to `last`, each in one of `shards`, begin and end, in bytes."""
+        starts = np.asarray(self._starts)
+        rows = self._rows[shards] - self.firsts[shards]
+        is_last = last + 1 == self.firsts[shards + 1]
+        sizes = self._entry_sizes[shards]
+        ends = np.where(is_last, sizes, starts[np.minimum(rows + last + 1, len(starts) - 1)])
+        return starts[rows + first].astype(np.int64), ends.astype(np.int64)
+
+    def descriptor(self, shard: int) -> int:
+        """An open file of the shard, to be used at once. Raises `ShardError`."""
+        fd = self._handles.get(shard)
+        return self._open(shard) if fd is None else fd
 
     def shard_name(self, shard: int) -> str:
         """The name of a shard relative to the root."""
@@ -114,33 +193,72 @@ class Dataset:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}; it was there when the shards were indexed") from error
-        size = os.fstat(fd).st_size
-        if size != entry.size:
-            os.close(fd)
             raise ShardError(
-                f"{path}: {size} bytes, but {entry.size} when it was indexed; the shard was rewritten or cut short "
-                "since: start again to index it, or put the old shard back"
-            )
-        if not self._index.ends_as_written(entry.name, fd):
+                f"{path}: {error.strerror}; it was there when the shards were indexed",
+                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
+            ) from error
+        try:
+            self._check(shard, fd, path)
+        except BaseException:
             os.close(fd)
-            raise ShardError(
-                f"{path}: as large as when it was indexed, but its last sample lies elsewhere: the shard was rewritten "
-                f"since; remove {self.root / INDEX_NAME} and start again to index it, or put the old shard back"
-            )
+            raise
         self._handles[shard] = fd
         while len(self._handles) > OPEN_SHARDS:
             os.close(self._handles.popitem(last=False)[1])
         return fd
 
+    def _check(self, shard: int, fd: int, path: Path) -> None:
+        """Raise `ShardError` unless this is the shard that was indexed, as far as can be told without reading it."""
+        entry = self.entries[shard]
+        size = os.fstat(fd).st_size
+        if size != entry.size:
+            raise ShardError(
+                f"{path}: {size} bytes, but {entry.size} when it was indexed; the shard was rewritten or cut short "
+                "since: start again or run `savable index` to index it, or put the old shard back",
+                reason="changed shard",
+            )
+        if shard in self._whole:
+            return
+        if not self._index.is_whole(entry.name):
+            raise ShardError(
+                f"{path}: its part of the index is damaged; remove {self.root / INDEX_NAME} and start again",
+                reason="damaged index",
+            )
+        if not self._index.ends_as_written(entry.name, fd):
+            raise ShardError(
+                f"{path}: as large as when it was indexed, but its last sample lies elsewhere: the shard was rewritten "
+                f"since; remove {self.root / INDEX_NAME} and start again to index it, or put the old shard back",
+                reason="changed shard",
+            )
+        self._whole.add(shard)
+
+    def _unreadable(self, shard: int, error: OSError) -> ShardError:
+        path = self.root / self.shard_name(shard)
+        return ShardError(f"{path}: {error.strerror}; look after the disk or the network", reason="unreadable shard")
+
     def _read_on(self, fd: int, shard: int, offset: int, size: int, data: bytes) -> bytes:
         """A read may return less than asked for (2 GB is the most Linux gives at once); go on until it is all there."""
         parts = [data]
         missing = size - len(data)
-        while missing and (more := os.pread(fd, missing, offset + size - missing)):
-            parts.append(more)
-            missing -= len(more)
+        try:
+            while missing and (more := os.pread(fd, missing, offset + size - missing)):
+                parts.append(more)
+                missing -= len(more)
+        except OSError as error:
+            raise self._unreadable(shard, error) from error
         if missing:
             path: Path = self.root / self.entries[shard].name
-            raise ShardError(f"{path}: {missing} of {size} bytes at byte {offset} are missing; the shard was cut short")
+            raise ShardError(
+                f"{path}: {missing} of {size} bytes at byte {offset} are missing; the shard was cut short",
+                reason="changed shard",
+            )
         return b"".join(parts)
+
+
+def _with_lost(root: Path, found: list[str], tolerant: bool) -> list[str]:
+    """The shards of a folder, with those that are not there but should be.
+
+    Energon's list knows them, and the index does, if a run is to go on without what was lost since it was made.
+    """
+    known = {*(read_counts(root) or ()), *(filter(is_inside, find_index(root)) if tolerant else ())}
+    return sorted({*found, *known})

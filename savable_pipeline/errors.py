@@ -23,7 +23,11 @@ class StateError(SavableError):
 
 
 class ShardError(SavableError):
-    """A shard or its index is missing, damaged, or not what the index says."""
+    """A shard or its index is missing, damaged, or not what the index says; `reason` says in few words which."""
+
+    def __init__(self, message: str = "", *, reason: str = "damaged shard") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RemoteError(SavableError):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml  # type: ignore[import-untyped]
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.indexing import open_index
+from savable_pipeline.nv_meta import read_counts, read_split, split_names
 from savable_pipeline.shard_index import ShardEntry, ShardIndex
-from savable_pipeline.shard_paths import Shards, expand_braces, find_shards
+from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import samples
 
 
@@ -92,19 +92,9 @@ def _first_sample(path: Path) -> tuple[str, dict[str, int]]:
 def _splits(root: Path, entries: list[ShardEntry]) -> dict[str, int]:
     """Samples by split, as `.nv-meta/split.yaml` or `split.json` has it; nothing where there is neither."""
     counts = {entry.name: entry.samples for entry in entries}
-    for path in (root / ".nv-meta/split.yaml", root / ".nv-meta/split.json"):
-        if path.exists():
-            return _split_counts(path, counts)
-    return {}
-
-
-def _split_counts(path: Path, counts: dict[str, int]) -> dict[str, int]:
-    try:
-        splits = yaml.safe_load(path.read_bytes())  # JSON is YAML
-        excluded = {name for pattern in splits.get("exclude", []) for name in expand_braces(pattern)}
-        return {
-            split: sum(counts.get(n, 0) for pattern in patterns for n in expand_braces(pattern) if n not in excluded)
-            for split, patterns in splits["split_parts"].items()
-        }
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        raise ShardError(f"{path}: expected `split_parts` with a list of shards for each split: {error}") from error
+    known = {*counts, *(read_counts(root) or ())}
+    splits = {name: read_split(root, name, known) for name in split_names(root)}
+    return {
+        name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)
+        for name, split in splits.items()
+    }

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from savable_pipeline.encoder import TaskEncoder, encoder_settings
+from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.global_rng import seeder
 from savable_pipeline.rng import Rng
@@ -37,6 +37,13 @@ class _OpenPack:
         self.refs.append(ref)
         self.lengths.append(length)
         self.room -= length
+
+    def leave_out_skips(self) -> None:
+        """Drop what could not be made again."""
+        left = [i for i, item in enumerate(self.items) if type(item) is not Skip]
+        self.items = [self.items[i] for i in left]
+        self.refs = [self.refs[i] for i in left]
+        self.lengths = [self.lengths[i] for i in left]
 
 
 class OnlinePacker(Stage):
@@ -115,6 +122,8 @@ class OnlinePacker(Stage):
     def _place(self, item: Any, ref: ItemRef) -> None:
         if item is _MISSING:
             item = self.source.fetch(ref)
+        if type(item) is Skip:  # it cannot be made again; counted where that was found
+            return
         length = self._length(item)
         if length > self.max_length:
             self._skipped(length)
@@ -143,6 +152,10 @@ class OnlinePacker(Stage):
         for i, item in enumerate(pack.items):
             if item is _MISSING:
                 pack.items[i] = self.source.fetch(pack.refs[i])
+        pack.leave_out_skips()
+        if not pack.items:
+            self._packs.remove(pack)
+            return next(self)
         ref = (self._count, *pack.refs)
         packed = self._pack(pack.items, self._count)
         self._packs.remove(pack)
@@ -151,6 +164,9 @@ class OnlinePacker(Stage):
         return packed
 
     def _pack(self, items: list[Any], number: int) -> Any:
+        note = self.lane.note
+        if note is not None:
+            note[0] = self.depth
         rng = Rng(self._key, (number, 0, 0))
         if self._seed_globals is not None:
             self._seed_globals(rng.key)
@@ -172,8 +188,9 @@ class OnlinePacker(Stage):
             )
 
     def fetch(self, ref: ItemRef) -> Any:
-        """Make the pack that a ref names again."""
-        return self._pack([self.source.fetch(item) for item in ref[1:]], ref[0])
+        """Make the pack that a ref names again, of the items that still can be made; a `Skip` if none can."""
+        items = [item for item in map(self.source.fetch, ref[1:]) if type(item) is not Skip]
+        return self._pack(items, ref[0]) if items else Skip("a pack of nothing")
 
     def save_state(self) -> State:
         """`packs`: per open pack, oldest first, the ref and length of each item; `count`: packs given so far.

@@ -12,13 +12,16 @@ import numpy as np
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.lane import Lane
+from savable_pipeline.on_error import OnError, check_on_error
 from savable_pipeline.reader_order import ShuffledEpoch, dealt, dealt_count, span
 from savable_pipeline.remote_dataset import open_dataset
 from savable_pipeline.sample import REF, Ref, RefArray, Sample
+from savable_pipeline.selection import Subset, check_subset
 from savable_pipeline.shard_paths import Shards
 from savable_pipeline.stage import ItemRef, Stage, State, parse_state
 
 _CHUNK = 2048  # refs worked out at a time
+_DAMAGED = "rest of a damaged or missing shard"
 _EPOCHS_KEPT = 4  # orders kept by the lanes of a process, which are seldom further apart
 
 
@@ -35,10 +38,22 @@ class TarShardReader(Stage):
     `epochs=None` never ends; a number is how many epochs one pass takes. `shuffle` permutes shards, and blocks of
     `block_size` samples within windows of `window` shards (None: all), anew each epoch, the same for all lanes;
     `block_size=1, window=None` is a full shuffle. Without it, blocks come in file order, dealt over the lanes.
+
     Shards may lie behind a URL (s3, gs, az, http, https): they are read through the folder `cache` (`SAVABLE_CACHE`,
     or the user's cache), shared by all processes of a node, which takes at most `cache_bytes` of its disk
     (`SAVABLE_CACHE_BYTES`, or 256 GiB but no more than 80 % of what is free).
-    Raises `ShardError` if there is nothing to read, `RemoteError` if a server cannot be reached.
+
+    `split` names one in the dataset's `.nv-meta/split.yaml`. `subset` is a share of the samples (0.1), a range of
+    shares (0.1, 0.3), or a count: the same ones in every run and epoch, drawn from each shard, and shares that do not
+    overlap have none in common.
+
+    `on_error` is for shards that are missing, damaged, changed since they were indexed, or cannot be read: "raise",
+    "skip" what cannot be had of them, or a function of the `ShardError` that gives True to skip. Unless it is "raise",
+    a shard that has changed stays in the index as it was, until `savable index` is run. What is skipped, here or by
+    `Encode`, is counted, and written to the file `quarantine` as lines of JSON.
+
+    Raises `ShardError` if there is nothing to read, or for a split that is not there, `RemoteError` if a server cannot
+    be reached.
     """
 
     def __init__(
@@ -46,22 +61,34 @@ class TarShardReader(Stage):
         shards: Shards,
         lane: Lane,
         *,
+        split: str | None = None,
+        subset: Subset | None = None,
         epochs: int | None = None,
         shuffle: bool = True,
         block_size: int = 8,
-        window: int | None = 32,
+        window: int | None = 128,
+        on_error: OnError = "raise",
+        quarantine: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
     ) -> None:
         for name, value in [("epochs", epochs), ("block_size", block_size), ("window", window)]:
             if value is not None and value < 1:
                 raise ValueError(f"TarShardReader: {name} must be at least 1, not {value}")
+        check_subset(subset)
+        check_on_error("TarShardReader", on_error)
         shards = os.fspath(shards) if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
         names = shards if isinstance(shards, str) else tuple(shards)
         self.dataset = lane.shared(
-            ("dataset", names), lambda: open_dataset(shards, cache=cache, cache_size=cache_bytes)
+            ("dataset", names, on_error, quarantine),
+            lambda: open_dataset(shards, on_error=on_error, quarantine=quarantine, cache=cache, cache_size=cache_bytes),
         )
-        self._orders: OrderedDict[Any, ShuffledEpoch] = lane.shared(("orders", names), OrderedDict)
+        chosen = (names, on_error, split, subset)
+        self._selection = lane.shared(("selection", *chosen), lambda: self.dataset.select(split, subset))
+        self._orders: OrderedDict[Any, ShuffledEpoch] = lane.shared(("orders", *chosen), OrderedDict)
+        self.split = split
+        self.subset = subset
+        self.on_error = on_error
         self._lane = lane
         self.epochs = epochs
         self.shuffle = shuffle
@@ -74,7 +101,7 @@ class TarShardReader(Stage):
 
     def _move_to(self, epoch: int, position: int) -> None:
         """Stand at a position of the lane's share of an epoch."""
-        lane, count = self._lane, self.dataset.count
+        lane, count = self._lane, self.population
         if self.shuffle:
             self._begin, end = span(count, lane.index, lane.count, epoch)
             self._length = end - self._begin
@@ -121,13 +148,17 @@ class TarShardReader(Stage):
             if self.epochs is not None and self._epoch + 1 - self._first_epoch >= self.epochs:
                 return False
             self._move_to(self._epoch + 1, 0)
-        ahead = self.dataset.ahead
-        start, stop = self._position, min(self._position + min(_CHUNK, ahead or _CHUNK), self._length)
-        if ahead and (begin := self._announced) < (end := min(stop + ahead, self._length)):
-            self._announced = end
-            self.dataset.announce(self._refs(begin, end))
+        start, ahead = self._position, self.dataset.ahead
+        stop = min(start + min(_CHUNK, ahead or _CHUNK), self._length)
+        if not start and not self.lane.index:
+            self._tell_faults()
         self._ahead = self._refs(start, stop)
         self._used = 0
+        if not ahead:
+            self.dataset.announce(self._ahead)
+        elif (begin := self._announced) < (end := min(stop + ahead, self._length)):
+            self._announced = end
+            self.dataset.announce(self._refs(begin, end))
         return True
 
     def _refs(self, start: int, stop: int) -> RefArray:
@@ -138,18 +169,25 @@ class TarShardReader(Stage):
         else:
             index = dealt(start, stop, lane.index, lane.count, self._epoch, self.block_size)
         refs = np.empty(stop - start, REF)
-        refs["index"] = index
+        refs["index"] = index if self._selection is None else self._selection.locate(index)
         refs["epoch"] = self._epoch
         return refs
 
+    def _tell_faults(self) -> None:
+        """Count and write down, once an epoch and in one lane, the shards that could not be indexed to their end."""
+        for shard, fault in self.dataset.faults:
+            self.counts[f"skipped/{_DAMAGED}"] += 1
+            if self.dataset.quarantine is not None:
+                self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
+
     def _order(self) -> ShuffledEpoch:
-        data, lane = self.dataset, self.lane
+        lane, chosen = self.lane, self._selection or self.dataset
         key = (lane.seed, self._epoch, self.block_size, self.window)
         if key not in self._orders:
             self._orders[key] = ShuffledEpoch(
-                data.firsts,
+                chosen.firsts,
                 seed=lane.seed,
-                source=data.source,
+                source=self.dataset.source,
                 epoch=self._epoch,
                 block_size=self.block_size,
                 window=self.window,
@@ -183,8 +221,11 @@ class TarShardReader(Stage):
         self.lane.restore_state(saved.lane)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, and the shards: name, samples and hash of each."""
+        """Every argument that changes the data, the shards: name, samples and hash of each, and what is selected."""
         return {
+            "split": self.split,
+            "subset": self.subset,
+            "selection": None if self._selection is None else self._selection.manifest(),
             "epochs": self.epochs,
             "shuffle": self.shuffle,
             "block_size": self.block_size,
@@ -209,8 +250,8 @@ class TarShardReader(Stage):
 
     @property
     def population(self) -> int:
-        """How many samples the shards hold."""
-        return self.dataset.count
+        """How many samples the shards hold, in the split and the subset."""
+        return self.dataset.count if self._selection is None else self._selection.count
 
     @property
     def encoder(self) -> TaskEncoder | None:

@@ -14,8 +14,9 @@ from savable_pipeline.cache_room import AHEAD_SHARE, cache_bytes, cache_folder
 from savable_pipeline.dataset import OPEN_SHARDS, Dataset
 from savable_pipeline.errors import RemoteError, ShardError
 from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
+from savable_pipeline.on_error import OnError
 from savable_pipeline.remote import is_remote
-from savable_pipeline.remote_index import open_remote
+from savable_pipeline.remote_index import METADATA, open_remote
 from savable_pipeline.sample import RefArray, Sample
 from savable_pipeline.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.shard_index import ShardIndex
@@ -29,12 +30,20 @@ _TOUCH_S = 10.0
 
 
 def open_dataset(
-    shards: Shards, *, source: str = "", cache: str | os.PathLike[str] | None = None, cache_size: int | None = None
+    shards: Shards,
+    *,
+    source: str = "",
+    on_error: OnError = "raise",
+    quarantine: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    cache_size: int | None = None,
 ) -> Dataset:
     """The dataset of some shards, on a disk or behind a URL; the last two are of the cache for the latter."""
     if not is_remote(shards):
-        return Dataset(shards, source=source)
-    return RemoteDataset(shards, source=source, cache=cache, cache_size=cache_size)
+        return Dataset(shards, source=source, on_error=on_error, quarantine=quarantine)
+    return RemoteDataset(
+        shards, source=source, on_error=on_error, quarantine=quarantine, cache=cache, cache_size=cache_size
+    )
 
 
 class RemoteDataset(Dataset):
@@ -45,12 +54,19 @@ class RemoteDataset(Dataset):
     """
 
     def __init__(
-        self, shards: Shards, *, source: str, cache: str | os.PathLike[str] | None, cache_size: int | None
+        self,
+        shards: Shards,
+        *,
+        source: str,
+        on_error: OnError,
+        quarantine: str | os.PathLike[str] | None,
+        cache: str | os.PathLike[str] | None,
+        cache_size: int | None,
     ) -> None:
         self._cache = cache_folder(cache)
         self._limit = cache_bytes(cache_size, self._cache)
         self._fetcher: Fetcher | None = None
-        super().__init__(shards, source=source)
+        super().__init__(shards, source=source, on_error=on_error, quarantine=quarantine)
         self._present, self._used = self._cached.present.data, self._cached.used.data
         tables = self._cached.index.tables()
         self._first_rows = np.array([tables[entry.name][1] for entry in self.entries], dtype=np.int64)  # by shard
@@ -63,10 +79,11 @@ class RemoteDataset(Dataset):
         self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
 
     def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
-        found, self._cached = open_remote(shards, self._cache, self._limit)
+        tolerant = self.on_error != "raise"
+        found, self._cached = open_remote(shards, self._cache, self._limit, tolerant=tolerant)
         self._cached.hold()
         self._url = found.root
-        return Path(found.root), found.names, self._cached.index
+        return self._cached.folder.parent / METADATA, found.names, self._cached.index
 
     def __del__(self) -> None:
         super().__del__()

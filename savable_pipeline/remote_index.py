@@ -19,20 +19,27 @@ import msgspec
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.fetcher import Fetcher
-from savable_pipeline.indexing import INDEX_NAME, scan
+from savable_pipeline.indexing import INDEX_NAME
+from savable_pipeline.nv_meta import META
 from savable_pipeline.remote import RemoteShards, find_remote
+from savable_pipeline.scan import scan
 from savable_pipeline.shard_cache import CachedShards, create_flags
 from savable_pipeline.shard_index import ShardIndex, ShardTable, replace_file, write_index
 from savable_pipeline.shard_paths import Shards
 
 log = logging.getLogger(__name__)
 
-_INFO_NAME = ".nv-meta/.info.json"
+METADATA = "metadata"  # a folder beside the versions of a dataset
+_INFO_NAME = f"{META}/.info.json"
+_METADATA = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 _AT_ONCE = 8  # shards fetched at a time to be indexed
 
 
-def open_remote(shards: Shards, cache: Path, limit: int) -> tuple[RemoteShards, CachedShards]:
-    """The shards that these URLs mean, and the cache's version of them, indexed. Raises `ShardError`, `RemoteError`."""
+def open_remote(shards: Shards, cache: Path, limit: int, *, tolerant: bool) -> tuple[RemoteShards, CachedShards]:
+    """The shards that these URLs mean, and the cache's version of them, indexed; and what Energon says of them.
+
+    Raises `ShardError`, for a damaged shard unless `tolerant`, and `RemoteError`.
+    """
     with contextlib.closing(Fetcher(cache, limit)) as fetcher:
         found = find_remote(shards, fetcher)
         folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
@@ -43,9 +50,10 @@ def open_remote(shards: Shards, cache: Path, limit: int) -> tuple[RemoteShards, 
             if not found.names:
                 found = _named(found, version, fetcher)
             _check_names(found)
-            if version is None or not _knows(version, found):
-                version = _made_index(found, folder, fetcher, limit)
+            if version is None or not _knows(version, found, tolerant):
+                version = _made_index(found, folder, fetcher, limit, tolerant)
             create_flags(version)
+            _fetch_metadata(found.root, folder / METADATA, fetcher)
         return found, CachedShards(version)
 
 
@@ -81,9 +89,22 @@ def _check_names(found: RemoteShards) -> None:
             raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
 
 
-def _knows(version: Path, found: RemoteShards) -> bool:
-    """Whether an index has all the shards, as large as they are now."""
-    known = {entry.name: entry.size for entry in ShardIndex(version / "index").shards}
+def _fetch_metadata(root: str, local: Path, fetcher: Fetcher) -> None:
+    """Bring what Energon has written beside the shards to where a dataset looks for it."""
+    (local / META).mkdir(parents=True, exist_ok=True)
+    tickets = {name: fetcher.begin("read", root, f"{META}/{name}") for name in _METADATA}
+    for name, ticket in tickets.items():
+        raw = fetcher.wait(ticket)
+        if raw is None:
+            (local / META / name).unlink(missing_ok=True)
+        else:
+            replace_file(local / META / name, [raw])
+
+
+def _knows(version: Path, found: RemoteShards, tolerant: bool) -> bool:
+    """Whether an index has all the shards, as large as they are now, and whole unless `tolerant`."""
+    entries = ShardIndex(version / "index").shards
+    known = {entry.name: entry.size for entry in entries if tolerant or not entry.fault}
     return all(name in known and found.sizes.get(name, known[name]) == known[name] for name in found.names)
 
 
@@ -105,12 +126,12 @@ def _own_index(found: RemoteShards, folder: Path, fetcher: Fetcher) -> Path | No
         return None
 
 
-def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int) -> Path:
+def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int, tolerant: bool) -> Path:
     """The version of an index made here, from shards fetched whole; they stay in the cache if it holds them all."""
     names = hashlib.sha256("\0".join(found.names).encode()).hexdigest()[:32]
     pointer = folder / f"made-{names}.json"
     version = _pointed(pointer, names)
-    if version is not None and _knows(version, found):
+    if version is not None and _knows(version, found, tolerant):
         return version
     sizes = {name: found.sizes.get(name) or _size(found.root, name, fetcher) for name in found.names}
     keep = sum(sizes.values()) <= limit
@@ -121,7 +142,7 @@ def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int)
         sum(sizes.values()) / 1e9,
     )
     fresh = folder / "fetched.index"
-    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep))
+    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep, tolerant))
     version = _install(folder, fresh, pointer, names)
     create_flags(version)
     if keep:
@@ -137,7 +158,9 @@ def _size(root: str, name: str, fetcher: Fetcher) -> int:
     return int(stat[0])
 
 
-def _tables(root: str, sizes: dict[str, int], scanned: Path, fetcher: Fetcher, keep: bool) -> list[ShardTable]:
+def _tables(
+    root: str, sizes: dict[str, int], scanned: Path, fetcher: Fetcher, keep: bool, tolerant: bool
+) -> list[ShardTable]:
     """Fetch and scan each shard, some fetched ahead; what an interrupted call left is not fetched again."""
     tables: list[ShardTable] = []
     coming: deque[tuple[str, int | None]] = deque()
@@ -152,11 +175,10 @@ def _tables(root: str, sizes: dict[str, int], scanned: Path, fetcher: Fetcher, k
         name, ticket = coming.popleft()
         if ticket is not None:
             fetcher.wait(ticket)
-        try:
-            tables.append(scan(scanned, name))
-        except ShardError as error:
+        tables.append(scan(scanned, name))
+        if (fault := tables[-1].entry.fault) and not tolerant:
             (scanned / name).unlink()
-            raise ShardError(str(error).replace(str(scanned), root)) from None
+            raise ShardError(f"{root}/{fault}")
         if not keep:
             (scanned / name).unlink()
 
@@ -184,7 +206,10 @@ def _pointed(pointer: Path, stamp: str) -> Path | None:
 
 def _install(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
     """Move an index to where its checksum says, and let the pointer name it. Raises `ShardError` if it is damaged."""
-    ShardIndex(fresh)
+    index = ShardIndex(fresh)
+    damaged = [entry.name for entry in index.shards if not index.is_whole(entry.name)]
+    if damaged:
+        raise ShardError(f"the part of {damaged[0]} is damaged")
     with fresh.open("rb") as file:
         version = folder / file.read(16)[8:].hex()
     version.mkdir(exist_ok=True)

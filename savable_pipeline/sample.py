@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ from PIL import Image
 
 if TYPE_CHECKING:
     from savable_pipeline.dataset import Dataset
+    from savable_pipeline.nv_meta import FieldMap
+    from savable_pipeline.on_error import Quarantine
 
 # A ref before a sample is made of it: 12 bytes, so that a large buffer stays small in memory and in a state.
 REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
@@ -96,6 +98,20 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """The bytes of a part, or `default` where there is none."""
         return self[extension] if extension in self else default  # noqa: SIM401
 
+    def field(self, name: str) -> Any:
+        """What the dataset's `field_map`, in `.nv-meta/dataset.yaml`, calls `name`: bytes, or a value in some JSON."""
+        options = self._dataset.field_map.get(name)
+        if options is None:
+            known = ", ".join(self._dataset.field_map) or "none; it has no field_map"
+            raise KeyError(f"no field {name!r}; the dataset has {known}")
+        for part, *path in options:
+            if part in self:
+                value: Any = json.loads(self[part]) if path else self[part]
+                for step in path:
+                    value = value[int(step)] if isinstance(value, list) else value[step]
+                return value
+        raise KeyError(f"the field {name!r} lies in {[part for part, *_ in options]}; the sample has {list(self)}")
+
     def json(self, extension: str = "json") -> Any:
         """The part decoded as JSON."""
         return json.loads(self[extension])
@@ -118,7 +134,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return f"Sample({self.key!r}, {list(self)}, shard={self.shard!r}, epoch={self._epoch}, index={self._index})"
 
     def __reduce__(self) -> Any:
-        detached = DetachedSample(self._dataset.source, self.key, self.shard, self.offset, dict(self.items()))
+        data = self._dataset
+        detached = DetachedSample(data.source, self.key, self.shard, self.offset, dict(self.items()), data.field_map)
         return Sample, (detached, 0, 0, self._index, self._epoch)
 
 
@@ -133,6 +150,9 @@ class DetachedSample(msgspec.Struct, eq=False):
     _shard: str
     _offset: int
     parts: dict[str, bytes]
+    field_map: FieldMap = {}
+    on_error: ClassVar[Literal["raise"]] = "raise"
+    quarantine: ClassVar[Quarantine | None] = None
 
     def key(self, shard: int, row: int) -> str:
         return self._key

@@ -1,6 +1,6 @@
 """The index of a folder of shards: where every member of every sample lies, in one memory-mapped file.
 
-    "SAVIDX01" │ xxh3_64 of the rest │ header length u64 │ header: MessagePack │ padding │ starts │ layouts │ firsts
+    "SAVIDX02" │ xxh3_64 of the header │ header length u64 │ header: MessagePack │ padding │ starts │ layouts │ firsts
     │ sizes
 
     starts   uint64 (samples,)      offset of the sample's first header in its shard
@@ -9,7 +9,8 @@
     firsts   uint64 (samples,)      where its sizes start. Left out if all samples have as many members
     sizes    uint32/64 (members,)   size of each member's payload in bytes
 
-Samples are in shard order; a shard's rows are consecutive. All arrays are little-endian.
+Samples are in shard order; a shard's rows are consecutive. All arrays are little-endian. The header has a checksum of
+each shard's rows, which are checked when the shard is opened: opening an index takes as long as it has shards.
 """
 
 from __future__ import annotations
@@ -17,45 +18,56 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tar import BLOCK, members, padded, split_name
+from savable_pipeline.tar import BLOCK, members, split_name
 
-_MAGIC = b"SAVIDX01"
+Buffer: TypeAlias = "memoryview[Any]"
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
+
+_MAGIC = b"SAVIDX02"
 _ALIGN = 64
 
 
 class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A shard as the index knows it: name relative to the root, bytes, samples, and a hash of names and places."""
+    """A shard as the index knows it: name relative to the root, bytes, samples, and a hash of names and places.
+
+    `fault` says what was wrong with it when it was indexed; its samples are then those before the damage.
+    """
 
     name: str
-    size: int
-    samples: int
+    size: Count
+    samples: Count
     digest: int
+    fault: str = ""
 
 
 class _Header(msgspec.Struct, array_like=True):
     shards: list[ShardEntry]
-    layouts: list[list[tuple[str, int]]]  # per layout: (extension, header blocks before its payload), ...
-    members: int  # of every sample; 0: see `firsts`
+    checks: list[int]  # per shard: a hash of its rows
+    layouts: list[LayoutParts]
+    members: Count  # of every sample; 0: see `firsts`
     size_bytes: int  # 4 or 8: what one of `sizes` takes
+    sizes: Count  # how many there are
 
 
-@dataclass(frozen=True, slots=True)
-class ShardTable:
-    """What a scan of one shard found, still to be joined with the others."""
+class ShardTable(msgspec.Struct):
+    """What a scan of one shard found, still to be joined with the others; the arrays are little-endian bytes."""
 
     entry: ShardEntry
-    starts: list[int]
-    end: int
-    layouts: list[tuple[tuple[str, int], ...]]
-    sizes: list[int]
+    starts: bytes  # uint64 (samples,)
+    end: int  # just behind the last member
+    layouts: list[LayoutParts]
+    layout_of: bytes  # uint32 (samples,)
+    sizes: bytes  # uint64 (members,)
 
 
 class Layout:
@@ -70,30 +82,34 @@ class Layout:
 
 
 class ShardIndex:
-    """An open index: `shards`, and per sample its start, layout and member sizes."""
+    """An open index: `shards`, and per sample its start, layout and member sizes. Raises OSError, `ShardError`."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         view = memoryview(self._map)
-        header, offset = _read_header(path, view)
-        self.shards = header.shards
+        self._header, offset = _read_header(path, view)
+        self.shards = self._header.shards
         self._tables: dict[str, tuple[ShardEntry, int]] = {}
-        self.layouts = [Layout(parts) for parts in header.layouts]
-        self.members = header.members
-        count = sum(entry.samples for entry in header.shards)
+        self._number: dict[str, int] = {}
+        self.layouts = [Layout(parts) for parts in self._header.layouts]
+        self.members = self._header.members
+        count = sum(entry.samples for entry in self.shards)
+        wide = self._header.size_bytes == 8
         self.starts, offset = _array(path, view, offset, "Q", count)
-        self.layout_of, offset = _array(path, view, offset, "I", count if len(header.layouts) > 1 else 0)
-        self.firsts, offset = _array(path, view, offset, "Q", 0 if header.members else count)
-        rest = (len(view) - offset) // header.size_bytes
-        self.sizes, _ = _array(path, view, offset, "I" if header.size_bytes == 4 else "Q", rest)
+        self.layout_of, offset = _array(path, view, offset, "I", count if len(self.layouts) > 1 else 0)
+        self.firsts, offset = _array(path, view, offset, "Q", 0 if self.members else count)
+        self.sizes, offset = _array(path, view, offset, "Q" if wide else "I", self._header.sizes)
+        if offset != len(view):
+            raise ShardError(f"{path}: {len(view)} bytes, but the header says {offset}")
 
     def tables(self) -> dict[str, tuple[ShardEntry, int]]:
         """By name: the shard's entry and the row of its first sample."""
         if not self._tables:
             row = 0
-            for entry in self.shards:
+            for number, entry in enumerate(self.shards):
                 self._tables[entry.name] = (entry, row)
+                self._number[entry.name] = number
                 row += entry.samples
         return self._tables
 
@@ -108,11 +124,37 @@ class ShardIndex:
         if not member:
             return offset, self.sizes[first]
         for i in range(member):
-            offset += padded(self.sizes[first + i]) + layout.gaps[i + 1]
+            offset += (self.sizes[first + i] + BLOCK - 1) // BLOCK * BLOCK + layout.gaps[i + 1]
         return offset, self.sizes[first + member]
 
+    def is_whole(self, name: str) -> bool:
+        """Whether the rows of a shard are as they were written, and none is larger than the shard."""
+        entry, row = self.tables()[name]
+        rows = slice(row, row + entry.samples)
+        sizes = self._sizes_of(rows)
+        if sizes is None:
+            return False
+        starts = self.starts[rows]
+        if _check_of(starts, self.layout_of[rows], sizes) != self._header.checks[self._number[name]]:
+            return False
+        return not len(starts) or max(int(np.asarray(starts).max()), int(np.asarray(sizes).max())) <= entry.size
+
+    def _sizes_of(self, rows: slice) -> memoryview[int] | None:
+        """The sizes of the members of these samples, in order; None where `firsts` and `layouts` do not fit."""
+        if self.members:
+            return self.sizes[rows.start * self.members : rows.stop * self.members]
+        layout_of, firsts = np.asarray(self.layout_of)[rows], np.asarray(self.firsts)[rows].astype(np.int64)
+        if not len(firsts):
+            return self.sizes[:0]
+        if int(layout_of.max()) >= len(self.layouts):
+            return None
+        lengths = np.array([len(layout.gaps) for layout in self.layouts])[layout_of]
+        ends = firsts[0] + np.cumsum(lengths)
+        fits = bool((firsts[1:] == ends[:-1]).all())
+        return self.sizes[int(firsts[0]) : int(ends[-1])] if fits else None
+
     def ends_as_written(self, name: str, fd: int) -> bool:
-        """Whether a shard's last sample begins with the part that the index says, where it says; True without one."""
+        """Whether a shard, whose rows are whole, has its last sample where the index says; True without one."""
         entry, row = self.tables()[name]
         if not entry.samples:
             return True
@@ -128,39 +170,84 @@ class ShardIndex:
         return parts is not None and parts[1] == next(iter(layout.position))
 
     def table(self, name: str) -> ShardTable:
-        """The rows of one shard, to be written into another index."""
+        """The rows of one shard, which are whole, to be written into another index."""
         entry, row = self.tables()[name]
-        rows = range(row, row + entry.samples)
-        layouts = [self.layout(r) for r in rows]
-        parts = [tuple((e, gap // BLOCK) for e, gap in zip(o.position, o.gaps, strict=True)) for o in layouts]
-        sizes = [self.place(r, i, o)[1] for r, o in zip(rows, layouts, strict=True) for i in range(len(o.gaps))]
-        return ShardTable(entry, [self.starts[r] for r in rows], 0, parts, sizes)
+        rows = slice(row, row + entry.samples)
+        starts, sizes = np.asarray(self.starts)[rows], self._sizes_of(rows)
+        assert sizes is not None, name
+        numbers = np.asarray(self.layout_of)[rows] if self.layout_of else np.zeros(entry.samples, dtype=np.uint32)
+        used, layout_of = np.unique(numbers, return_inverse=True)
+        return ShardTable(
+            entry,
+            starts.tobytes(),
+            0,
+            [self._header.layouts[number] for number in used],
+            layout_of.astype("<u4").tobytes(),
+            np.asarray(sizes).astype("<u8").tobytes(),
+        )
 
 
 def write_index(path: Path, tables: list[ShardTable]) -> None:
-    """Write the index of these shards, aside first and then renamed."""
-    numbers: dict[tuple[tuple[str, int], ...], int] = {}
-    layout_of = [numbers.setdefault(layout, len(numbers)) for table in tables for layout in table.layouts]
-    counts = {len(layout) for layout in numbers}
-    sizes = np.array([size for table in tables for size in table.sizes], dtype=np.uint64)
+    """Write the index of these shards, in this order; aside first, and then renamed."""
+    numbers: dict[LayoutParts, int] = {}
+    layout_of: list[NDArray[np.uint32]] = []
+    for table in tables:
+        ours = np.array([numbers.setdefault(layout, len(numbers)) for layout in table.layouts], dtype="<u4")
+        layout_of.append(ours[np.frombuffer(table.layout_of, "<u4")])
+    starts = _joined([np.frombuffer(table.starts, "<u8") for table in tables], "<u8")
+    sizes = _joined([np.frombuffer(table.sizes, "<u8") for table in tables], "<u8")
+    numbered = _joined(layout_of, "<u4")
     wide = bool(len(sizes)) and int(sizes.max()) >= 1 << 32
-    members = counts.pop() if len(counts) == 1 else 0
-    lengths = [len(layout) for table in tables for layout in table.layouts]
-    header = _Header([table.entry for table in tables], [list(layout) for layout in numbers], members, 8 if wide else 4)
-    encoded = msgspec.msgpack.encode(header)
+    lengths = np.array([len(layout) for layout in numbers], dtype="<u8")
+    alike = len(set(lengths.tolist())) == 1
+    firsts = np.array([], dtype="<u8") if alike else _begins(lengths[numbered])
     arrays = [
-        np.array([start for table in tables for start in table.starts], dtype="<u8"),
-        np.array(layout_of if len(numbers) > 1 else [], dtype="<u4"),
-        np.array([] if members else np.cumsum([0, *lengths])[:-1], dtype="<u8"),
+        starts,
+        numbered if len(numbers) > 1 else np.array([], dtype="<u4"),
+        firsts,
         sizes.astype("<u8" if wide else "<u4"),
     ]
+    header = _Header(
+        [table.entry for table in tables],
+        _checks(tables, arrays, lengths[numbered]),
+        list(numbers),
+        int(lengths[0]) if alike else 0,
+        8 if wide else 4,
+        len(sizes),
+    )
+    encoded = msgspec.msgpack.encode(header)
     begin = len(encoded).to_bytes(8, "little") + encoded
-    rest = [begin, bytes(-(16 + len(begin)) % _ALIGN), *(_aligned(array.tobytes()) for array in arrays)]
-    digest = xxh3_64()
-    for part in rest:
-        digest.update(part)
+    begin += bytes(-(16 + len(begin)) % _ALIGN)
+    digest = xxh3_64_intdigest(begin).to_bytes(8, "little")
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, [_MAGIC, digest.intdigest().to_bytes(8, "little"), *rest])
+    replace_file(path, [_MAGIC, digest, begin, *(_aligned(array.tobytes()) for array in arrays)])
+
+
+def _checks(tables: list[ShardTable], arrays: list[NDArray[Any]], lengths: NDArray[Any]) -> list[int]:
+    """A hash of the rows of each shard, as they are written."""
+    starts, layout_of, _, sizes = arrays
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    row, checks = 0, []
+    for table in tables:
+        end = row + table.entry.samples
+        checks.append(_check_of(starts[row:end].data, layout_of[row:end].data, sizes[ends[row] : ends[end]].data))
+        row = end
+    return checks
+
+
+def _check_of(starts: Buffer, layout_of: Buffer, sizes: Buffer) -> int:
+    digest = xxh3_64()
+    for array in (starts, layout_of, sizes):
+        digest.update(array)
+    return digest.intdigest()
+
+
+def _joined(arrays: list[NDArray[Any]], kind: str) -> NDArray[Any]:
+    return np.concatenate([np.array([], dtype=kind), *arrays])
+
+
+def _begins(lengths: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<u8") if len(lengths) else lengths
 
 
 def _aligned(raw: bytes) -> bytes:
@@ -176,10 +263,19 @@ def replace_file(path: Path, parts: list[bytes]) -> None:
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[_Header, int]:
-    if bytes(view[:8]) != _MAGIC or xxh3_64_intdigest(view[16:]) != int.from_bytes(view[8:16], "little"):
-        raise ShardError(f"{path}: not an index of this version, or damaged")
     length = int.from_bytes(view[16:24], "little")
-    return msgspec.msgpack.decode(view[24 : 24 + length], type=_Header), 24 + length + -(24 + length) % _ALIGN
+    end = 24 + length + -(24 + length) % _ALIGN
+    if bytes(view[:8]) != _MAGIC or end > len(view):
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    if xxh3_64_intdigest(view[16:end]) != int.from_bytes(view[8:16], "little"):
+        raise ShardError(f"{path}: the index is damaged: its checksum does not match")
+    try:
+        header = msgspec.msgpack.decode(view[24 : 24 + length], type=_Header)
+    except msgspec.DecodeError as error:
+        raise ShardError(f"{path}: the index is damaged: {error}") from error
+    if len(header.checks) != len(header.shards) or header.size_bytes not in (4, 8):
+        raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
+    return header, end
 
 
 def _array(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:

@@ -80,7 +80,8 @@ class Stores:
         if found.meta["size"] != size:
             raise ShardError(
                 f"{root}/{name}: {found.meta['size']} bytes, but {size} when it was indexed; the shard was rewritten "
-                "since: start again to index it, or put the old shard back"
+                "since: start again to index it, or put the old shard back",
+                reason="changed shard",
             )
         done = start
         for chunk in found.stream(min_chunk_size=_CHUNK):
@@ -108,7 +109,7 @@ class Stores:
             except SavableError:
                 raise
             except _MISSING as error:
-                raise ShardError(f"{url}: no such object on the server") from error
+                raise ShardError(f"{url}: no such object on the server", reason="missing shard") from error
             except _FINAL as error:
                 raise RemoteError(
                     f"{url}: {_short(error)}; see that the address and the credentials are right"

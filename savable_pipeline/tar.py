@@ -24,6 +24,7 @@ _NO_PAYLOAD = (b"1", b"2", b"3", b"4", b"5", b"6")  # hard link, symbolic link, 
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"x", b"g", b"S"
 _EXTENDING = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
+_LONGEST_END = 1 << 21  # bytes of zeros; GNU tar pads to 10 kB, or to a record of as many blocks as it is told
 _EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage, not a name
 
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
@@ -108,6 +109,7 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
         if header == _ZEROS or not header:
             if start != offset:
                 raise ShardError(f"{path}: the tar ends at byte {offset}, within the headers of a member")
+            _check_end(path, fd, offset, end_of_file)
             return
         _check(path, offset, header)
         kind = header[156:157]
@@ -139,6 +141,21 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
         long_name, extended, start = None, {}, offset
 
 
+def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
+    """A tar ends with zeros and nothing but zeros, which whoever wrote it pads to whole records."""
+    if offset >= end_of_file:
+        raise ShardError(
+            f"{path}: truncated: it ends at byte {end_of_file} without the blocks of zeros that end a tar, so samples "
+            "may be missing; copy or write the shard again"
+        )
+    left = end_of_file - offset
+    if left > _LONGEST_END or os.pread(fd, left, offset).strip(b"\0"):
+        raise ShardError(
+            f"{path}: zeros at byte {offset}, where a header or the end of the tar should be, but {left} bytes more "
+            "follow: zero-filled, or two tars in one file; copy or write the shard again"
+        )
+
+
 def _check(path: str, offset: int, header: bytes) -> None:
     if len(header) < BLOCK:
         raise _no_header(path, offset, header, f"truncated: it is cut short after {len(header)} bytes")
@@ -150,7 +167,7 @@ def _check(path: str, offset: int, header: bytes) -> None:
 
 def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
     if offset == 0 and header.startswith(_COMPRESSED):
-        return ShardError(f"{path}: a compressed tar cannot be read at an offset; decompress it first")
+        return ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
     return ShardError(f"{path}: no tar header at byte {offset}: {found}; the shard is damaged or no tar at all")
 
 

@@ -42,7 +42,10 @@ def shard_errors() -> dict[str, tuple[Callable[[Path], Any], str]]:
         "no folder": (lambda folder: None, "no such shard or folder"),
         "no samples": (lambda folder: write_tar(folder / "0.tar", [("README", b"x")]), "no sample in 1 shards"),
         "no members": (lambda folder: write_tar(folder / "0.tar", []), "no sample in 1 shards"),
-        "an empty file": (lambda folder: (folder.mkdir(), (folder / "0.tar").touch()), "no sample in 1 shards"),
+        "an empty file": (
+            lambda folder: (folder.mkdir(), (folder / "0.tar").touch()),
+            "0.tar: truncated: it ends at byte 0",
+        ),
         "truncated": (truncated, "0.tar: truncated: the member whose header is at byte 0 needs 3000 bytes from 512 on"),
         "no tar": (lambda folder: (folder.mkdir(), (folder / "0.tar").write_bytes(b"jpeg" * 999)), "0.tar: .*byte 0"),
         "an extension twice": (

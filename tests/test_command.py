@@ -125,8 +125,8 @@ def test_progress_is_plain_lines_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Pat
     pipe = subprocess.run([sys.executable, TOOL, source, tmp_path / "a"], capture_output=True, check=True)
     assert pipe.stderr.decode().splitlines() == [
         f"reading {source}",
-        "converted 0 of 3 samples",
-        "converted 3 of 3 samples",
+        "converting: 0 of 3 samples",
+        "converting: 3 of 3 samples",
     ]
     ours, theirs = pty.openpty()
     terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
@@ -141,7 +141,7 @@ def test_progress_is_plain_lines_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Pat
         assert process.stdout.read() == pipe.stdout
     os.close(ours)
     assert process.returncode == 0
-    assert "━" * 20 in shown.decode() and "3/3" in shown.decode() and "converted 0 of" not in shown.decode()
+    assert "━" * 20 in shown.decode() and "3/3" in shown.decode() and "converting: 0 of" not in shown.decode()
     assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
 
 
@@ -173,4 +173,4 @@ def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
     assert json.loads(run("info", "--json", tmp_path / "out").stdout)["splits"] == {"train": 3, "val": 1}
     (tmp_path / "out/.nv-meta/split.yaml").write_text("- what: is this")
     result = run("info", tmp_path / "out")
-    assert result.exit_code == 2 and "expected `split_parts`" in result.stderr
+    assert result.exit_code == 2 and "expected names with values, found list" in result.stderr

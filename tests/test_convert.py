@@ -163,7 +163,7 @@ def test_a_folder_with_shards_of_another_origin_is_refused_and_untouched(tmp_pat
     ("source", "target", "options", "message"),
     [
         ("nowhere", "out", {}, "no such file or folder"),
-        ("in/000.jpg", "out", {}, "expected a folder of files or a .jsonl file"),
+        ("in/000.jpg", "out", {}, "expected a folder of files, a .jsonl file, or a compressed tar"),
         ("empty", "out", {}, "holds no samples"),
         ("in", "in/out", {}, "one within the other"),
         ("in/b", "in", {}, "one within the other"),

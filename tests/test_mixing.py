@@ -27,13 +27,22 @@ def random_entropy() -> float:
     return median(entropy(batch) for batch in drawn)
 
 
-@pytest.mark.parametrize(("part", "batches"), [("the first two batches", slice(0, 2)), ("later", slice(2, None))])
-def test_batches_of_sorted_classes_have_95_percent_of_the_entropy_of_random_ones(part: str, batches: slice) -> None:
+@pytest.mark.parametrize(
+    ("part", "batches", "shards", "share"),
+    [
+        ("the first two batches", slice(0, 2), 50, 0.95),
+        ("later", slice(2, None), 50, 0.95),
+        ("several windows", slice(None), 500, 0.89),
+    ],
+)
+def test_batches_of_sorted_classes_have_nearly_the_entropy_of_random_ones(
+    part: str, batches: slice, shards: int, share: float
+) -> None:
     count = 100_000
-    make = readers([count // 50] * 50, lanes=96)  # all settings as they are by default
+    make = readers([count // shards] * shards, lanes=96)  # all settings as they are by default
     found = []
     for lane in range(0, 96, 12):
         refs = first(sp.ShuffleBuffer(make(lane), size=2000), 24 * BATCH)
         classes = np.array([index * CLASSES // count for index, _ in refs]).reshape(-1, BATCH)
         found += [entropy(batch) for batch in classes[batches]]
-    assert median(found) > 0.95 * random_entropy()
+    assert median(found) > share * random_entropy()

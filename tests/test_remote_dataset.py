@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -270,3 +271,23 @@ def test_s3_gives_what_a_disk_gives(server: ToyServer, expected: list[Any], monk
     server.fault = lambda path, number: "503" if number % 7 == 0 else None
     with loader_of("s3://shards/", num_workers=2) as loader:
         assert batches(loader) == expected
+
+
+def test_a_split_and_its_excluded_samples_hold_over_a_server_too(server: ToyServer, local: Path) -> None:
+    (local / ".nv-meta" / "split.yaml").write_text(
+        "split_parts: {train: ['000{0..2}.tar'], val: [0003.tar]}\nexclude: [0001.tar/s000021]\n"
+    )
+    settings = {"split": "train", "subset": 0.5}
+    with loader_of(local, **settings) as there, loader_of(f"{server.url}/shards/", **settings) as here:
+        assert batches(here) == batches(there)
+
+
+def test_a_damaged_shard_is_skipped_over_a_server_as_on_a_disk(server: ToyServer, local: Path) -> None:
+    shutil.rmtree(local / ".nv-meta")
+    raw = (local / "0001.tar").read_bytes()
+    (local / "0001.tar").write_bytes(raw[:20_000] + bytes(512) + raw[20_512:])
+    url = f"{server.url}/shards/{{0000..0003}}.tar"
+    with pytest.raises(sp.ShardError, match=f"{server.url}/shards/0001.tar"), loader_of(url) as loader:
+        batches(loader)
+    with loader_of(local, on_error="skip") as there, loader_of(url, on_error="skip") as here:
+        assert batches(here) == batches(there)

@@ -113,7 +113,7 @@ def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
 
 def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.tar.gz").touch()
-    with pytest.raises(ShardError, match="decompress it first"):
+    with pytest.raises(ShardError, match="`savable convert` re-packs it"):
         find_shards(tmp_path / "x.tar.gz")
     (tmp_path / "x.tar.gz").rename(root / "x.tgz")
     with caplog.at_level(logging.WARNING):

@@ -38,7 +38,8 @@ def test_finds_the_state_in_a_checkpoint_and_reads_where_each_lane_stands(checkp
     row = summary.lanes[2]
     assert list(row) == [
         "batches", "TarShardReader.epoch", "TarShardReader.position", "TarShardReader.lane", "ShuffleBuffer.refs",
-        "ShuffleBuffer.draws", "Encode.refs", "Encode.part", "OnlinePacker.packs", "OnlinePacker.count",
+        "ShuffleBuffer.draws", "Encode.refs", "Encode.part", "Encode.samples",
+        "Encode.errors", "Encode.avoided", "OnlinePacker.packs", "OnlinePacker.count",
         "OnlinePacker.taken", "Batcher.held", "Batcher.count",
     ]  # fmt: skip
     assert (row["batches"], row["Batcher.count"], len(row["ShuffleBuffer.refs"])) == (1, 1, 120)

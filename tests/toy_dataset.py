@@ -9,6 +9,7 @@ import numpy as np
 
 import savable_pipeline as sp
 from savable_pipeline.sample import RefArray, Sample
+from savable_pipeline.selection import Selection, Subset
 
 
 class NumberDataset:
@@ -16,10 +17,19 @@ class NumberDataset:
 
     source = 1
     ahead = 0
+    mean_bytes = 0.0
+    faults: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, sizes: list[int]) -> None:
         self.firsts = np.cumsum([0, *sizes])
         self.count = int(self.firsts[-1])
+
+    def select(self, split: None, subset: Subset | None) -> Selection | None:
+        names = [f"{shard:04d}.tar" for shard in range(len(self.firsts) - 1)]
+        return None if subset is None else Selection(names, self.firsts, subset=subset)
+
+    def announce(self, refs: RefArray) -> None:
+        pass
 
     def samples(self, refs: RefArray) -> list[Sample]:
         return [Sample(self, 0, 0, index, epoch) for index, epoch in refs.tolist()]  # type: ignore[arg-type]
@@ -27,7 +37,7 @@ class NumberDataset:
 
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
     """A function that makes the reader of a lane, over shards of these sizes."""
-    shared: dict[Any, Any] = {("dataset", "numbers"): NumberDataset(sizes)}
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None): NumberDataset(sizes)}
     return lambda lane: sp.TarShardReader("numbers", sp.Lane(lane, lanes, seed, shared=shared), **settings)
 
 

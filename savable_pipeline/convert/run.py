@@ -18,8 +18,9 @@ import msgspec
 
 from savable_pipeline.convert.energon import energon_files
 from savable_pipeline.convert.jsonl import read_jsonl
-from savable_pipeline.convert.plan import MANIFEST, Plan, check_manifest, make_plan, read_manifest
+from savable_pipeline.convert.plan import MANIFEST, Manifest, Plan, check_manifest, make_plan, read_manifest
 from savable_pipeline.convert.pool import claimed, write_shards
+from savable_pipeline.convert.repack import digest_of, packed_tars, repack
 from savable_pipeline.convert.shard import Job, Written, read_written, replace_bytes
 from savable_pipeline.convert.source import Input, Options, Reject, read_folder
 from savable_pipeline.errors import SavableError
@@ -52,7 +53,7 @@ def convert(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Write the samples of a folder or a JSONL file as shards into the folder `target`.
+    """Write the samples of a folder or a JSONL file as shards into the folder `target`; or re-pack compressed tars.
 
     `files_from` is the folder that a JSONL's fields are relative to (None: where it lies), `workers` the
     number of processes (None: one a processor, but one for little); `progress` hears samples done and in all.
@@ -62,6 +63,9 @@ def convert(
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be 1 or more, not {workers}")
+    tars = packed_tars(source)
+    if tars:
+        return _repack(source, tars, target, options, progress)
     found = _read(source, target, files_from, options)
     plan = make_plan(found, options)
     _refuse_strangers(target)
@@ -75,10 +79,35 @@ def convert(
     return report
 
 
+def _repack(
+    source: Path, tars: list[Path], target: Path, options: Options, progress: Callable[[int, int], None]
+) -> Report:
+    """Compressed tars as plain ones; `progress` hears tars, not samples."""
+    _check_apart(source, target)
+    _refuse_strangers(target)
+    (target / META).mkdir(parents=True, exist_ok=True)
+    manifest = Manifest(version=1, samples=len(tars), shards=len(tars), input=digest_of(source, tars), options=options)
+    with claimed(target / META, target / _WORK):
+        there = read_manifest(target)
+        if there is None:
+            replace_bytes(target / MANIFEST, _pretty(manifest))
+        else:
+            check_manifest(target, manifest, there)
+        rejected, index = repack(source, tars, target, target / _WORK, progress)
+        replace_bytes(target / REJECTED, b"".join(msgspec.json.encode(reject) + b"\n" for reject in rejected))
+        shutil.rmtree(target / _WORK)
+    entries = [] if index is None else index.shards
+    return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    if source.is_dir() and (source.resolve() == target.resolve() or _within(source, target) or _within(target, source)):
+        raise ValueError(f"{source} and {target} lie one within the other; convert into a folder beside the source")
+
+
 def _read(source: Path, target: Path, files_from: Path | None, options: Options) -> Input:
+    _check_apart(source, target)
     if source.is_dir():
-        if source.resolve() == target.resolve() or _within(source, target) or _within(target, source):
-            raise ValueError(f"{source} and {target} lie one within the other; convert into a folder beside the source")
         if options.key_field or options.file_fields or files_from:
             raise ValueError(f"{source} is a folder: fields and the place of their files are for a JSONL file")
         found = read_folder(source, options.allow_outside)
@@ -87,7 +116,7 @@ def _read(source: Path, target: Path, files_from: Path | None, options: Options)
     elif source.suffix.lower() in (".jsonl", ".ndjson"):
         found = read_jsonl(source, files_from, options)
     else:
-        raise ValueError(f"{source}: expected a folder of files or a .jsonl file")
+        raise ValueError(f"{source}: expected a folder of files, a .jsonl file, or a compressed tar")
     if not found.samples and not found.rejected:
         raise ValueError(f"{source} holds no samples: expected files named KEY.EXTENSION, or a JSON object a line")
     return found

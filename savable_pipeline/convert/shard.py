@@ -8,24 +8,20 @@ work/000003.tar.json    samples, bytes, rejects: it is done  ┘ until the whole
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from PIL import Image, UnidentifiedImageError
 from webdataset.writer import TarWriter
 
+from savable_pipeline.content import content_fault
 from savable_pipeline.convert.source import Files, Part, Reject
 from savable_pipeline.errors import SavableError
-from savable_pipeline.indexing import scan, write_tar_idx
+from savable_pipeline.indexing import write_tar_idx
+from savable_pipeline.scan import scan
 from savable_pipeline.shard_index import write_index
-
-_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "pbm")
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -86,6 +82,8 @@ def write_shard(job: Job, tick: Callable[[], None]) -> Written:
 
 def _put_in_place(job: Job) -> None:
     table = scan(job.work, job.name)
+    if table.entry.fault:
+        raise SavableError(f"{job.work}/{table.entry.fault}")
     write_index(job.work / f"{job.name}.index", [table])
     write_tar_idx(job.work / job.name, table)
     (job.work / job.name).with_suffix(".tar.idx").replace((job.target / job.name).with_suffix(".tar.idx"))
@@ -107,7 +105,7 @@ def _read_sample(job: Job, sample: Files, rejected: list[Reject]) -> dict[str, b
     parts = {}
     for part in sample.parts:
         data = _read(job, part)
-        fault = _content_fault(part.extension, data, job.check_images)
+        fault = content_fault(part.extension, data, check_images=job.check_images)
         if fault:
             reason, _, detail = fault.partition(": ")
             rejected.append(Reject(part.path, sample.key, reason, detail))
@@ -127,34 +125,3 @@ def _read(job: Job, part: Part) -> bytes:
             "let the input rest and convert into another folder"
         )
     return data
-
-
-def _content_fault(extension: str, data: bytes, check_images: bool) -> str:
-    """Why these bytes are not what the extension says, as `reason: detail`; empty if they may be."""
-    suffix = extension.lower().rpartition(".")[2]
-    if suffix == "json":
-        return _json_fault(data)
-    return _image_fault(data) if check_images and suffix in _IMAGES else ""
-
-
-def _json_fault(data: bytes) -> str:
-    try:
-        json.loads(data)
-    except (ValueError, RecursionError) as error:
-        return f"malformed JSON: {error}"
-    return ""
-
-
-def _image_fault(data: bytes) -> str:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata and of large images: neither keeps one from loading
-            with Image.open(io.BytesIO(data)) as image:
-                image.load()
-    except UnidentifiedImageError:
-        return "unreadable image: no format that Pillow knows"
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's decoders raise whatever they like about damaged data
-        return f"unreadable image: {str(error) or type(error).__name__}"
-    return ""

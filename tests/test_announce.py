@@ -1,0 +1,67 @@
+"""What is announced to the kernel: exactly the bytes of the samples that will be read, and nothing of small ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline import announce as announce_module
+from savable_pipeline.announce import announce
+from savable_pipeline.dataset import Dataset
+from tests.conftest import write_tar
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Name of the shard, first byte and end of each announcement."""
+    found: list[tuple[str, int, int]] = []
+
+    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        found.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, offset, offset + length))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    return found
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two shards, of 3 and 2 samples of 1,024 bytes each."""
+    for shard, count in enumerate([3, 2]):
+        write_tar(tmp_path / f"{shard}.tar", [(f"k{i}.txt", b"x" * 500) for i in range(count)])
+    monkeypatch.setattr(announce_module, "SMALL", 100)
+    return tmp_path
+
+
+def test_runs_of_samples_are_announced_each_at_once(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    announce(Dataset(shards), np.array([1, 2, 3, 4, 0, 4, 2]))
+    end = (shards / "0.tar").stat().st_size
+    assert told == [
+        ("0.tar", 1024, end),  # the last of a shard: to the shard's end
+        ("1.tar", 0, (shards / "1.tar").stat().st_size),
+        ("0.tar", 0, 1024),
+        ("1.tar", 1024, (shards / "1.tar").stat().st_size),
+        ("0.tar", 2048, end),
+    ]
+
+
+def test_a_reader_announces_what_enters_the_buffer(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    next(sp.ShuffleBuffer(sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1), size=2))
+    assert [name for name, _, _ in told] == ["0.tar", "1.tar"]
+
+
+def test_small_samples_and_shards_that_are_gone_are_not_announced(
+    shards: Path, told: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Dataset(shards)
+    (shards / "0.tar").unlink()
+    announce(dataset, np.arange(5))
+    assert [name for name, _, _ in told] == ["1.tar"]
+    told.clear()
+    monkeypatch.setattr(announce_module, "SMALL", 1_000_000)
+    announce(dataset, np.arange(5))
+    assert told == []
