@@ -19,6 +19,7 @@ from savable_pipeline.encoder import Skip, TaskEncoder
 from savable_pipeline.errors import (
     CheckpointMismatchError,
     EncodeError,
+    RemoteError,
     SavableError,
     ShardError,
     StateError,
@@ -49,6 +50,7 @@ __all__ = [
     "Mixture",
     "OnlinePacker",
     "Ref",
+    "RemoteError",
     "Rng",
     "Sample",
     "SavableError",

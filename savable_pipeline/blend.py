@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from savable_pipeline.blend_order import TokenTurns, Turns, TurnsState, Weight, integer_weights, lags_at
 from savable_pipeline.encoder import TaskEncoder
@@ -224,13 +225,19 @@ class Blend(Stage):
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread."""
-        tags = (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
+        tags = _tags_of(refs)
         found: list[Any] = [None] * len(refs)
         for tag in np.unique(tags).tolist():
             mine = np.flatnonzero(tags == tag)
             for place, sample in zip(mine.tolist(), self._of_tag(tag).samples(refs[mine]), strict=True):
                 found[place] = sample
         return found
+
+    def announce(self, refs: RefArray) -> None:
+        """Let each source fetch ahead what is its own."""
+        tags = _tags_of(refs)
+        for tag in np.unique(tags).tolist():
+            self._of_tag(tag).announce(refs[tags == tag])
 
     def fetch(self, ref: ItemRef | Ref) -> Any:
         """Make the thing that a ref names again."""
@@ -338,6 +345,10 @@ class Blend(Stage):
     def encoder(self) -> TaskEncoder | None:
         """The encoder of all sources; one that only says so if they have several."""
         return self._encoder
+
+
+def _tags_of(refs: RefArray) -> NDArray[np.int64]:
+    return (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
 
 
 class _Several(TaskEncoder):

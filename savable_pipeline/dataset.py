@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from savable_pipeline.announce import announce
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.indexing import INDEX_NAME, find_index, open_index
 from savable_pipeline.keys import key
@@ -17,7 +18,7 @@ from savable_pipeline.nv_meta import FieldMap, read_counts, read_field_map, read
 from savable_pipeline.on_error import OnError, Quarantine
 from savable_pipeline.sample import TAG_SHIFT, RefArray, Sample, matching
 from savable_pipeline.selection import Rows, Selection, Subset
-from savable_pipeline.shard_index import Layout, ShardEntry
+from savable_pipeline.shard_index import Layout, ShardEntry, ShardIndex
 from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import members, split_name
 
@@ -40,14 +41,10 @@ class Dataset:
         on_error: OnError = "raise",
         quarantine: str | os.PathLike[str] | None = None,
     ) -> None:
-        tolerant = on_error != "raise"
-        self.root, found = find_shards(shards, missing_too=tolerant)
-        folder = isinstance(shards, str | os.PathLike) and Path(shards).is_dir()
-        names = _with_lost(self.root, found, tolerant) if folder else found
-        self.source = key("source", source)
         self.on_error = on_error
+        self.root, names, self._index = self._find(shards)
+        self.source = key("source", source)
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
-        self._index = open_index(self.root, names, tolerant=tolerant)
         self._place, self._starts, self._sizes = self._index.place, self._index.starts, self._index.sizes
         self._first: str | None = None  # the first part of every sample, if all have the same parts
         if len(self._index.layouts) == 1:
@@ -67,13 +64,32 @@ class Dataset:
         self._bytes = int(self._entry_sizes.sum())
         self._whole: set[int] = set()  # shards whose rows in the index were checked
         self._field_map: FieldMap | None = None
+        self.ahead = 0  # how many refs it wants to be told by `announce` before they are asked for
 
     def __del__(self) -> None:
         for fd in getattr(self, "_handles", {}).values():
             os.close(fd)
 
+    def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
+        """The root of the shards, their names relative to it, and an index that has them."""
+        tolerant = self.on_error != "raise"
+        root, found = find_shards(shards, missing_too=tolerant)
+        folder = isinstance(shards, str | os.PathLike) and Path(shards).is_dir()
+        names = _with_lost(root, found, tolerant) if folder else found
+        return root, names, open_index(root, names, tolerant=tolerant)
+
+    def announce(self, refs: RefArray) -> None:
+        """Hear what will be read soon: the kernel is told."""
+        announce(self, (refs["index"] & _UNTAGGED).astype(np.int64))
+
     def samples(self, refs: RefArray) -> list[Sample]:
-        """The samples that these refs name, unread."""
+        """The samples that these refs name, unread. Raises `CheckpointMismatchError` for one that is not there."""
+        shards, rows = self._locate(refs)
+        parts = zip(shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
+        return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
+
+    def _locate(self, refs: RefArray) -> tuple[Rows, Rows]:
+        """The shard of each sample that these refs name, and its row in the index."""
         index = (refs["index"] & _UNTAGGED).astype(np.int64)
         shards = np.searchsorted(self.firsts, index, side="right") - 1
         if len(index) and not (shards.min() >= 0 and shards.max() < len(self.entries)):
@@ -81,9 +97,7 @@ class Dataset:
                 f"{self.root}: a ref names sample {int(refs['index'].max())}, but there are {self.count}; does the "
                 "state belong to this dataset?"
             )
-        rows = self._rows[shards] + (index - self.firsts[shards])
-        parts = zip(shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
-        return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
+        return shards, self._rows[shards] + (index - self.firsts[shards])
 
     def manifest(self) -> list[list[Any]]:
         """Name, samples and hash of each shard: what a saved state must agree on."""

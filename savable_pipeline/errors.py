@@ -4,6 +4,7 @@ SavableError
 ├── CheckpointMismatchError   a whole state, but of another run: other data, settings or stages
 ├── StateError                bytes that are not a state: damaged, cut short, or of another version
 ├── ShardError                a tar or an index that cannot be read as what it should be
+├── RemoteError               a server or the cache before it failed for so long that we gave up
 ├── EncodeError               an encoder raised; says stage, shard, key and offset
 └── WorkerError               a worker process died, or did not answer in time
 """
@@ -27,6 +28,10 @@ class ShardError(SavableError):
     def __init__(self, message: str = "", *, reason: str = "damaged shard") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class RemoteError(SavableError):
+    """A server that holds shards, or the cache before it, failed for so long that we gave up; no fault of the data."""
 
 
 class EncodeError(SavableError):

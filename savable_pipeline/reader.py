@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.announce import announce
-from savable_pipeline.dataset import Dataset
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.keys import key
 from savable_pipeline.lane import Lane
 from savable_pipeline.on_error import OnError, check_on_error
 from savable_pipeline.reader_order import ShuffledEpoch, dealt, dealt_count, span
+from savable_pipeline.remote_dataset import open_dataset
 from savable_pipeline.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample
 from savable_pipeline.selection import Subset, check_subset
 from savable_pipeline.shard_paths import Shards
@@ -36,10 +35,14 @@ class _ReaderState(msgspec.Struct):
 class TarShardReader(Stage):
     """Gives the samples of a lane's share of some tar shards, unread.
 
-    `shards` is a folder (searched below), a glob, a brace pattern such as `{000..099}.tar`, one tar, or a list.
+    `shards` is a folder (searched below), a glob, a brace pattern such as `{000..099}.tar`, one tar, a URL, or a list.
     `epochs=None` never ends; a number is how many epochs one pass takes. `shuffle` permutes shards, and blocks of
     `block_size` samples within windows of `window` shards (None: all), anew each epoch, the same for all lanes;
     `block_size=1, window=None` is a full shuffle. Without it, blocks come in file order, dealt over the lanes.
+
+    Shards may lie behind a URL (s3, gs, az, http, https): they are read through the folder `cache` (`SAVABLE_CACHE`,
+    or the user's cache), shared by all processes of a node, which takes at most `cache_bytes` of its disk
+    (`SAVABLE_CACHE_BYTES`, or 256 GiB but no more than 80 % of what is free).
 
     `split` names one in the dataset's `.nv-meta/split.yaml`. `subset` is a share of the samples (0.1), a range of
     shares (0.1, 0.3), or a count: the same ones in every run and epoch, drawn from each shard, and shares that do not
@@ -50,7 +53,8 @@ class TarShardReader(Stage):
     a shard that has changed stays in the index as it was, until `savable index` is run. What is skipped, here or by
     `Encode`, is counted, and written to the file `quarantine` as lines of JSON.
 
-    Raises `ShardError` if there is nothing to read, or for a split that is not there.
+    Raises `ShardError` if there is nothing to read, or for a split that is not there, `RemoteError` if a server cannot
+    be reached.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class TarShardReader(Stage):
         window: int | None = 128,
         on_error: OnError = "raise",
         quarantine: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         for name, value in [("epochs", epochs), ("block_size", block_size), ("window", window)]:
             if value is not None and value < 1:
@@ -75,8 +81,8 @@ class TarShardReader(Stage):
         shards = os.fspath(shards) if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
         names = shards if isinstance(shards, str) else tuple(shards)
         self.dataset = lane.shared(
-            ("dataset", names, on_error, quarantine),
-            lambda: Dataset(shards, on_error=on_error, quarantine=quarantine),
+            ("dataset", names, on_error, quarantine, cache, cache_bytes),
+            lambda: open_dataset(shards, on_error=on_error, quarantine=quarantine, cache=cache, cache_size=cache_bytes),
         )
         chosen = (names, on_error, split, subset)
         self._selection = lane.shared(("selection", *chosen), lambda: self.dataset.select(split, subset))
@@ -107,6 +113,7 @@ class TarShardReader(Stage):
         self._position = position  # of the next ref to give
         self._ahead = np.empty(0, REF)  # refs worked out but not given
         self._used = 0
+        self._announced = position  # up to here the dataset knows what comes
 
     def _share(self, lane: int, epoch: int) -> int:
         """How many samples of an epoch a lane gets."""
@@ -151,21 +158,31 @@ class TarShardReader(Stage):
             if self.epochs is not None and self._epoch + 1 - self._first_epoch >= self.epochs:
                 return False
             self._move_to(self._epoch + 1, 0)
-        start, stop = self._position, min(self._position + _CHUNK, self._length)
-        lane = self.lane
-        if not start and not lane.index:
+        start, ahead = self._position, self.dataset.ahead
+        stop = min(start + min(_CHUNK, ahead or _CHUNK), self._length)
+        if not start and not self.lane.index:
             self._tell_faults()
+        self._ahead = self._refs(start, stop)
+        self._used = 0
+        if not ahead:
+            self.dataset.announce(self._ahead)
+        elif (begin := self._announced) < (end := min(stop + ahead, self._length)):
+            self._announced = end
+            self.dataset.announce(self._refs(begin, end))
+        return True
+
+    def _refs(self, start: int, stop: int) -> RefArray:
+        """The refs at these positions of the lane's share of the epoch."""
+        lane = self.lane
         if self.shuffle:
             index = self._order().locate(self._begin + start, self._begin + stop)
         else:
             index = dealt(start, stop, lane.index, lane.count, self._epoch, self.block_size)
-        self._ahead = np.empty(stop - start, REF)
+        refs = np.empty(stop - start, REF)
         chosen = index if self._selection is None else self._selection.locate(index)
-        self._ahead["index"] = chosen | (self._tag << TAG_SHIFT)
-        self._ahead["epoch"] = self._epoch
-        self._used = 0
-        announce(self.dataset, np.asarray(chosen).astype(np.int64))
-        return True
+        refs["index"] = chosen | (self._tag << TAG_SHIFT)
+        refs["epoch"] = self._epoch
+        return refs
 
     def _tell_faults(self) -> None:
         """Count and write down, once an epoch and in one lane, the shards that could not be indexed to their end."""
@@ -193,6 +210,11 @@ class TarShardReader(Stage):
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread."""
         return self.dataset.samples(refs)
+
+    def announce(self, refs: RefArray) -> None:
+        """Let a dataset that fetches ahead do so. A disk is not told: a buffer's refs lie all over it, a call each."""
+        if self.dataset.ahead:
+            self.dataset.announce(refs)
 
     def fetch(self, ref: ItemRef | Ref) -> Sample:
         """The sample that a ref names."""

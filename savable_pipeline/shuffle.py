@@ -111,7 +111,7 @@ class ShuffleBuffer(Stage):
         }
 
     def restore_state(self, state: State) -> None:
-        """Hold the refs of `state` again; nothing is read."""
+        """Hold the refs of `state` again; nothing is read, but what lies behind a URL begins to come."""
         saved: _BufferState = parse_state(self, state, _BufferState)
         if len(saved.refs) % REF.itemsize or len(saved.refs) // REF.itemsize > self.size:
             raise CheckpointMismatchError(
@@ -123,6 +123,8 @@ class ShuffleBuffer(Stage):
         self._slots[: len(refs)] = refs
         self._filled = len(refs)
         self._draws = saved.draws
+        if len(refs):
+            self.source.announce(refs)
 
     def settings(self) -> dict[str, Any]:
         """The size."""

@@ -171,6 +171,11 @@ class Stage:
         """The samples that these refs name, unread."""
         return self.source.samples(refs)
 
+    def announce(self, refs: RefArray) -> None:
+        """Let what these refs name be fetched ahead, where it lies far away: a restored stage holds them."""
+        for source in self.sources:
+            source.announce(refs)
+
 
 def upstream(last: Stage) -> Iterator[Stage]:
     """A stage and all before it, the first ones first."""

@@ -24,7 +24,9 @@ from tests.toy_dataset import NumberDataset, drained, first, pairs
 
 def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, sp.Stage]:
     """Readers of datasets that are only numbers, of so many samples each."""
-    shared: dict[Any, Any] = {("dataset", name, "raise", None): NumberDataset([size]) for name, size in sizes.items()}
+    shared: dict[Any, Any] = {
+        ("dataset", name, "raise", None, None, None): NumberDataset([size]) for name, size in sizes.items()
+    }
     lane = lane or sp.Lane(shared=shared)
     lane._shared.update(shared)
     return {name: sp.TarShardReader(name, lane, **how) for name in sizes}

@@ -89,7 +89,7 @@ def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None
 
 
 def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
-    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None): NumberDataset([5])}
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset([5])}
     second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
     refs = drained(second)
     assert {epoch for _, epoch in refs} == {2, 3}

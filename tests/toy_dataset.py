@@ -16,6 +16,7 @@ class NumberDataset:
     """Stands in for a `Dataset`: shards of `sizes[i]` samples of which only the numbers exist."""
 
     source = 1
+    ahead = 0
     mean_bytes = 0.0
     faults: tuple[tuple[str, str], ...] = ()
 
@@ -27,13 +28,16 @@ class NumberDataset:
         names = [f"{shard:04d}.tar" for shard in range(len(self.firsts) - 1)]
         return None if subset is None else Selection(names, self.firsts, subset=subset)
 
+    def announce(self, refs: RefArray) -> None:
+        pass
+
     def samples(self, refs: RefArray) -> list[Sample]:
         return [Sample(self, 0, 0, index, epoch) for index, epoch in refs.tolist()]  # type: ignore[arg-type]
 
 
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
     """A function that makes the reader of a lane, over shards of these sizes."""
-    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None): NumberDataset(sizes)}
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset(sizes)}
     return lambda lane: sp.TarShardReader("numbers", sp.Lane(lane, lanes, seed, shared=shared), **settings)
 
 

@@ -1,0 +1,217 @@
+"""`RemoteDataset`: a dataset behind a URL, read from the cache, which is told ahead what will be read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.cache_room import AHEAD_SHARE, cache_bytes, cache_folder
+from savable_pipeline.dataset import OPEN_SHARDS, Dataset
+from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
+from savable_pipeline.on_error import OnError
+from savable_pipeline.remote import is_remote
+from savable_pipeline.remote_index import METADATA, open_remote
+from savable_pipeline.sample import RefArray, Sample
+from savable_pipeline.shard_cache import LEFT_OUT, USED, WANTED
+from savable_pipeline.shard_index import ShardIndex
+from savable_pipeline.shard_paths import Shards
+
+_TRIES = 100  # how often a sample may be evicted before it could be read
+_AHEAD = 16, 2048  # refs announced before they are given, at least and at most
+_AHEAD_BYTES = 64 << 20  # and about so many bytes a lane
+_BLOCKS_KEPT = 1 << 18
+_TOUCH_S = 10.0
+
+
+def open_dataset(
+    shards: Shards,
+    *,
+    source: str = "",
+    on_error: OnError = "raise",
+    quarantine: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    cache_size: int | None = None,
+) -> Dataset:
+    """The dataset of some shards, on a disk or behind a URL; the last two are of the cache for the latter."""
+    if not is_remote(shards):
+        return Dataset(shards, source=source, on_error=on_error, quarantine=quarantine)
+    return RemoteDataset(
+        shards, source=source, on_error=on_error, quarantine=quarantine, cache=cache, cache_size=cache_size
+    )
+
+
+class RemoteDataset(Dataset):
+    """An indexed set of shards behind a URL.
+
+    A dataset that fits into the cache is fetched in pieces of 8 MiB, one that does not in the very blocks that the
+    plan names, so that each byte is fetched once an epoch whatever else the cache must hold.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        source: str,
+        on_error: OnError,
+        quarantine: str | os.PathLike[str] | None,
+        cache: str | os.PathLike[str] | None,
+        cache_size: int | None,
+    ) -> None:
+        self._cache = cache_folder(cache)
+        self._limit = cache_bytes(cache_size, self._cache)
+        self._fetcher: Fetcher | None = None
+        super().__init__(shards, source=source, on_error=on_error, quarantine=quarantine)
+        self._present, self._used = self._cached.present.data, self._cached.used.data
+        self._starts_of = np.frombuffer(self._cached.index.starts, np.uint64)  # (rows,)
+        size = sum(entry.size for entry in self.entries)
+        self._in_pieces = size <= self._limit * AHEAD_SHARE
+        self.ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
+        self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
+        self._touched: dict[int, float] = {}  # by the index's number of a shard: when it was said to be in use
+        self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
+
+    def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
+        tolerant = self.on_error != "raise"
+        found, self._cached = open_remote(shards, self._cache, self._limit, tolerant=tolerant)
+        self._cached.hold()
+        self._url = found.root
+        return self._cached.folder.parent / METADATA, found.names, self._cached.index
+
+    def __del__(self) -> None:
+        super().__del__()
+        if getattr(self, "_fetcher", None) is not None:
+            self._drop_fetcher()
+
+    def announce(self, refs: RefArray) -> None:
+        """Let what these refs name be fetched, and kept until it has been read: a plan needs it."""
+        rows = self._locate(refs)[1]
+        here = self._cached.present[rows] & 1 == 1
+        self._cached.used[rows] = WANTED
+        self._touch(rows[here])
+        if not here.all():
+            blocks = self._requests(np.unique(rows[~here]))
+            if self._in_pieces:
+                blocks = [block for block in blocks if block not in self._asked]
+                self._asked.update(blocks)
+            else:
+                self._remember(blocks)
+            for block in blocks:
+                self._own_fetcher().tell(ANNOUNCED, "rows", *self._place_of(block), [], False)
+
+    def samples(self, refs: RefArray) -> list[Sample]:
+        """The samples that these refs name, unread; those that are not in the cache are asked for."""
+        rows = self._locate(refs)[1]
+        absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
+        blocks: dict[tuple[int, int], list[int]] = {}
+        for row in absent:
+            blocks.setdefault(self._block(row), []).append(row)
+        for block, needed in blocks.items():
+            self._own_fetcher().tell(SOON, "rows", *self._place_of(block), needed, False)
+        return super().samples(refs)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """The bytes of one part of a sample. Raises KeyError, `ShardError`, or `RemoteError`."""
+        for _ in range(_TRIES):
+            seen = self._present[row]
+            if seen & 1:
+                data = super().read(shard, row, extension)
+                if self._present[row] == seen:  # else it was evicted meanwhile, and this may be a hole
+                    self._used[row] = USED
+                    return data
+            self._wait_for(row)
+        raise self._evicted(shard)
+
+    def key(self, shard: int, row: int) -> str:
+        """The key of a sample, read from the header of its first member."""
+        for _ in range(_TRIES):
+            seen = self._present[row]
+            if seen & 1:
+                with contextlib.suppress(ShardError):
+                    key = super().key(shard, row)
+                    if self._present[row] == seen:
+                        return key
+                if self._present[row] == seen:
+                    return super().key(shard, row)
+            self._wait_for(row)
+        raise self._evicted(shard)
+
+    def _open(self, shard: int) -> int:
+        """A handle of a shard's file in the cache, which is there as soon as one of its rows is."""
+        path = self._cached.path(self._cached.shard_of(int(self._rows[shard])))
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RemoteError(f"{path}: {error.strerror}; was the cache cleared? Start again to fill it") from error
+        self._handles[shard] = fd
+        while len(self._handles) > OPEN_SHARDS:
+            os.close(self._handles.popitem(last=False)[1])
+        return fd
+
+    def _touch(self, rows: NDArray[np.int64]) -> None:
+        """Let shards that are read stay longer than those that are not."""
+        now = time.monotonic()
+        for shard in np.unique(np.searchsorted(self._cached.firsts, rows, side="right") - 1).tolist():
+            if now - self._touched.get(shard, -_TOUCH_S) >= _TOUCH_S:
+                self._touched[shard] = now
+                self._cached.touch(shard)
+
+    def _requests(self, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """What to ask for to get these ascending rows: runs of rows of one shard, of about a piece at most."""
+        shards = np.searchsorted(self._cached.firsts, rows, side="right") - 1
+        pieces = self._starts_of[rows] // np.uint64(PIECE)
+        if self._in_pieces:
+            return [self._piece(*piece) for piece in dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))]
+        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
+
+    def _piece(self, shard: int, piece: int) -> tuple[int, int]:
+        """The rows of a shard that start in its piece number `piece`."""
+        first, end = self._cached.firsts[shard : shard + 2]
+        borders = np.array([piece * PIECE, (piece + 1) * PIECE], dtype=np.uint64)
+        row, stop = first + np.searchsorted(self._starts_of[first:end], borders)
+        return int(row), int(stop)
+
+    def _block(self, row: int) -> tuple[int, int]:
+        """What to fetch together with a row: what it was announced with, unless there was no room for that."""
+        if self._used[row] == LEFT_OUT:
+            return row, row + 1
+        if self._in_pieces:
+            return self._piece(self._cached.shard_of(row), self._cached.index.starts[row] // PIECE)
+        return self._blocks.get(row, (row, row + 1))
+
+    def _remember(self, blocks: list[tuple[int, int]]) -> None:
+        if len(self._blocks) > _BLOCKS_KEPT:
+            self._blocks.clear()
+        self._blocks.update((row, block) for block in blocks for row in range(*block))
+
+    def _wait_for(self, row: int) -> None:
+        """Fetch a row, and with it what it was announced with if there is room."""
+        self._own_fetcher().ask("rows", *self._place_of(self._block(row)), [row], True)
+
+    def _place_of(self, block: tuple[int, int]) -> tuple[str, str, int, int]:
+        return self._url, str(self._cached.folder), *block
+
+    def _own_fetcher(self) -> Fetcher:
+        """This process's own: one inherited by a fork is the parent's; one that ended is replaced."""
+        if self._fetcher is None or self._fetcher.owner != os.getpid() or self._fetcher.ended:
+            self._drop_fetcher()
+            self._fetcher = Fetcher(self._cache, self._limit)
+            self._asked.clear()
+        return self._fetcher
+
+    def _drop_fetcher(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    def _evicted(self, shard: int) -> RemoteError:
+        return RemoteError(
+            f"{self._url}/{self.shard_name(shard)}: a sample was evicted {_TRIES} times before it could be read; the "
+            f"cache of {self._limit} bytes is too small for what its processes read at once: give a larger cache_bytes"
+        )

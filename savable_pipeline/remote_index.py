@@ -1,0 +1,227 @@
+"""The index of shards behind a URL: the dataset's own, or one made in the cache of shards fetched whole.
+
+What needs the network here is done by a fetcher process that ends when the index is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.fetcher import Fetcher
+from savable_pipeline.indexing import INDEX_NAME
+from savable_pipeline.nv_meta import META
+from savable_pipeline.remote import RemoteShards, find_remote
+from savable_pipeline.scan import scan
+from savable_pipeline.shard_cache import CachedShards, create_flags
+from savable_pipeline.shard_index import ShardIndex, ShardTable, replace_file, write_index
+from savable_pipeline.shard_paths import Shards
+
+log = logging.getLogger(__name__)
+
+METADATA = "metadata"  # a folder beside the versions of a dataset
+_INFO_NAME = f"{META}/.info.json"
+_METADATA = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
+_AT_ONCE = 8  # shards fetched at a time to be indexed
+
+
+def open_remote(shards: Shards, cache: Path, limit: int, *, tolerant: bool) -> tuple[RemoteShards, CachedShards]:
+    """The shards that these URLs mean, and the cache's version of them, indexed; and what Energon says of them.
+
+    Raises `ShardError`, for a damaged shard unless `tolerant`, and `RemoteError`.
+    """
+    with contextlib.closing(Fetcher(cache, limit)) as fetcher:
+        found = find_remote(shards, fetcher)
+        folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
+        with _locked(folder):
+            for litter in folder.glob("*.tmp"):
+                litter.unlink()
+            version = _own_index(found, folder, fetcher)
+            if not found.names:
+                found = _named(found, version, fetcher)
+            _check_names(found)
+            if version is None or not _knows(version, found, tolerant):
+                version = _made_index(found, folder, fetcher, limit, tolerant)
+            create_flags(version)
+            _fetch_metadata(found.root, folder / METADATA, fetcher)
+        return found, CachedShards(version)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _named(found: RemoteShards, version: Path | None, fetcher: Fetcher) -> RemoteShards:
+    """With the names that the dataset's own index or Energon's `.info.json` gives."""
+    if version is not None:
+        names = [entry.name for entry in ShardIndex(version / "index").shards]
+        return RemoteShards(found.root, sorted(names), {})
+    raw = fetcher.ask("read", found.root, _INFO_NAME)
+    if raw is None:
+        raise ShardError(
+            f"{found.root}: a web server cannot be listed, and there is neither {INDEX_NAME} nor {_INFO_NAME}; name "
+            f"the shards, as in {found.root}/{{000..099}}.tar"
+        )
+    try:
+        return RemoteShards(found.root, sorted(msgspec.json.decode(raw, type=_Info).shard_counts), {})
+    except msgspec.DecodeError as error:
+        raise ShardError(f"{found.root}/{_INFO_NAME}: {error}") from error
+
+
+def _check_names(found: RemoteShards) -> None:
+    """Raise `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
+    for name in found.names:
+        if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
+            raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
+
+
+def _fetch_metadata(root: str, local: Path, fetcher: Fetcher) -> None:
+    """Bring what Energon has written beside the shards to where a dataset looks for it."""
+    (local / META).mkdir(parents=True, exist_ok=True)
+    tickets = {name: fetcher.begin("read", root, f"{META}/{name}") for name in _METADATA}
+    for name, ticket in tickets.items():
+        raw = fetcher.wait(ticket)
+        if raw is None:
+            (local / META / name).unlink(missing_ok=True)
+        else:
+            replace_file(local / META / name, [raw])
+
+
+def _knows(version: Path, found: RemoteShards, tolerant: bool) -> bool:
+    """Whether an index has all the shards, as large as they are now, and whole unless `tolerant`."""
+    entries = ShardIndex(version / "index").shards
+    known = {entry.name: entry.size for entry in entries if tolerant or not entry.fault}
+    return all(name in known and found.sizes.get(name, known[name]) == known[name] for name in found.names)
+
+
+def _own_index(found: RemoteShards, folder: Path, fetcher: Fetcher) -> Path | None:
+    """The version that the dataset's own index describes; fetched if it is another than last time."""
+    stat = fetcher.ask("stat", found.root, INDEX_NAME)
+    if stat is None:
+        return None
+    size, stamp = stat
+    version = _pointed(folder / "own.json", stamp)
+    if version is not None:
+        return version
+    fresh = folder / "fetched.index"
+    fetcher.ask("whole", found.root, INDEX_NAME, size, str(fresh))
+    try:
+        return _install(folder, fresh, folder / "own.json", stamp)
+    except (ShardError, ValueError) as error:
+        log.warning("%s/%s: %s; another is made", found.root, INDEX_NAME, error)
+        return None
+
+
+def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int, tolerant: bool) -> Path:
+    """The version of an index made here, from shards fetched whole; they stay in the cache if it holds them all."""
+    names = hashlib.sha256("\0".join(found.names).encode()).hexdigest()[:32]
+    pointer = folder / f"made-{names}.json"
+    version = _pointed(pointer, names)
+    if version is not None and _knows(version, found, tolerant):
+        return version
+    sizes = {name: found.sizes.get(name) or _size(found.root, name, fetcher) for name in found.names}
+    keep = sum(sizes.values()) <= limit
+    log.warning(
+        "%s has no index: all %d shards (%.3g GB) are fetched to make one; make it where they lie to avoid that",
+        found.root,
+        len(sizes),
+        sum(sizes.values()) / 1e9,
+    )
+    fresh = folder / "fetched.index"
+    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep, tolerant))
+    version = _install(folder, fresh, pointer, names)
+    create_flags(version)
+    if keep:
+        _keep(CachedShards(version), folder / "scan")
+    shutil.rmtree(folder / "scan", ignore_errors=True)
+    return version
+
+
+def _size(root: str, name: str, fetcher: Fetcher) -> int:
+    stat = fetcher.ask("stat", root, name)
+    if stat is None:
+        raise ShardError(f"{root}/{name}: no such object on the server")
+    return int(stat[0])
+
+
+def _tables(
+    root: str, sizes: dict[str, int], scanned: Path, fetcher: Fetcher, keep: bool, tolerant: bool
+) -> list[ShardTable]:
+    """Fetch and scan each shard, some fetched ahead; what an interrupted call left is not fetched again."""
+    tables: list[ShardTable] = []
+    coming: deque[tuple[str, int | None]] = deque()
+    names = iter(sizes)
+    while True:
+        while len(coming) < _AT_ONCE and (name := next(names, None)) is not None:
+            here = (scanned / name).exists() and (scanned / name).stat().st_size == sizes[name]
+            whole = ("whole", root, name, sizes[name], str(scanned / name))
+            coming.append((name, None if here else fetcher.begin(*whole)))
+        if not coming:
+            return tables
+        name, ticket = coming.popleft()
+        if ticket is not None:
+            fetcher.wait(ticket)
+        tables.append(scan(scanned, name))
+        if (fault := tables[-1].entry.fault) and not tolerant:
+            (scanned / name).unlink()
+            raise ShardError(f"{root}/{fault}")
+        if not keep:
+            (scanned / name).unlink()
+
+
+def _keep(cached: CachedShards, scanned: Path) -> None:
+    """Take shards that were fetched whole to be indexed as what the cache holds."""
+    for shard, entry in enumerate(cached.index.shards):
+        (scanned / entry.name).replace(cached.path(shard))
+        rows = slice(int(cached.firsts[shard]), int(cached.firsts[shard + 1]))
+        cached.present[rows] |= 1
+        fd = cached.open(shard)
+        cached.sync_if_complete(shard, fd)
+        os.close(fd)
+
+
+def _pointed(pointer: Path, stamp: str) -> Path | None:
+    """The version that a pointer names, if it was made for this stamp and is there."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        made = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
+        version = pointer.parent / made.version
+        if made.stamp == stamp and (version / "index").exists():
+            return version
+    return None
+
+
+def _install(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
+    """Move an index to where its checksum says, and let the pointer name it. Raises `ShardError` if it is damaged."""
+    index = ShardIndex(fresh)
+    damaged = [entry.name for entry in index.shards if not index.is_whole(entry.name)]
+    if damaged:
+        raise ShardError(f"the part of {damaged[0]} is damaged")
+    with fresh.open("rb") as file:
+        version = folder / file.read(16)[8:].hex()
+    version.mkdir(exist_ok=True)
+    fresh.replace(version / "index")
+    replace_file(pointer, [msgspec.json.encode(_Pointer(stamp, version.name))])
+    return version
+
+
+class _Pointer(msgspec.Struct):
+    stamp: str  # what it was made for: the server's stamp of the index, or a hash of the names
+    version: str
+
+
+class _Info(msgspec.Struct):
+    shard_counts: dict[str, int]

@@ -1,0 +1,213 @@
+"""The local cache of remote shards: files with holes, shared by all processes of a node.
+
+    CACHE/room                      see `cache_room`
+    CACHE/DATASET/lock              held while an index is fetched or made
+    CACHE/DATASET/scan/…            shards that are being indexed
+    CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum
+    CACHE/DATASET/VERSION/flags     boot id 64 │ present u8 (rows,) │ used u8 (rows,) │ synced u8 (shards,)
+    CACHE/DATASET/VERSION/N.tar     shard number N of the index: only the samples that were needed, the rest are holes
+
+A row is a sample of the index. Its bytes are written first, and then its `present` becomes odd; when it is evicted
+`present` becomes even first, and then its bytes become a hole. So whoever reads it and finds the same odd number
+before and after has read the right bytes; no one reads a part. Both changes are made under a lock on these very bytes
+of the shard's file, which dies with the process that holds it. `used` says whether a plan still needs the row: WANTED,
+USED, or LEFT_OUT when it was announced and there was no room for it.
+
+A machine that goes down may lose what it had not written to disk: after a start (another boot id) only the shards
+stay that were complete and had been synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.shard_index import ShardIndex
+from savable_pipeline.tar import padded
+
+WANTED, USED, LEFT_OUT = 0, 1, 2
+_HEAD = 64
+_BLOCK = 4096  # what disks give and take
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+Flags = NDArray[np.uint8]
+
+
+class CachedShards:
+    """What the cache holds of one version of a dataset: its index, its flags and its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = ShardIndex(folder / "index")
+        self.rows = len(self.index.starts)
+        self.firsts = np.cumsum([0, *(entry.samples for entry in self.index.shards)])  # int64 (shards + 1,)
+        self._file = (folder / "flags").open("r+b")
+        self._map = mmap.mmap(self._file.fileno(), 0)
+        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD)
+        self.present: Flags = flags[: self.rows]
+        self.used: Flags = flags[self.rows : 2 * self.rows]
+        self.synced: Flags = flags[2 * self.rows :]
+
+    def hold(self) -> None:
+        """Say that a reader needs what it has announced here, until this process and those forked from it are gone."""
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def is_held(self) -> bool:
+        """Whether a reader holds this version."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return False
+
+    def path(self, shard: int) -> Path:
+        """The file of a shard."""
+        return self.folder / f"{shard}.tar"
+
+    def shard_of(self, row: int) -> int:
+        """The number of the shard that holds a row."""
+        return int(np.searchsorted(self.firsts, row, side="right")) - 1
+
+    def extent(self, row: int, stop: int) -> tuple[int, int]:
+        """The first byte of a row, and the one after row `stop - 1` of the same shard."""
+        index, last = self.index, stop - 1
+        if stop < self.rows and stop < self.firsts[self.shard_of(row) + 1]:
+            return index.starts[row], index.starts[stop]
+        layout = index.layout(last)
+        offset, size = index.place(last, len(layout.gaps) - 1, layout)
+        return index.starts[row], offset + padded(size)
+
+    def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
+        """The runs of rows from `row` to `stop - 1` that are not here."""
+        return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
+
+    def touch(self, shard: int) -> None:
+        """Take note that a shard is in use."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.path(shard))
+
+    def open(self, shard: int) -> int:
+        """A descriptor of a shard's file, of its full size and empty if it was not there."""
+        fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        size = self.index.shards[shard].size
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, size)
+        return fd
+
+    def arrived(self, row: int, stop: int) -> None:
+        """Take note that these rows were absent and have been written; the caller holds the lock on their bytes."""
+        self.used[row:stop] = WANTED
+        self.present[row:stop] += 1
+
+    def sync_if_complete(self, shard: int, fd: int) -> None:
+        """Bring a shard that is complete to the disk, once, so that it outlives a crash of the machine."""
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        if not self.synced[shard] and (self.present[first:end] & 1).all():
+            os.fdatasync(fd)
+            self.synced[shard] = 1
+
+    def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
+        """Drop the rows of a shard that were used, or with `wanted` all; those that are being written stay."""
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        drop = self.present[first:end] & 1 == 1
+        if not wanted:
+            drop &= self.used[first:end] == USED
+        for row, stop in runs(first + np.flatnonzero(drop)):
+            around = self._rows_around(shard, row, stop)
+            with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
+                if not self.missing(row, stop):
+                    self.synced[shard] = 0
+                    self.present[row:stop] += 1
+                    punch_hole(fd, *self._hole(row, stop, *around))
+
+    def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
+        """The rows that share a block of the disk with rows `row` to `stop - 1`, those included."""
+        (start, past), first = self.extent(row, stop), int(self.firsts[shard])
+        starts = np.frombuffer(self.index.starts, np.uint64)[first : self.firsts[shard + 1]]
+        low = np.searchsorted(starts, np.uint64(start // _BLOCK * _BLOCK), side="right") - 1
+        high = np.searchsorted(starts, np.uint64(-(-past // _BLOCK) * _BLOCK), side="left")
+        return min(first + max(int(low), 0), row), max(first + int(high), stop)
+
+    def _hole(self, row: int, stop: int, low: int, high: int) -> tuple[int, int]:
+        """The bytes of rows that were evicted, and the rest of the disk's blocks at both ends if nothing is there.
+
+        Without that the block that two rows share would stay when both are gone.
+        """
+        start, past = self.extent(row, stop)
+        if not (self.present[low:row] & 1).any():
+            start = start // _BLOCK * _BLOCK
+        if not (self.present[stop:high] & 1).any():
+            past = -(-past // _BLOCK) * _BLOCK
+        return start, past
+
+
+def create_flags(folder: Path) -> None:
+    """Make the flags of a version, or after a start of the machine drop what may not have reached the disk."""
+    path, boot = folder / "flags", boot_id()
+    index = ShardIndex(folder / "index")
+    rows, shards = len(index.starts), len(index.shards)
+    if not path.exists():
+        aside = path.with_name("flags.tmp")
+        with aside.open("wb") as file:
+            file.write(boot)
+            file.truncate(_HEAD + 2 * rows + shards)
+        aside.replace(path)
+        return
+    with path.open("r+b") as file:
+        if file.read(_HEAD) == boot:
+            return
+    cached = CachedShards(folder)
+    for shard in range(shards):
+        if not cached.synced[shard]:
+            cached.present[int(cached.firsts[shard]) : int(cached.firsts[shard + 1])] = 0
+            cached.path(shard).unlink(missing_ok=True)
+    with path.open("r+b") as file:
+        file.write(boot)
+
+
+def boot_id() -> bytes:
+    """What names the running of this machine since it was started: 64 bytes."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return (path.read_bytes().strip() if path.exists() else b"unknown").ljust(_HEAD, b"\0")
+
+
+def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs: first, and the one after the last."""
+    if not len(rows):
+        return []
+    breaks = np.flatnonzero(np.diff(rows) != 1)
+    first = rows[np.r_[0, breaks + 1]]
+    last = rows[np.r_[breaks, len(rows) - 1]] + 1
+    return list(zip(first.tolist(), last.tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
+    """Hold the bytes `start` to `stop - 1` of an open file; other descriptors wait, or get BlockingIOError.
+
+    The lock is the descriptor's: it goes when the process dies. Each thread needs a descriptor of its own.
+    """
+    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
+    try:
+        yield
+    finally:
+        fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, stop - start, 0))
+
+
+def punch_hole(fd: int, start: int, stop: int) -> None:
+    """Give the bytes of a file back to the disk. Raises OSError where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, _PUNCH, ctypes.c_long(start), ctypes.c_long(stop - start)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)}: the cache needs a file system that can punch holes, such as ext4")

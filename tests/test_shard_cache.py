@@ -1,0 +1,256 @@
+"""The cache gives a row's own bytes or none, keeps to its bound, and outlives processes and machines that end."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from savable_pipeline import shard_cache
+from savable_pipeline.cache_room import Room, bytes_in_use, cache_bytes, cache_folder, write_at
+from savable_pipeline.dataset import Dataset
+from savable_pipeline.indexing import INDEX_NAME
+from savable_pipeline.shard_cache import (
+    USED,
+    CachedShards,
+    create_flags,
+    locked,
+)
+from tests.conftest import write_numbered_shards
+
+SIZES = [6, 1, 9]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of samples of 6 kB, which share blocks of the disk with their neighbours."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_numbered_shards(folder, SIZES, pad="x" * 5000)
+    Dataset(str(folder))
+    return folder
+
+
+def version(shards: Path, cache: Path) -> CachedShards:
+    """An empty version of these shards in a cache."""
+    folder = cache / "dataset" / "version"
+    folder.mkdir(parents=True)
+    shutil.copy(shards / INDEX_NAME, folder / "index")
+    create_flags(folder)
+    return CachedShards(folder)
+
+
+def bring(cached: CachedShards, shards: Path, row: int, stop: int) -> None:
+    """Rows of one shard, as a fetcher brings them."""
+    shard = cached.shard_of(row)
+    fd = cached.open(shard)
+    for first, end in cached.missing(row, stop):
+        start, past = cached.extent(first, end)
+        with locked(fd, start, past):
+            os.pwrite(fd, (shards / f"{shard:04d}.tar").read_bytes()[start:past], start)
+            cached.arrived(first, end)
+    cached.sync_if_complete(shard, fd)
+    os.close(fd)
+
+
+def evict(cached: CachedShards, shard: int, *, wanted: bool) -> None:
+    fd = cached.open(shard)
+    cached.evict(shard, fd, wanted=wanted)
+    os.close(fd)
+
+
+def here(cached: CachedShards) -> list[int]:
+    return [row for row in range(cached.rows) if cached.present[row] & 1]
+
+
+def is_right(cached: CachedShards, shards: Path, row: int) -> bool:
+    shard = cached.shard_of(row)
+    start, past = cached.extent(row, row + 1)
+    whole = (shards / f"{shard:04d}.tar").read_bytes()
+    return cached.path(shard).read_bytes()[start:past] == whole[start:past]
+
+
+@example([("bring", 0, 5), ("use", 1, 1), ("use", 3, 1), ("evict used", 0, 0)])  # both neighbours stay
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("bring"), st.integers(0, 15), st.integers(1, 5)),
+            st.tuples(st.just("use"), st.integers(0, 15), st.integers(1, 5)),
+            st.tuples(st.just("evict used"), st.integers(0, 2), st.just(0)),
+            st.tuples(st.just("evict all"), st.integers(0, 2), st.just(0)),
+        ),
+        max_size=25,
+    )
+)
+def test_whatever_comes_and_goes_a_row_that_is_here_has_its_bytes(
+    shards: Path, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
+) -> None:
+    cached = version(shards, tmp_path_factory.mktemp("cache"))
+    expected: dict[int, bool] = {}  # rows that should be here, and whether they were used
+    ends = [6, 7, 16]
+    for what, number, count in steps:
+        if what in ("bring", "use"):
+            rows = range(number, min(number + count, next(end for end in ends if end > number)))
+            if what == "bring":
+                bring(cached, shards, rows.start, rows.stop)
+                expected.update({row: False for row in rows if row not in expected})
+            else:
+                cached.used[rows.start : rows.stop] = USED
+                expected.update({row: True for row in rows if row in expected})
+        else:
+            evict(cached, number, wanted=what == "evict all")
+            gone = [row for row, used in expected.items() if cached.shard_of(row) == number]
+            for row in gone:
+                if what == "evict all" or expected[row]:
+                    del expected[row]
+        assert here(cached) == sorted(expected)
+        assert all(is_right(cached, shards, row) for row in expected)
+    for shard in range(3):
+        evict(cached, shard, wanted=True)
+    assert bytes_in_use(cached.folder.parent.parent) == 0
+
+
+def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_now(
+    shards: Path, tmp_path: Path
+) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 7, 16)
+    cached.used[[1, 2, 3, 9, 10, 11, 12]] = USED
+    os.utime(cached.path(2), (1, 1))  # the shard used least recently
+    limit = bytes_in_use(tmp_path)
+    room = Room(tmp_path, limit)
+    room.take(1000)
+    assert here(cached) == [0, 1, 2, 3, 4, 5, 7, 8, 13, 14, 15]
+    assert not room.take_ahead(limit // 2)  # 1, 2 and 3 make no room for so much
+    assert here(cached) == [0, 4, 5, 7, 8, 13, 14, 15]
+    room.take(limit // 2)
+    assert here(cached) == [0, 4, 5]
+
+
+def test_what_no_reader_is_left_to_want_leaves_like_what_was_used(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 7, 16)
+    assert Room(tmp_path, bytes_in_use(tmp_path)).take_ahead(1000)
+    assert here(cached) == []
+
+
+def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 7, 16)
+    fd = cached.open(2)
+    with locked(fd, *cached.extent(9, 10)):
+        evict(cached, 2, wanted=True)
+    assert 9 in here(cached)
+    assert is_right(cached, shards, 9)
+    os.close(fd)
+
+
+def test_a_lock_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    told, tell = os.pipe()
+    holder = os.fork()
+    if not holder:
+        with locked(os.open(path, os.O_RDWR), 0, 50):
+            os.write(tell, b"held")
+            time.sleep(60)
+    assert os.read(told, 4) == b"held"
+    fd = os.open(path, os.O_RDWR)
+    with locked(fd, 50, 100, wait=False):
+        pass
+    with pytest.raises(BlockingIOError), locked(fd, 49, 51, wait=False):
+        pass
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    with locked(fd, 0, 100, wait=False):
+        pass
+    os.close(fd)
+
+
+def test_after_a_start_of_the_machine_only_synced_shards_are_trusted(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)  # complete, and so synced
+    bring(cached, shards, 8, 12)
+    create_flags(cached.folder)
+    assert here(CachedShards(cached.folder)) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+    monkeypatch.setattr(shard_cache, "boot_id", lambda: b"another".ljust(64, b"\0"))
+    create_flags(cached.folder)
+    assert here(CachedShards(cached.folder)) == [0, 1, 2, 3, 4, 5]
+    assert not cached.path(2).exists()
+
+
+def test_a_full_disk_is_given_room_and_is_an_error_when_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    pwrite, freed = os.pwrite, [0]
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if freed[0] < 2:
+            raise OSError(errno.ENOSPC, "no space left")
+        return pwrite(fd, data[:3], offset)
+
+    def free(size: int) -> bool:
+        freed[0] += 1
+        return True
+
+    monkeypatch.setattr(os, "pwrite", full)
+    write_at(fd, memoryview(b"12345678"), 2, free)
+    assert os.pread(fd, 20, 0) == b"\0\00012345678"
+    freed[0] = 0
+    with pytest.raises(OSError, match="no space left"):
+        write_at(fd, memoryview(b"1"), 0, lambda size: False)
+    os.close(fd)
+
+
+def test_room_is_freed_on_a_full_disk_as_long_as_there_is_something(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    bring(cached, shards, 0, 6)
+    room = Room(tmp_path, 1 << 30)
+    assert room.free(1000)
+    assert here(cached) == []
+    assert not room.free(1000)
+
+
+def test_where_the_cache_lies_and_how_large_it_may_be_come_from_arguments_then_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SAVABLE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(None) == tmp_path / "savable_pipeline" / "shards"
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "b"))
+    assert cache_folder(None) == tmp_path / "b"
+    assert cache_folder(tmp_path / "a") == tmp_path / "a"
+    monkeypatch.delenv("SAVABLE_CACHE_BYTES", raising=False)
+    assert 0 < cache_bytes(None, tmp_path / "a") <= 256 << 30
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", "12")
+    assert cache_bytes(None, tmp_path) == 12
+    assert cache_bytes(5, tmp_path) == 5
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", "12 GB")
+    with pytest.raises(ValueError, match="SAVABLE_CACHE_BYTES must be a number of bytes, not '12 GB'"):
+        cache_bytes(None, tmp_path)
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        cache_bytes(0, tmp_path)
+
+
+def test_a_version_is_held_as_long_as_its_reader_lives(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    reader = CachedShards(cached.folder)
+    assert not cached.is_held()
+    reader.hold()
+    assert cached.is_held()
+    fcntl.flock(reader._file, fcntl.LOCK_UN)
+    assert not cached.is_held()
