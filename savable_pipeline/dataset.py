@@ -57,7 +57,7 @@ class Dataset:
         self.count = int(self.firsts[-1])
         if not self.count:
             raise ShardError(
-                f"{self.root}: no sample in {len(names)} shards; a sample's files are named KEY.EXTENSION in the tar"
+                f"{self.address}: no sample in {len(names)} shards; a sample's files are named KEY.EXTENSION in the tar"
             )
         self._handles: OrderedDict[int, int] = OrderedDict()
         self._entry_sizes = np.array([entry.size for entry in self.entries], dtype=np.int64)
@@ -78,6 +78,11 @@ class Dataset:
         names = _with_lost(root, found, tolerant) if folder else found
         return root, names, open_index(root, names, tolerant=tolerant)
 
+    @property
+    def address(self) -> str:
+        """Where the shards lie, for errors."""
+        return str(self.root)
+
     def announce(self, refs: RefArray) -> None:
         """Hear what will be read soon: the kernel is told."""
         announce(self, (refs["index"] & _UNTAGGED).astype(np.int64))
@@ -94,7 +99,7 @@ class Dataset:
         shards = np.searchsorted(self.firsts, index, side="right") - 1
         if len(index) and not (shards.min() >= 0 and shards.max() < len(self.entries)):
             raise CheckpointMismatchError(
-                f"{self.root}: a ref names sample {int(refs['index'].max())}, but there are {self.count}; does the "
+                f"{self.address}: a ref names sample {int(index.max())}, but there are {self.count}; does the "
                 "state belong to this dataset?"
             )
         return shards, self._rows[shards] + (index - self.firsts[shards])

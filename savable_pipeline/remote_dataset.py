@@ -83,6 +83,11 @@ class RemoteDataset(Dataset):
         self._url = found.root
         return self._cached.folder.parent / METADATA, found.names, self._cached.index
 
+    @property
+    def address(self) -> str:
+        """The URL."""
+        return self._url
+
     def __del__(self) -> None:
         super().__del__()
         if getattr(self, "_fetcher", None) is not None:

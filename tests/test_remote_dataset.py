@@ -163,9 +163,9 @@ def test_a_restored_buffer_has_what_it_holds_fetched_ahead_each_source_its_own(
 
 def test_a_ref_of_another_dataset_is_refused_over_a_server_as_on_a_disk(server: ToyServer, local: Path) -> None:
     beyond = np.array([(10**6, 0)], REF)
-    for dataset in (open_dataset(str(local)), open_dataset(f"{server.url}/shards/")):
-        with pytest.raises(sp.CheckpointMismatchError, match="names sample 1000000, but there are 118"):
-            dataset.samples(beyond)
+    for place in (str(local), f"{server.url}/shards"):
+        with pytest.raises(sp.CheckpointMismatchError, match=f"{place}: a ref names sample 1000000, but there are 118"):
+            open_dataset(place).samples(beyond)
 
 
 def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
