@@ -120,7 +120,7 @@ class Pool:
         timeout: float,
         max_restarts: int,
         describe: Callable[[Work], str],
-        may_avoid: Callable[[Work], bool],
+        may_avoid: Callable[[Work, WorkerError], bool],
     ) -> None:
         self._launcher = launcher
         self._depth = depth
@@ -376,11 +376,12 @@ class Pool:
     def _give_up(self, first: _Asked, work: Work, told: str) -> None:
         """A sample kills again and again: leave it out if the policy allows that, else fail what was asked."""
         lane = self._lanes[first.lane]
-        if work.sample is not None and self._may_avoid(work):
+        error = WorkerError(told)
+        if work.sample is not None and self._may_avoid(work, error):
             lane.avoid.append((work.sample, work.epoch))
             log.warning("%s: it is left out from now on", told)
             return
-        failed = Failure(WorkerError(told), told)
+        failed = Failure(error, told)
         for asked in [asked for asked in self._asked.values() if asked.lane == first.lane]:
             self._ready[asked.ticket] = failed
             del self._asked[asked.ticket]
