@@ -2,7 +2,7 @@
 
     python tools/soak.py            all of it: about half an hour on two cores
     python tools/soak.py --quick    the same with few of each: a few minutes
-    python tools/soak.py faults     200 workers killed at any moment (40 spawned ones, which start slowly), 20 where it is worst
+    python tools/soak.py faults     200 workers killed at any moment, and 20 at each of the worst
     python tools/soak.py starts     1,000 starts and stops leave nothing
     python tools/soak.py trainer    a trainer killed 100 times
     python tools/soak.py losses     the losses of 1, 2 and 4 ranks, killed and resumed

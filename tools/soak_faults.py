@@ -86,14 +86,14 @@ class Killer(threading.Thread):
         self._newborn = newborn
         self._draw = random.Random(os.urandom(8))
         self._over = threading.Event()
-        self._killed: set[int] = set()
+        self.killed: set[int] = set()
         self._unborn = 0  # kills in a row of workers that had not started
         self.newborn_kills = 0
 
     @property
     def kills(self) -> int:
         """How many in all."""
-        return len(self._killed)
+        return len(self.killed)
 
     def run(self) -> None:
         seen = 0
@@ -109,12 +109,12 @@ class Killer(threading.Thread):
 
     def _living(self) -> list[int]:
         """The workers that are not dying already."""
-        return [child for child in children(self._parent) if child not in self._killed]
+        return [child for child in children(self._parent) if child not in self.killed]
 
     def _kill(self, pid: int) -> None:
         started = _has_started(pid)
         if kill(pid, self._parent):
-            self._killed.add(pid)
+            self.killed.add(pid)
             self._unborn = 0 if started else self._unborn + 1
 
     def _kill_newborn(self, there: set[int]) -> None:
@@ -145,18 +145,18 @@ class Executioner(threading.Thread):
         os.mkfifo(folder / "kill me")
         self._pipe = (folder / "kill me").open("r+b", buffering=0)
         self._parent = parent
-        self._killed: set[int] = set()
+        self.killed: set[int] = set()
 
     @property
     def kills(self) -> int:
         """How many in all."""
-        return len(self._killed)
+        return len(self.killed)
 
     def run(self) -> None:
         while pid := struct.unpack("I", self._pipe.read(4))[0]:
             time.sleep(random.uniform(0, WRITE_S))
             if kill(pid, self._parent):
-                self._killed.add(pid)
+                self.killed.add(pid)
 
     def stop(self) -> None:
         """From now on, who asks lives on."""
@@ -198,10 +198,9 @@ def _killed_at(shards: Path, method: str, expected: Undisturbed, moment: Moment,
         with Witness() as witness, _loader(shards, method, dying=dying) as (loader, parent):
             killer = Killer(parent, lambda: len(found), gap_s=0.4 if method == "spawn" else 0.1)
             killer.start()
-            _take(loader, found, lambda: dying.deaths() >= times)
+            _take(loader, found, lambda: len(dying.deaths()) >= times)
             killer.stop()
-            deaths = dying.deaths()
-            kills = killer.kills + deaths
+            deaths, kills = len(dying.deaths()), len(killer.killed.union(dying.deaths()))
             _take_the_rest(loader, found, kills)
     return _row(f"{method}: {MOMENTS[moment]}", f"{deaths} of {kills}", found, expected, witness, kills)
 
