@@ -280,6 +280,7 @@ class Pool:
             worker.since = time.monotonic()
             if ticket == STARTED:
                 worker.pid = found
+                del self._deaths_over["start"]  # workers do start: only deaths in a row say otherwise
                 continue
             asked = worker.asked.popleft()
             assert asked.ticket == ticket
@@ -358,7 +359,12 @@ class Pool:
         worker.close()
         self.restarts += 1
         self._deaths_over[blamed] += 1
-        if self.restarts > self._max_restarts or (blamed == "start" and self._deaths_over[blamed] > RESTARTS_OVER_ONE):
+        if blamed == "start" and self._deaths_over[blamed] > RESTARTS_OVER_ONE:
+            raise WorkerError(
+                f"{told}: worker number {self._deaths_over[blamed]} in a row to do so. The loader's state is whole: "
+                f"save it or go on{_indented(stack)}"
+            )
+        if self.restarts > self._max_restarts:
             raise WorkerError(
                 f"{told}: worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}. The "
                 f"loader's state is whole: save it or go on{_indented(stack)}"
