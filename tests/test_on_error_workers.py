@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,45 @@ def test_a_function_decides_case_by_case(make_shards: Any, tmp_path: Path) -> No
     with loader(pipeline) as own:
         found = [next(own) for _ in range(6)]
     assert found[4] == [8, 32] and [type(error) for error in told] == [sp.WorkerError] and "'s000009'" in str(told[0])
+
+
+class KillsWhenMadeAgain(FaultyEncoder):
+    """Ends the process over a sample that it has made before."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        if number == self.at:
+            if self.cured.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.cured.touch()
+        return number
+
+    def length(self, item: Any) -> int:
+        return 3
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def test_a_sample_of_an_open_pack_that_cannot_be_made_again_leaves_the_pack(make_shards: Any, tmp_path: Path) -> None:
+    encoder = KillsWhenMadeAgain("kill", 4, tmp_path / "made")
+    shards = str(make_shards([60]))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        items = sp.Encode(sp.TarShardReader(shards, lane, shuffle=False), encoder, on_error="skip")
+        return sp.Batcher(sp.OnlinePacker(items, max_length=9, policy="first_fit", open_packs=1), size=1)
+
+    first = sp.SavableLoader(pipeline, seed=3, lanes=1)
+    assert next(first) == [[0, 1, 2]]
+    with sp.SavableLoader(pipeline, seed=3, lanes=1, num_workers=1) as own:
+        own.load_state_dict(first.state_dict())
+        assert [next(own) for _ in range(2)] == [
+            [[3, 4, 5]],
+            [[6, 7, 8]],
+        ]  # 3 was in hand, 4 is made for the first time
+    with sp.SavableLoader(pipeline, seed=3, lanes=1, num_workers=1) as own:
+        own.load_state_dict(first.state_dict())
+        assert next(own)[0][:2] == [3, 5] and next(own) is not None
 
 
 def test_it_ends_the_run_where_the_policy_is_to_raise(make_shards: Any, tmp_path: Path) -> None:
