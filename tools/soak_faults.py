@@ -33,7 +33,7 @@ MOMENTS: dict[Moment, str] = {
 }
 _ANY = "at any moment"
 _NEWBORN = "a replacement just born"
-_STUCK_S = 120.0
+_STUCK_S = 900.0
 
 
 class Undisturbed:
