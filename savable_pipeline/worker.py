@@ -58,6 +58,9 @@ class Request:
     forget: tuple[int, ...] = ()
     avoid: tuple[tuple[int, int], ...] = ()
 
+    def __reduce__(self) -> Any:  # as `Delivery` does
+        return Request, (self.ticket, self.lane, self.state, self.want, self.forget, self.avoid)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
