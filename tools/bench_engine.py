@@ -258,7 +258,7 @@ def _images(tars: Path, name: str, decode: Decode) -> dict[str, Any]:
         "spdl, threads": lambda: threads(tars, "jpg", decode, torch.stack, len, size=IMAGE_BATCH),
         "torch DataLoader, in memory": lambda: Loader(peers.in_memory(records, decode, default_collate, **both), len),
     }
-    return compete(f"images decoded by {name}, two workers", "image", makers)
+    return compete(f"images decoded by {name}, two workers", "image", makers, seconds=5.0)
 
 
 def main() -> None:

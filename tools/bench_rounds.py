@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from bench_data import console
 from rich.table import Table
 
-ROUNDS, SECONDS = 5, 2.0  # each contender is measured so often, and so long each time
+ROUNDS, SECONDS = 5, 2.0  # each contender is measured so often, and so long each time if its batches are short
 _DRAIN_S = 0.3  # taken before each measure: what the workers had made ahead while others ran
 
 
@@ -53,15 +53,17 @@ class Loader:
         self.end()
 
 
-def compete(title: str, unit: str, makers: dict[str, Callable[[], Contender]]) -> dict[str, Any]:
+def compete(
+    title: str, unit: str, makers: dict[str, Callable[[], Contender]], *, seconds: float = SECONDS
+) -> dict[str, Any]:
     """Rates and processor times of all, in turn, and their ratios to the first: medians, and the spread of rounds."""
     running = {name: made for name, make in makers.items() if (made := _made(name, make)) is not None}
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
     for contender in running.values():
-        contender.run(SECONDS / 2)  # starts it and fills its buffers
+        contender.run(seconds / 2)  # starts it and fills its buffers
     for _ in range(ROUNDS):
         for name, contender in running.items():
-            rounds[name].append(_measured(contender))
+            rounds[name].append(_measured(contender, seconds))
     for contender in running.values():
         contender.close()
     first = next(iter(rounds.values()))
@@ -79,11 +81,11 @@ def compete(title: str, unit: str, makers: dict[str, Callable[[], Contender]]) -
     return result
 
 
-def _measured(contender: Contender) -> tuple[float, float]:
+def _measured(contender: Contender, seconds: float) -> tuple[float, float]:
     """Units a second, and the processor's microseconds a unit."""
     contender.run(_DRAIN_S)
     before = processor_s(os.getpid())
-    units, took = contender.run(SECONDS)
+    units, took = contender.run(seconds)
     return units / took, (processor_s(os.getpid()) - before) / units * 1e6
 
 
