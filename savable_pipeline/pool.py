@@ -196,11 +196,13 @@ class Pool:
         ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         if not ready:
             return
+        ended = ready.difference(worker.channel.fileno() for worker in self._workers)  # the launcher has news
         for worker in self._workers:
             if worker.channel.fileno() in ready and not self._take(worker):
                 worker.gone = True  # if it is not dead, it should be: it has let go of us
                 self._launcher.signal(worker.number, signal.SIGKILL)
-        self._see_to_ended()
+        if ended:
+            self._see_to_ended()
         self._assign()
 
     def _take(self, worker: Worker) -> bool:
