@@ -119,13 +119,14 @@ class Batcher(BatchStage):
 
     def __next__(self) -> Any:
         self._hold_batch()
-        items = self._items
+        items = self._items[: self.size]
+        valid = len(items)
         if self.lane.pad:
             self._first = self._first or self._refs[0]
             items = items + items[:1] * (self.size - len(items))
         batch = self._batch(items, self._count)
         if self.lane.pad:
-            batch = self._marked(batch, len(self._items))
+            batch = self._marked(batch, valid)
         self._let_go()
         return batch
 
@@ -170,8 +171,9 @@ class Batcher(BatchStage):
             raise StopIteration
 
     def _let_go(self) -> None:
-        self._given = self._refs
-        self._items, self._refs = [], []
+        """Of one batch; more is held if the state was saved with larger ones."""
+        self._given = self._refs[: self.size]
+        self._items, self._refs = self._items[self.size :], self._refs[self.size :]
         self._count += 1
 
     def more(self) -> bool:

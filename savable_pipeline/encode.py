@@ -172,11 +172,11 @@ class Encode(Stage):
                 items.append(item)
                 refs.append(ref)
                 self._row_of_skips = 0
+            elif self._encoder.one_to_one and (type(item) is Skip or hasattr(item, "__next__")):
+                raise self._failed(sample, TypeError(f"it is one_to_one, but gave {item!r}"))
             elif type(item) is Skip:
                 self._skipped(item)
             elif hasattr(item, "__next__"):
-                if self._encoder.one_to_one:
-                    raise self._failed(sample, TypeError("it is one_to_one, but gave an iterator"))
                 self._parts, self._part, self._rng = item, 0, rng
                 return
             else:
@@ -253,10 +253,6 @@ class Encode(Stage):
 
     def _skipped(self, skip: Skip) -> None:
         """Count it; end the run when so many samples in a row give nothing that none ever will."""
-        if self._encoder.one_to_one:
-            raise EncodeError(
-                f"{type(self._encoder).__name__} says that it is one_to_one, but skipped a sample as {skip.reason!r}"
-            )
         name = f"skipped/{skip.reason}"
         self.counts[name] += 1
         self._counted.append(name)
@@ -328,6 +324,9 @@ class Encode(Stage):
     def fetch(self, ref: ItemRef | Ref) -> Any:
         """Make the item that a ref names again; a `Skip` if it no longer can be and the policy allows that."""
         sample = self.source.fetch(ref)
+        avoided = self._avoided.get((sample._index, sample._epoch))
+        if avoided is not None:
+            return Skip(avoided)
         self._note(sample)
         rng = self._rng
         try:
@@ -352,8 +351,9 @@ class Encode(Stage):
         return item
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """As many as its source, if the encoder makes one item of each sample."""
-        return self.source.count_of(lane, epoch) if self._encoder.one_to_one else None
+        """As many as its source, if the encoder makes one item of each sample, or an error that is raised."""
+        one_to_one = self._encoder.one_to_one and self.on_error == "raise"
+        return self.source.count_of(lane, epoch) if one_to_one else None
 
     def save_state(self) -> State:
         """`refs`: those taken but not done, 12 bytes each; `part`: how many parts of the first have been given.

@@ -62,8 +62,8 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
         raise StateError(f"fingerprint: {error}") from error
 
 
-def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) -> None:
-    """Raise `CheckpointMismatchError` that lists each field that differs, unless `allow` names it.
+def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) -> list[str]:
+    """The fields that differ. Raises `CheckpointMismatchError` that lists those that `allow` does not name.
 
     A field inside a source of a `Blend`, such as "web/TarShardReader.shuffle", is allowed by "TarShardReader.shuffle"
     too. Of a source that only one side has, nothing is compared but its name. Libraries or processors that may change
@@ -93,6 +93,7 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
         old, new = saved.environment.get(name), here.environment.get(name)
         if old != new:
             log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, old, new)
+    return differing
 
 
 def field_name(stage: str, setting: str) -> str:

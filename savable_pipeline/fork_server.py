@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import traceback
+from collections import deque
 from typing import Any
 
 from savable_pipeline.channel import Channel
@@ -41,6 +42,7 @@ class _Server:
         self._job = job
         self._channel = channel
         self._pids: dict[int, int] = {}  # by number
+        self._orders: deque[tuple[bytes, list[int]]] = deque()  # heard and not yet obeyed
         self._shared: dict[Any, Any] = {}
         self._woken, woken_by = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
         os.set_blocking(woken_by, False)
@@ -65,7 +67,9 @@ class _Server:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
             else:
-                for message, descriptors in self._channel.receive():
+                self._orders.extend(self._channel.receive())
+                while self._orders:
+                    message, descriptors = self._orders.popleft()
                     self._obey(pickle.loads(message), descriptors)
         self._reap()
 
@@ -86,8 +90,8 @@ class _Server:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.close(self._woken)
-            os.close(self._woken_by)
+            for descriptor in (self._woken, self._woken_by, *(fd for _, fds in self._orders for fd in fds)):
+                os.close(descriptor)
             work(self._job, end, server, self._shared)
         except SystemExit as left:  # an encoder's
             code = left.code if isinstance(left.code, int) else 1

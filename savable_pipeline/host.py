@@ -40,6 +40,10 @@ class Delivery:
     remake_s: float = 0.0
     counts: dict[str, int | float] = field(default_factory=dict)
 
+    def __reduce__(self) -> Any:  # else `dataclasses` asks for each field: 21 µs to write, not 2
+        fields = self.batch, self.state, self.more, self.dry, self.seconds, self.remake_s, self.counts
+        return Delivery, fields
+
 
 @dataclass(slots=True)
 class _Live:

@@ -313,11 +313,13 @@ class SavableLoader:
         changed here.
         """
         check_flat(state)
-        compare(unpack_fingerprint(state["fingerprint"]), self._own_fingerprint()[0], allow)
+        differing = compare(unpack_fingerprint(state["fingerprint"]), self._own_fingerprint()[0], allow)
         lanes = read_lanes(state, self._own_lanes)
         self._supply.drop()
         states = {lane: state[lane_name(lane)] for lane in lanes}
         self._stand(Position.at(state["epoch"], state["slot"], lanes, states, self._ranks, self._job.lanes))
+        if differing:  # with larger batches, say, what is left may be none
+            self._at.more = dict.fromkeys(lanes)
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""

@@ -16,21 +16,17 @@ import os
 import pickle
 import select
 import signal
-import socket
 import textwrap
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from savable_pipeline import wire
-from savable_pipeline.channel import Channel
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.host import Delivery, Want
 from savable_pipeline.launch import EXIT_WAIT_S, Launcher, wait_until_ended
-from savable_pipeline.note import STACK_SIGNAL, Note, Work
-from savable_pipeline.segments import SegmentReader
+from savable_pipeline.note import STACK_SIGNAL, Work
+from savable_pipeline.pool_worker import Asked, LaneWork, Worker
 from savable_pipeline.worker import STARTED, Failure, Request
 
 log = logging.getLogger(__name__)
@@ -39,67 +35,6 @@ RESTARTS_OVER_ONE = 3  # workers that die over one sample are replaced so often
 _START_S = 300.0  # for a worker's imports, which do not count as the time that a batch takes
 _STACK_S = 1.0  # for a worker that hangs to write its stack
 _MOVE_S = 0.002  # what it costs to build and restore a lane
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request that has not been answered; `worker` is None while it waits here."""
-
-    ticket: int
-    lane: int
-    want: Want
-    worker: _Worker | None = None
-
-
-@dataclass(slots=True)
-class _Lane:
-    """A lane: its state after its batch that was received last, who holds it, and what it is asked for."""
-
-    state: bytes
-    holder: _Worker | None = None
-    sent: int = 0  # requests that its holder has
-    remake_s: float = 0.0
-    avoid: list[tuple[int, int]] = field(default_factory=list)  # samples to leave out that `state` does not know of
-
-
-class _Worker:
-    """One worker process, seen from here."""
-
-    def __init__(self, number: int, launcher: Launcher) -> None:
-        self.number = number
-        self.pid = 0  # until it has started
-        self.asked: deque[_Asked] = deque()  # in the order in which it works
-        self.since = time.monotonic()  # its last word, or that it was given something to do
-        self.forget: list[int] = []  # lanes that have moved away
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours, waits=False)
-        self.note = Note.make()
-        self.segments = SegmentReader()
-        self.hung = ""  # that it has been killed for taking too long, in words
-        self.stack = ""
-        self.gone = False  # whether its end of the channel is closed
-        self.channel.send(b"", [self.note.descriptor])
-        launcher.start(number, theirs)
-
-    def receive(self) -> list[tuple[int, Any]]:
-        """The answers that have come, with their tickets. Raises EOFError if the worker is gone."""
-        return [self._answer(pickle.loads(message), fds) for message, fds in self.channel.receive()]
-
-    def _answer(self, message: tuple[int, Any, Any], fds: list[int]) -> tuple[int, Any]:
-        ticket, inline, written = message
-        if written is None:
-            return ticket, wire.loads(*inline)
-        segment, _, dropped, places = written
-        if fds:
-            self.segments.add(segment, fds[0])
-        for number in dropped:
-            self.segments.drop(number)
-        *buffers, pickled = self.segments.read(segment, places)
-        return ticket, wire.loads(pickled, buffers)
-
-    def close(self) -> None:
-        self.channel.close()
-        self.note.close()
 
 
 class Pool:
@@ -120,7 +55,7 @@ class Pool:
         timeout: float,
         max_restarts: int,
         describe: Callable[[Work], str],
-        may_avoid: Callable[[Work], bool],
+        may_avoid: Callable[[Work, WorkerError], bool],
     ) -> None:
         self._launcher = launcher
         self._depth = depth
@@ -128,9 +63,9 @@ class Pool:
         self._max_restarts = max_restarts
         self._describe = describe
         self._may_avoid = may_avoid
-        self._lanes: dict[int, _Lane] = {}
-        self._asked: dict[int, _Asked] = {}  # by ticket
-        self._waiting: list[_Asked] = []
+        self._lanes: dict[int, LaneWork] = {}
+        self._asked: dict[int, Asked] = {}  # by ticket
+        self._waiting: list[Asked] = []
         self._ready: dict[int, Delivery | Failure] = {}
         self._deaths_over: Counter[Any] = Counter()
         self._ticket = STARTED
@@ -138,8 +73,8 @@ class Pool:
         self._batch_s = 0.0  # what a batch takes to make, on average
         self.restarts = 0
         self.moves = 0
-        self._workers: list[_Worker] = []
-        self._by_number: dict[int, _Worker] = {}
+        self._workers: list[Worker] = []
+        self._by_number: dict[int, Worker] = {}
         self._started = 0
         try:
             for _ in range(num_workers):
@@ -148,9 +83,9 @@ class Pool:
             self.close()
             raise
 
-    def _new_worker(self) -> _Worker:
+    def _new_worker(self) -> Worker:
         self._started += 1
-        worker = _Worker(self._started, self._launcher)
+        worker = Worker(self._started, self._launcher)
         self._by_number[worker.number] = worker
         return worker
 
@@ -177,9 +112,9 @@ class Pool:
         A lane that is asked for again goes on from where it is, and `state` is not looked at.
         """
         self._check_process()
-        self._lanes.setdefault(lane, _Lane(state))
+        self._lanes.setdefault(lane, LaneWork(state))
         self._ticket += 1
-        asked = _Asked(self._ticket, lane, want)
+        asked = Asked(self._ticket, lane, want)
         self._asked[asked.ticket] = asked
         self._waiting.append(asked)
         self._assign()
@@ -200,13 +135,13 @@ class Pool:
                 self._send(asked, worker)
         self._waiting = left
 
-    def _choose(self, lane: _Lane) -> _Worker | None:
+    def _choose(self, lane: LaneWork) -> Worker | None:
         """The worker that would begin a batch of this lane first; None if it must wait for one that has no room."""
         if lane.sent:  # only its holder can go on with it
             assert lane.holder is not None
             return lane.holder if len(lane.holder.asked) < self._depth else None
 
-        def begins(worker: _Worker) -> tuple[float, bool, int]:
+        def begins(worker: Worker) -> tuple[float, bool, int]:
             busy = len(worker.asked) * self._batch_s
             if worker.asked:
                 busy -= min(time.monotonic() - worker.since, self._batch_s)
@@ -216,7 +151,7 @@ class Pool:
         first = min(self._workers, key=begins)
         return first if len(first.asked) < self._depth else None
 
-    def _send(self, asked: _Asked, worker: _Worker) -> None:
+    def _send(self, asked: Asked, worker: Worker) -> None:
         lane = self._lanes[asked.lane]
         state = None
         if worker is not lane.holder:
@@ -227,7 +162,6 @@ class Pool:
             lane.holder = worker
         if not worker.asked:
             worker.since = time.monotonic()
-        asked.worker = worker
         lane.sent += 1
         worker.asked.append(asked)
         forget = tuple(other for other in worker.forget if self._lanes[other].holder is not worker)
@@ -262,14 +196,16 @@ class Pool:
         ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         if not ready:
             return
+        ended = ready.difference(worker.channel.fileno() for worker in self._workers)  # the launcher has news
         for worker in self._workers:
             if worker.channel.fileno() in ready and not self._take(worker):
                 worker.gone = True  # if it is not dead, it should be: it has let go of us
                 self._launcher.signal(worker.number, signal.SIGKILL)
-        self._see_to_ended()
+        if ended:
+            self._see_to_ended()
         self._assign()
 
-    def _take(self, worker: _Worker) -> bool:
+    def _take(self, worker: Worker) -> bool:
         """Take what a worker has answered; False if it is gone."""
         try:
             worker.channel.flush()
@@ -280,6 +216,7 @@ class Pool:
             worker.since = time.monotonic()
             if ticket == STARTED:
                 worker.pid = found
+                del self._deaths_over["start"]  # workers do start: only deaths in a row say otherwise
                 continue
             asked = worker.asked.popleft()
             assert asked.ticket == ticket
@@ -333,7 +270,7 @@ class Pool:
                 )
         return soonest
 
-    def _ask_stack(self, worker: _Worker) -> None:
+    def _ask_stack(self, worker: Worker) -> None:
         """Have a worker that hangs write its stack into its note, and wait a moment for it."""
         self._launcher.signal(worker.number, STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
@@ -343,7 +280,7 @@ class Pool:
                 worker.stack = stack
                 return
 
-    def _replace(self, worker: _Worker, how: str) -> None:
+    def _replace(self, worker: Worker, how: str) -> None:
         """Start another worker in place of one that ended, and ask for the same. Raises `WorkerError`."""
         work = worker.note.work()
         first = worker.asked[0] if worker.asked else None
@@ -358,7 +295,12 @@ class Pool:
         worker.close()
         self.restarts += 1
         self._deaths_over[blamed] += 1
-        if self.restarts > self._max_restarts or (blamed == "start" and self._deaths_over[blamed] > RESTARTS_OVER_ONE):
+        if blamed == "start" and self._deaths_over[blamed] > RESTARTS_OVER_ONE:
+            raise WorkerError(
+                f"{told}: worker number {self._deaths_over[blamed]} in a row to do so. The loader's state is whole: "
+                f"save it or go on{_indented(stack)}"
+            )
+        if self.restarts > self._max_restarts:
             raise WorkerError(
                 f"{told}: worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}. The "
                 f"loader's state is whole: save it or go on{_indented(stack)}"
@@ -373,14 +315,15 @@ class Pool:
         self._waiting = sorted([*again, *self._waiting], key=lambda asked: asked.ticket)
         self._workers[self._workers.index(worker)] = self._new_worker()
 
-    def _give_up(self, first: _Asked, work: Work, told: str) -> None:
+    def _give_up(self, first: Asked, work: Work, told: str) -> None:
         """A sample kills again and again: leave it out if the policy allows that, else fail what was asked."""
         lane = self._lanes[first.lane]
-        if work.sample is not None and self._may_avoid(work):
+        error = WorkerError(told)
+        if work.sample is not None and self._may_avoid(work, error):
             lane.avoid.append((work.sample, work.epoch))
             log.warning("%s: it is left out from now on", told)
             return
-        failed = Failure(WorkerError(told), told)
+        failed = Failure(error, told)
         for asked in [asked for asked in self._asked.values() if asked.lane == first.lane]:
             self._ready[asked.ticket] = failed
             del self._asked[asked.ticket]

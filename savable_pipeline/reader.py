@@ -222,8 +222,8 @@ class TarShardReader(Stage):
         return self.dataset.samples(np.array([(index, epoch)], REF))[0]
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """The lane's share of the epochs of a pass; None if it never ends."""
-        if self.epochs is None:
+        """The lane's share of the epochs of a pass; None if it never ends, or damaged shards may be left out."""
+        if self.epochs is None or self.on_error != "raise":
             return None
         return sum(self._share(lane, number) for number in range(epoch * self.epochs, (epoch + 1) * self.epochs))
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.note import anonymous_file
+from savable_pipeline.wire import Buffer
 
 Place: TypeAlias = tuple[int, int]  # offset and length in bytes
 
@@ -99,23 +100,32 @@ class SegmentWriter:
         if self._begun is not None and self._lent[self._begun.number]() is None:
             self._begun.end = ALIGN
 
-    def write(self, views: Sequence[memoryview]) -> Written:
-        """Put bytes (one-dimensional views) into a free segment; what `allocate` gave is there already."""
+    def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> Written:
+        """Put bytes (one-dimensional views) into a free segment; what `allocate` gave is there already.
+
+        `pieces` are to lie end to end, and are the last of the places.
+        """
         begun, self._begun = self._begun, None
         places, end = _laid_out(views, begun)
+        room = sum(map(len, pieces))
         dropped: tuple[int, ...] = ()
-        if begun is not None and end > len(self._segments[begun.number]):
+        if begun is not None and end + room > len(self._segments[begun.number]):
             dropped = self._put_back(begun)
             begun = None
             places, end = _laid_out(views, None)
-        self._usual = max(end, self._usual * 7 // 8)
+        self._usual = max(_aligned(end + room), self._usual * 7 // 8)
         if begun is None:
-            begun = self._take(end)
+            begun = self._take(end + room)
         segment = self._segments[begun.number]
         for (offset, length, is_there), view in zip(places, views, strict=True):
             if not is_there:
                 segment[offset : offset + length] = view
         where = [(offset, length) for offset, length, _ in places]
+        if pieces:
+            where.append((end, room))
+        for piece in pieces:
+            segment[end : end + len(piece)] = piece
+            end += len(piece)
         return Written(begun.number, begun.fd, dropped + begun.dropped, where)
 
     def _put_back(self, begun: _Begun) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ class Supply:
         """The batch of a slot of this rank; waits for it. Raises what its stages raised, or `WorkerError`."""
         if slot not in self.received:
             with self._makers_dropped_on_error() as makers:
-                self._ask(makers, at, slot, want)
+                if slot not in self._asked:
+                    self._ask(makers, at, slot, want)
                 self.received[slot] = makers.answer(self._asked.pop(slot))
         return self.received[slot]
 

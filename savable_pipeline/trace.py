@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from savable_pipeline.encode import Encode
+from savable_pipeline.errors import WorkerError
 from savable_pipeline.host import LaneHost
 from savable_pipeline.note import Work
+from savable_pipeline.on_error import skips
 from savable_pipeline.sample import Ref, tag_of
 from savable_pipeline.stage import ItemRef, Stage, upstream
 from savable_pipeline.state import LaneState, unpack_state
@@ -63,9 +66,10 @@ def where(last: Stage, work: Work) -> str:
     return f", in {type(stage).__name__}, shard {sample.shard}, key {sample.key!r}, byte offset {sample.offset}"
 
 
-def may_avoid(last: Stage, work: Work) -> bool:
-    """Whether the sample that a worker was at may be left out."""
-    return getattr(_stage_at(last, work), "on_error", "raise") != "raise"
+def may_avoid(last: Stage, work: Work, error: WorkerError) -> bool:
+    """Whether the sample that a worker was at, which ends workers again and again, may be left out."""
+    stage = _stage_at(last, work)
+    return isinstance(stage, Encode) and skips(stage.on_error, error)
 
 
 def _stage_at(last: Stage, work: Work) -> Stage | None:

@@ -7,10 +7,10 @@ What is read back comes from our own worker process, never from data or a saved 
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -38,8 +38,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def dumps(value: Any) -> tuple[memoryview, list[memoryview]]:
-    """`value` as a pickle, and the bytes of its larger tensors and arrays, which stay where they are."""
+def dumps(value: Any) -> tuple[list[Buffer], list[memoryview]]:
+    """`value` as a pickle in pieces, and the bytes of its larger tensors and arrays, which stay where they are.
+
+    Large bytes are pieces of their own: they are not copied either.
+    """
     buffers: list[memoryview] = []
 
     def apart(buffer: pickle.PickleBuffer) -> bool:
@@ -50,9 +53,10 @@ def dumps(value: Any) -> tuple[memoryview, list[memoryview]]:
         buffers.append(raw)
         return False
 
-    file = io.BytesIO()
+    pieces: list[Buffer] = []
+    file = SimpleNamespace(write=pieces.append)
     _Pickler(file, protocol=5, buffer_callback=apart).dump(value)
-    return file.getbuffer(), buffers
+    return pieces, buffers
 
 
 def loads(pickled: Buffer, buffers: Iterable[Buffer]) -> Any:

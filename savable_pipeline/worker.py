@@ -58,6 +58,9 @@ class Request:
     forget: tuple[int, ...] = ()
     avoid: tuple[tuple[int, int], ...] = ()
 
+    def __reduce__(self) -> Any:  # as `Delivery` does
+        return Request, (self.ticket, self.lane, self.state, self.want, self.forget, self.avoid)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -169,8 +172,8 @@ class _Answers:
 
     def _written(self, answer: Delivery | Failure | int) -> tuple[tuple[Any, Any], int | None]:
         """The answer itself, or where it lies and the descriptor of a segment that the trainer does not have."""
-        pickled, buffers = wire.dumps(answer)
-        if len(pickled) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
-            return ((bytes(pickled), [bytearray(buffer) for buffer in buffers]), None), None
-        segment, fd, dropped, places = self.segments.write([*buffers, pickled])
+        pieces, buffers = wire.dumps(answer)
+        if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
+            return ((b"".join(pieces), [bytearray(buffer) for buffer in buffers]), None), None
+        segment, fd, dropped, places = self.segments.write(buffers, pieces)
         return (None, (segment, fd is not None, dropped, places)), fd

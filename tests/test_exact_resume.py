@@ -64,6 +64,7 @@ def test_every_cut_of_an_endless_run_and_chains_of_resumes_are_exact(
         assert_exact_resume(pipeline, seed=seed, lanes=lanes, steps=20, world_sizes=worlds)
 
 
+@pytest.mark.timeout(1200)  # 12 examples start hundreds of processes: minutes where all cores are busy
 @few
 @given(sizes=shard_sizes, chosen=pipelines, seed=st.integers(0, 2**32))
 def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
@@ -77,6 +78,7 @@ def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
         )
 
 
+@pytest.mark.timeout(1200)  # 12 examples start hundreds of processes: minutes where all cores are busy
 @few
 @given(size=st.integers(60, 200), chosen=pipelines, epochs=st.integers(1, 2), seed=st.integers(0, 2**32))
 def test_finite_runs_and_the_epochs_after_them_are_exact(

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from savable_pipeline.position import MAX_LAG
 from tests.processes import descendants, kill, wait_until_gone, workers
 from tests.streams import take, through_a_file
 from tests.toy_faults import number_pipeline
-from tests.toy_pipelines import toy_pipeline
+from tests.toy_pipelines import numbers, toy_pipeline
 
 
 @pytest.fixture
@@ -392,3 +393,56 @@ def test_loading_logs_nothing_when_nothing_differs(pipeline: Any, caplog: pytest
     with caplog.at_level(logging.DEBUG):
         resumed(pipeline, own.state_dict())
     assert not caplog.records
+
+
+# With another batch size.
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("pack", [None, "best_fit"])
+def test_other_batch_sizes_on_the_way_keep_the_order_in_each_lane_and_give_each_sample_once(
+    make_shards: Any, pack: str | None, drop_last: bool, num_workers: int
+) -> None:
+    settings: dict[str, Any] = {"epochs": 1, "skip": 0, "pack": pack, "drop_last": drop_last}
+    shards = str(make_shards([40, 7, 60]))
+    items = [list(map(ids, toy_pipeline(shards, sp.Lane(lane, 3, 3), size=1, **settings))) for lane in range(3)]
+    found: list[list[Any]] = [[] for _ in range(3)]
+    state, slot = None, 0
+    for size, steps in ((2, 4), (5, 2), (1, 5), (3, 1), (1, 1000)):
+        with loader(partial(toy_pipeline, shards, size=size, **settings), num_workers, lanes=3) as own:
+            if state is not None:
+                own.load_state_dict(through_a_file(state), allow={"batch_size"})
+            for _, batch in zip(range(steps), own, strict=False):
+                assert len(batch["items"]) == size
+                found[slot % 3] += [ids(batch, item) for item in range(size)]
+                slot += 1
+            state = own.state_dict()
+    for lane in range(3):
+        assert found[lane] == items[lane][: len(found[lane])]
+        assert len(items[lane]) - len(found[lane]) <= 12  # after the last round that every lane can fill
+    given = [number for lane in found for item in lane for number in item]
+    whole = Counter(number for lane in items for item in lane for number in item)
+    assert len(given) > 90 and Counter(given) <= whole == Counter({n: 1 if n % 5 else 3 for n in range(107)})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_of_which_less_is_left_than_a_larger_batch_ends(make_shards: Any, num_workers: int) -> None:
+    small, large = (
+        partial(toy_pipeline, str(make_shards([9])), size=size, epochs=1, drop_last=True, pack=None, skip=0, fan_out=0)
+        for size in (2, 5)
+    )
+    order = [number for batch in list(loader(small, lanes=1)) for number in numbers(batch)]
+    for steps, left in ((1, 1), (2, 1), (3, 0)):
+        with loader(small, lanes=1) as own:
+            take(own, steps)
+            state = own.state_dict()
+        with loader(large, num_workers, lanes=1) as fresh:
+            fresh.load_state_dict(state, allow={"batch_size"})
+            found = [numbers(batch) for batch in fresh]
+            assert len(found) == left and all(batch[:4] == order[2 * steps : 2 * steps + 5][:4] for batch in found)
+
+
+def ids(batch: Any, item: int = 0) -> list[int]:
+    """The numbers of the samples in an item of a batch."""
+    return numbers({"items": [batch["items"][item]]})

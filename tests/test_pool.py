@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.pool import Pool, _Lane
+from savable_pipeline.pool import Pool
+from savable_pipeline.pool_worker import LaneWork
 from tests.processes import descendants, kill, wait_until_gone, workers
 from tests.streams import take
 from tests.toy_faults import NumberEncoder, number_pipeline
@@ -39,7 +40,7 @@ def choice(batch_s: float, busy: list[int], *, holder: int | None = None, sent: 
     pool._depth, pool._batch_s = 2, batch_s
     found: Any = [FakeWorker(requests) for requests in busy]
     pool._workers = found
-    lane = _Lane(b"", None if holder is None else found[holder], sent, remake_s)
+    lane = LaneWork(b"", None if holder is None else found[holder], sent, remake_s)
     chosen = pool._choose(lane)
     return None if chosen is None else found.index(chosen)
 

@@ -27,8 +27,8 @@ DTYPES = [
 
 
 def passed(value: Any) -> Any:
-    pickled, buffers = dumps(value)
-    return loads(bytes(pickled), [bytearray(buffer) for buffer in buffers])
+    pieces, buffers = dumps(value)
+    return loads(b"".join(pieces), [bytearray(buffer) for buffer in buffers])
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -91,16 +91,23 @@ def test_the_order_of_dimensions_in_memory_is_kept(tensor: torch.Tensor) -> None
 
 def test_large_tensors_and_arrays_stay_where_they_are_and_small_ones_are_copied() -> None:
     large, small = torch.arange(4096), np.arange(512)
-    pickled, buffers = dumps({"large": large, "array": np.zeros((3, 4096)), "small": small})
+    pieces, buffers = dumps({"large": large, "array": np.zeros((3, 4096)), "small": small})
     assert [len(buffer) for buffer in buffers] == [8 * 4096, 8 * 3 * 4096]
-    assert len(pickled) < 8 * 512 + 1000
+    assert len(b"".join(pieces)) < 8 * 512 + 1000
     large[0] = 7
-    assert loads(pickled, buffers)["large"][0] == 7  # a view
+    assert loads(b"".join(pieces), buffers)["large"][0] == 7  # a view
 
 
 def test_a_slice_carries_only_its_own_bytes() -> None:
-    pickled, buffers = dumps(torch.zeros(1_000_000)[:10])
-    assert len(pickled) < 500 and not buffers
+    pieces, buffers = dumps(torch.zeros(1_000_000)[:10])
+    assert len(b"".join(pieces)) < 500 and not buffers
+
+
+def test_large_bytes_are_a_piece_of_the_pickle_and_not_copied() -> None:
+    large = bytes(100_000)
+    pieces, buffers = dumps(["a", large, bytearray(b"b" * 100_000), "c" * 100_000])
+    assert any(piece is large for piece in pieces) and not buffers
+    assert loads(b"".join(pieces), []) == ["a", large, bytearray(b"b" * 100_000), "c" * 100_000]
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecat", "ignore:.*[Ss]parse", "ignore:.*prototype", "ignore:.*removed")

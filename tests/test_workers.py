@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline import pool
+from savable_pipeline import pool, worker
 from tests.processes import alive, kill, wait_until_gone, workers
 from tests.streams import take
 from tests.toy_faults import (
@@ -175,6 +175,33 @@ def test_so_many_deaths_in_all_end_the_run(make_shards: Any) -> None:
             next(own)
             for pid in workers(own):
                 kill(pid)
+
+
+@pytest.mark.parametrize("in_a_row", [3, 4])
+def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row(
+    make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_row: int
+) -> None:
+    births = tmp_path / "births"
+
+    def born() -> None:
+        with births.open("a") as file:
+            file.write("x")
+        if births.stat().st_size % (in_a_row + 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(worker, "be_quiet", born)  # what a worker does first; the server is forked from here
+    pipeline = partial(number_pipeline, str(make_shards([60])))
+    with loader(pipeline, 1) as own:
+        if in_a_row == 4:
+            with pytest.raises(sp.WorkerError, match="before it had started: worker number 4 in a row to do so"):
+                next(own)
+            return
+        found = [next(own) for _ in range(5)]
+        for _ in range(2):
+            kill(workers(own)[0])
+            found += [next(own) for _ in range(5)]
+        assert found == [[2 * i, 2 * i + 1] for i in range(15)]
+        assert own.stats()["restarts"] == 3 + 2 * (1 + 3)
 
 
 # Hanging.

@@ -1,0 +1,101 @@
+"""The data that the benchmarks read: tars of JSON of 1 kB, of images of 25 kB and of blobs of 1 MB, written once."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+
+import savable_pipeline as sp
+
+FOLDER = Path(tempfile.gettempdir()) / "savable_pipeline_bench"
+TEXTS, TEXTS_PER_SHARD = 160_000, 10_000
+IMAGES, IMAGES_PER_SHARD = 120_000, 6_000
+BLOBS, BLOBS_PER_SHARD, BLOB_BYTES = 512, 32, 1_000_000
+console = Console(width=130)
+
+
+def prepared(folder: Path, name: str) -> Path:
+    """The folder of the data called `json`, `images`, `blobs` or `parquet`, written first if it is not there."""
+    makers: dict[str, Callable[[Path], None]] = {
+        "json": _write_json, "images": _write_images, "blobs": _write_blobs, "parquet": _write_parquet,
+    }  # fmt: skip
+    place = folder / name
+    if not (place / "done").exists():
+        console.print(f"writing the data to {place}")
+        place.mkdir(parents=True, exist_ok=True)
+        makers[name](place)
+        (place / "done").touch()
+    return place
+
+
+def json_record(number: int) -> dict[str, Any]:
+    """A record that is 1 kB as JSON."""
+    draw = np.random.default_rng(number)
+    words = [f"w{word:05d}" for word in draw.integers(0, 50_000, 120)]
+    url = f"http://example.com/{number}"
+    return {"id": number, "url": url, "score": float(draw.random()), "text": " ".join(words)}
+
+
+def _write_json(folder: Path) -> None:
+    """With the metadata that Energon reads."""
+    counts = {}
+    for first in range(0, TEXTS, TEXTS_PER_SHARD):
+        name = f"{first // TEXTS_PER_SHARD:06d}.tar"
+        numbers = range(first, first + TEXTS_PER_SHARD)
+        _write_tar(folder / name, ({"json": json.dumps(json_record(i)).encode()} for i in numbers))
+        counts[name] = TEXTS_PER_SHARD
+    meta = folder / ".nv-meta"
+    meta.mkdir(exist_ok=True)
+    (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
+    (meta / "split.yaml").write_text(json.dumps({"split_parts": {"train": list(counts)}, "exclude": []}))
+    (meta / "dataset.yaml").write_text(json.dumps({"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}))
+    sp.TarShardReader(str(folder), sp.Lane())  # makes the indexes
+
+
+def _write_parquet(folder: Path) -> None:
+    """The records of the JSON shards as columns, which is what HF datasets reads fastest."""
+    import pyarrow
+    from pyarrow import parquet
+
+    for first in range(0, TEXTS, TEXTS_PER_SHARD):
+        table = pyarrow.Table.from_pylist([json_record(i) for i in range(first, first + TEXTS_PER_SHARD)])
+        parquet.write_table(table, folder / f"{first // TEXTS_PER_SHARD:06d}.parquet")
+
+
+def _write_images(folder: Path) -> None:
+    """64 different images, 256 pixels wide and high, each with a caption."""
+    draw = np.random.default_rng(0)
+    images = [_jpeg(draw.integers(0, 256, (24, 24, 3), dtype=np.uint8)) for _ in range(64)]
+    for shard in range(IMAGES // IMAGES_PER_SHARD):
+        samples = ({"jpg": images[i % 64], "txt": b"a picture"} for i in range(IMAGES_PER_SHARD))
+        _write_tar(folder / f"{shard:06d}.tar", samples)
+
+
+def _jpeg(pixels: np.ndarray[Any, Any]) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((256, 256), Image.Resampling.NEAREST).save(file, "JPEG", quality=93)
+    return file.getvalue()
+
+
+def _write_blobs(folder: Path) -> None:
+    draw = np.random.default_rng(0)
+    for shard in range(BLOBS // BLOBS_PER_SHARD):
+        _write_tar(folder / f"{shard:06d}.tar", ({"bin": draw.bytes(BLOB_BYTES)} for _ in range(BLOBS_PER_SHARD)))
+
+
+def _write_tar(path: Path, samples: Iterable[dict[str, bytes]]) -> None:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for i, sample in enumerate(samples):
+            for extension, raw in sample.items():
+                member = tarfile.TarInfo(f"{path.stem}_{i:06d}.{extension}")
+                member.size = len(raw)
+                tar.addfile(member, io.BytesIO(raw))
