@@ -264,7 +264,7 @@ def test_characters_of_several_tokens_are_one_span_and_a_run_of_padding_is_told_
         ("x", torch.full((2, 16, 20, 3), 200, dtype=torch.uint8), 200),
         ("pixel_values", torch.full((1, 2, 1, 16, 20), 0.5, dtype=torch.bfloat16), 127),
         ("image", torch.full((2, 16, 20), -0.5), 63),
-        ("x", np.stack([np.full((3, 16, 20), -7.0), np.full((3, 16, 20), np.nan)]), 0),
+        ("x", np.stack([np.tile([np.nan, -7.0, 3.0, 3.0, 3.0], (3, 16, 4)), np.full((3, 16, 20), np.nan)]), 255),
     ],
 )
 def test_images_of_every_layout_and_scale_become_thumbnails(name: str, image: torch.Tensor, colour: int) -> None:
@@ -306,8 +306,7 @@ def test_the_page_of_a_packed_pipeline_shows_its_path_its_packs_and_its_samples(
 
 
 def test_patches_are_put_together_as_the_image_that_they_were(tmp_path: Path) -> None:
-    pixels = np.zeros((16, 24, 3), dtype=np.uint8)
-    pixels[:8, 12:] = (250, 0, 0)
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
     document = {"texts": ["a", None], "images": [None, "0.png"]}
     write_tar(tmp_path / "0.tar", [("d.0.png", png(pixels)), ("d.json", json.dumps(document).encode())])
     tiles = NativeSize(patch=4, merge=1, min_pixels=16, max_pixels=4096)
