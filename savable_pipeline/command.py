@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from savable_pipeline.check import check as check_dataset
 from savable_pipeline.command_output import (
+    human_bytes,
     print_check,
     print_differences,
     print_index,
@@ -31,6 +32,9 @@ from savable_pipeline.convert.jsonl import FILE_FIELDS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.indexing import index_shards
 from savable_pipeline.info import dataset_info
+from savable_pipeline.load_pipeline import load_pipeline, names_pipeline
+from savable_pipeline.preview import preview_dataset, preview_pipeline
+from savable_pipeline.shard_index import replace_file
 from savable_pipeline.state_summary import differences, read_checkpoint, summarize
 
 app = typer.Typer(
@@ -167,6 +171,32 @@ def check(
         print_check(_out, report, as_json=as_json)
     if report.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def preview(
+    what: Annotated[
+        str, typer.Argument(metavar="PATH|PIPELINE", help="Shards, or a pipeline: module:function, train.py:function.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("preview.html"),
+    samples: Annotated[int, typer.Option(help="Samples of a dataset to show.")] = 24,
+    batches: Annotated[int, typer.Option(help="Batches of a pipeline to show.")] = 3,
+    seed: Annotated[int, typer.Option(help="Draws the samples; of a pipeline, the seed of its run.")] = 0,
+    lane: Annotated[int, typer.Option(help="Pipeline: the lane whose batches are shown.")] = 0,
+    lanes: Annotated[int, typer.Option(help="Pipeline: the lanes of its run.")] = 1,
+) -> None:
+    """Show a dataset, or what a pipeline makes of it, on one HTML page.
+
+    Of a dataset: what it holds, and samples drawn from all shards. Of a pipeline: the first batches of a lane, with
+    images, tokens coloured by their loss, and the borders of documents in packs. The page is one file without scripts.
+    """
+    with errors_as_lines():
+        if names_pipeline(what):
+            page = preview_pipeline(load_pipeline(what), what, batches=batches, seed=seed, lane=lane, lanes=lanes)
+        else:
+            page = preview_dataset(what, samples=samples, seed=seed)
+        replace_file(output, [page])
+    _out.print(escape(f"{output}: {human_bytes(len(page))}"))
 
 
 @app.command()

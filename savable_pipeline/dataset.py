@@ -161,6 +161,24 @@ class Dataset:
             raise self._unreadable(shard, error) from error
         return data if len(data) == size else self._read_on(fd, shard, offset, size, data)
 
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
+        """The first bytes of a part, at most `limit`, and how many it has. Raises KeyError, or `ShardError`."""
+        fd = self.descriptor(shard)
+        layout = self._layout(row)
+        offset, size = self._place(row, layout.position[matching(extension, layout.position)], layout)
+        wanted = min(size, limit)
+        try:
+            data = os.pread(fd, wanted, offset)
+        except OSError as error:
+            raise self._unreadable(shard, error) from error
+        return data if len(data) == wanted else self._read_on(fd, shard, offset, wanted, data), size
+
+    def part_sizes(self) -> dict[str, Rows]:
+        """The sizes in bytes of each part, by extension, as the index has them, where it is whole."""
+        whole = [i for i, entry in enumerate(self.entries) if entry.samples and self._index.is_whole(entry.name)]
+        rows = [np.arange(self._rows[i], self._rows[i] + self.entries[i].samples) for i in whole]
+        return self._index.part_sizes(np.concatenate(rows)) if rows else {}
+
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
         fd = self.descriptor(shard)

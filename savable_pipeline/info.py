@@ -62,22 +62,13 @@ def dataset_info(shards: Shards) -> Info:
         raise ShardError(f"{root}: no sample in {len(names)} shards")
     first = next(entry for entry in entries if entry.samples)
     key, parts = _first_sample(root / first.name)
-    return Info(root, entries, _parts(index, rows), key, parts, _splits(root, entries))
+    return Info(root, entries, _parts(index, rows), key, parts, split_counts(root, entries))
 
 
 def _parts(index: ShardIndex, rows: np.ndarray) -> dict[str, PartInfo]:
-    layouts = np.asarray(index.layout_of)[rows] if index.layout_of else np.zeros(len(rows), dtype=np.uint32)
-    firsts = rows * index.members if index.members else np.asarray(index.firsts)[rows].astype(np.int64)
-    sizes = np.asarray(index.sizes)
-    counts: dict[str, int] = {}
-    totals: dict[str, int] = {}
-    for number, layout in enumerate(index.layouts):
-        mine = firsts[layouts == number]
-        for extension, member in layout.position.items() if len(mine) else ():
-            counts[extension] = counts.get(extension, 0) + len(mine)
-            totals[extension] = totals.get(extension, 0) + int(sizes[mine + member].sum(dtype=np.uint64))
-    ranked = sorted(counts, key=lambda extension: (-counts[extension], extension))
-    return {extension: PartInfo(counts[extension], totals[extension]) for extension in ranked}
+    sizes = index.part_sizes(rows)
+    ranked = sorted(sizes, key=lambda extension: (-len(sizes[extension]), extension))
+    return {extension: PartInfo(len(sizes[extension]), int(sizes[extension].sum())) for extension in ranked}
 
 
 def _first_sample(path: Path) -> tuple[str, dict[str, int]]:
@@ -89,7 +80,7 @@ def _first_sample(path: Path) -> tuple[str, dict[str, int]]:
     return extent.key, {e: member.size for e, member in zip(extent.extensions, extent.members, strict=True)}
 
 
-def _splits(root: Path, entries: list[ShardEntry]) -> dict[str, int]:
+def split_counts(root: Path, entries: list[ShardEntry]) -> dict[str, int]:
     """Samples by split, as `.nv-meta/split.yaml` or `split.json` has it; nothing where there is neither."""
     counts = {entry.name: entry.samples for entry in entries}
     known = {*counts, *(read_counts(root) or ())}

@@ -183,6 +183,10 @@ class DetachedSample(msgspec.Struct, eq=False):
     def read(self, shard: int, row: int, extension: str) -> bytes:
         return self.parts[matching(extension, self.parts)]
 
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
+        data = self.read(shard, row, extension)
+        return data[:limit], len(data)
+
 
 def matching(extension: str, known: Mapping[str, Any]) -> str:
     """The one of `known` that equals `extension` but for case. Raises KeyError that lists what there is."""

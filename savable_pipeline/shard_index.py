@@ -128,6 +128,18 @@ class ShardIndex:
             offset += (self.sizes[first + i] + BLOCK - 1) // BLOCK * BLOCK + layout.gaps[i + 1]
         return offset, self.sizes[first + member]
 
+    def part_sizes(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """By extension: the sizes in bytes of that part in those of these samples that have it."""
+        layouts = np.asarray(self.layout_of)[rows] if self.layout_of else np.zeros(len(rows), dtype=np.uint32)
+        firsts = rows * self.members if self.members else np.asarray(self.firsts)[rows].astype(np.int64)
+        sizes = np.asarray(self.sizes)
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        for number, layout in enumerate(self.layouts):
+            mine = firsts[layouts == number]
+            for extension, member in layout.position.items() if len(mine) else ():
+                found.setdefault(extension, []).append(sizes[mine + member].astype(np.int64))
+        return {extension: np.concatenate(parts) for extension, parts in found.items()}
+
     def is_whole(self, name: str) -> bool:
         """Whether the rows of a shard are as they were written, and none is larger than the shard."""
         entry, row = self.tables()[name]

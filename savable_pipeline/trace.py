@@ -39,7 +39,12 @@ def trace(host: LaneHost, state: bytes, slot: int) -> Trace:
     if saved.stages is not None:
         stage.restore_state(saved.stages)
     next(stage)
-    return Trace(slot, saved.lane, [_sample(stage, ref) for ref in _items(stage.ref)])
+    return Trace(slot, saved.lane, traced_samples(stage))
+
+
+def traced_samples(last: Stage) -> list[TracedSample]:
+    """The samples that a pipeline's last stage made what it gave last of, in order."""
+    return [_sample(last, ref) for ref in _items(last.ref)]
 
 
 def _items(ref: ItemRef) -> list[ItemRef]:

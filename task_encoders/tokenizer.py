@@ -70,6 +70,17 @@ class Tokenizer:
             return _ids(encode(text, add_special_tokens=False))
         return _ids(encode(text))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, with that of special tokens. Raises ValueError for a tokenizer without `decode`."""
+        if self.tokenize is utf8:
+            return bytes(number for number in ids if number < 256).decode(errors="replace")
+        decode: Any = getattr(self.tokenize, "decode", None)
+        if decode is None:
+            raise ValueError(f"{type(self.tokenize).__name__} has no decode")
+        if hasattr(self.tokenize, "get_vocab"):  # Hugging Face
+            return str(decode(list(ids), skip_special_tokens=False))
+        return str(decode(list(ids)))
+
     def special_texts(self) -> set[str]:
         """What the tokenizer reads as special tokens when a text holds it; nothing where that is not known."""
         tokenize: Any = self.tokenize

@@ -227,7 +227,7 @@ def test_slots_that_ranks_leave_out_at_the_end_of_an_epoch_are_told(
 
     first = loader(finite)
     take(first, 3)
-    ranks = _Maker(finite, 3, 12, None).ranks(0, 4)
+    ranks = _Maker(finite, {"seed": 3, "lanes": 12}).ranks(0, 4)
     for rank in ranks:
         rank.load_state_dict(first.state_dict())
     with caplog.at_level(logging.WARNING):

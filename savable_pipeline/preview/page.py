@@ -1,0 +1,31 @@
+"""The template, filled in: everything in it is escaped, and readable characters only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from savable_pipeline.command_output import human_bytes
+from savable_pipeline.preview.shown import visible
+
+
+def render(template: str, **values: Any) -> bytes:
+    """A page, UTF-8."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["bytes"] = human_bytes
+    environment.filters["count"] = "{:,}".format
+    return environment.get_template(template).render(values).encode()
+
+
+def _finalize(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
