@@ -25,11 +25,19 @@ class TracedSample(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A batch: its slot and lane, and the samples that it was made of, in order."""
+    """A batch: its slot and lane, and the samples that it was made of, in order.
+
+    `rows` has those of each row: one where a batch is made of items, several where it is made of packs.
+    """
 
     slot: int
     lane: int
-    samples: list[TracedSample]
+    rows: list[list[TracedSample]]
+
+    @property
+    def samples(self) -> list[TracedSample]:
+        """The samples of all rows."""
+        return [sample for row in self.rows for sample in row]
 
 
 def trace(host: LaneHost, state: bytes, slot: int) -> Trace:
@@ -39,7 +47,8 @@ def trace(host: LaneHost, state: bytes, slot: int) -> Trace:
     if saved.stages is not None:
         stage.restore_state(saved.stages)
     next(stage)
-    return Trace(slot, saved.lane, [_sample(stage, ref) for ref in _items(stage.ref)])
+    rows = [part for part in stage.ref if isinstance(part, tuple)] or [stage.ref]
+    return Trace(slot, saved.lane, [[_sample(stage, ref) for ref in _items(row)] for row in rows])
 
 
 def _items(ref: ItemRef) -> list[ItemRef]:
