@@ -25,11 +25,19 @@ class TracedSample(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A batch: its slot and lane, and the samples that it was made of, in order."""
+    """A batch: its slot and lane, and the samples that it was made of, in order.
+
+    `rows` has those of each row: one where a batch is made of items, several where it is made of packs.
+    """
 
     slot: int
     lane: int
-    samples: list[TracedSample]
+    rows: list[list[TracedSample]]
+
+    @property
+    def samples(self) -> list[TracedSample]:
+        """The samples of all rows."""
+        return [sample for row in self.rows for sample in row]
 
 
 def trace(host: LaneHost, state: bytes, slot: int) -> Trace:
@@ -39,18 +47,21 @@ def trace(host: LaneHost, state: bytes, slot: int) -> Trace:
     if saved.stages is not None:
         stage.restore_state(saved.stages)
     next(stage)
-    return Trace(slot, saved.lane, traced_samples(stage))
+    return Trace(slot, saved.lane, traced_rows(stage))
 
 
-def traced_samples(last: Stage) -> list[TracedSample]:
-    """The samples that a pipeline's last stage made what it gave last of, in order."""
-    return [_sample(last, ref) for ref in _items(last.ref)]
+def traced_rows(last: Stage) -> list[list[TracedSample]]:
+    """The samples that a pipeline's last stage made what it gave last of, in order, by row."""
+    rows = [part for part in last.ref if isinstance(part, tuple)] or [last.ref]
+    return [[_sample(last, ref) for ref in _items(row)] for row in rows]
 
 
 def _items(ref: ItemRef) -> list[ItemRef]:
     """The refs of single items in the ref of a batch or pack."""
     nested = [part for part in ref if isinstance(part, tuple)]
-    return [item for part in nested for item in _items(part)] if nested else [ref]
+    if nested:
+        return [item for part in nested for item in _items(part)]
+    return [ref] if len(ref) == 3 else []  # a batch that is there only to fill up has none
 
 
 def _sample(stage: Stage, ref: ItemRef) -> TracedSample:

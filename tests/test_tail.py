@@ -124,6 +124,11 @@ def test_a_lane_without_a_sample_of_its_own_takes_what_the_first_samples_give(ma
     assert [batch["valid"].tolist() for batch in batches] == [[True, False, False, False]] + [[False] * 4] * 3
 
 
+def test_a_batch_that_only_fills_up_was_made_of_no_sample(make_shards: Any) -> None:
+    own = loader(partial(evaluation, str(make_shards([1]))))
+    assert [(next(own)["valid"].sum().item(), len(own.trace().samples)) for _ in range(4)] == [(1, 1), *[(0, 0)] * 3]
+
+
 def test_where_no_sample_gives_an_item_that_is_an_error(make_shards: Any) -> None:
     with pytest.raises(sp.SavableError):
         list(loader(partial(evaluation, str(make_shards([30])), encoder=SkipsMost())))

@@ -11,7 +11,7 @@ from savable_pipeline.preview.fields import MOST_FIELDS, Fields
 from savable_pipeline.preview.page import render
 from savable_pipeline.preview.shown import Card, Entry, first_line
 from savable_pipeline.stage import Stage
-from savable_pipeline.trace import data_path, traced_samples
+from savable_pipeline.trace import data_path, traced_rows
 
 MOST_BATCHES = 50
 _MOST_SOURCES = 64  # samples of a batch that are named
@@ -65,7 +65,7 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     if len(entries) == MOST_FIELDS:
         entries.append(Entry("…", "and perhaps more"))
     try:
-        found = traced_samples(stage)
+        found = [sample for row in traced_rows(stage) for sample in row]
     except SavableError as error:
         return Card(f"batch {number}", f"its samples are not known: {first_line(error)}", entries)
     sources = [f"{sample.shard} · {sample.key} · sample {sample.ref.index:,}" for sample in found[:_MOST_SOURCES]]
