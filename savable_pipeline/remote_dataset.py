@@ -132,6 +132,11 @@ class RemoteDataset(Dataset):
             self._wait_for(row)
         raise self._evicted(shard)
 
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
+        """The first bytes of a part, and how many it has; all of its sample is fetched."""
+        data = self.read(shard, row, extension)
+        return data[:limit], len(data)
+
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
         for _ in range(_TRIES):
