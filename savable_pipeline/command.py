@@ -36,6 +36,8 @@ from savable_pipeline.load_pipeline import load_pipeline, names_pipeline
 from savable_pipeline.preview import preview_dataset, preview_pipeline
 from savable_pipeline.shard_index import replace_file
 from savable_pipeline.state_summary import differences, read_checkpoint, summarize
+from savable_pipeline.verify import Plan, verify
+from savable_pipeline.verify_output import print_verdict
 
 app = typer.Typer(
     help="Make and inspect datasets for savable_pipeline.",
@@ -216,6 +218,51 @@ def state(
         found = differences(summary, summarize(read_checkpoint(other)))
     print_differences(_out, found, file.name, other.name)
     if found:
+        raise typer.Exit(1)
+
+
+@app.command("verify-resume")
+def verify_resume(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
+        ),
+    ],
+    steps: Annotated[int | None, typer.Option(help="Batches to compare; by default two of each lane.")] = None,
+    cut: Annotated[list[int] | None, typer.Option(help="Cut after so many batches; repeatable.")] = None,
+    random_cuts: Annotated[int, typer.Option(help="Cuts at random steps besides.")] = 3,
+    draw: Annotated[int, typer.Option(help="Another number draws other random steps.")] = 0,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="Workers of the legs, in turn; repeatable. By default 2, then 0.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of a pipeline function: its seed; by default 0.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Of a pipeline function: its lanes; by default 12.")] = None,
+    pictures: Annotated[Path, typer.Option(help="Folder for the picture of two images that differ.")] = Path(),
+) -> None:
+    """Run your own loader uninterrupted, and cut and resumed, and compare every byte of every batch.
+
+    TARGET is imported: it is your code. Each leg of the run that is cut is a fresh interpreter with another
+    PYTHONHASHSEED and another number of workers, and goes on from a state that passed through torch.save and
+    torch.load. The first difference is told with slot, sample, field and both values, and the exit code is 1.
+    """
+    with errors_as_lines():
+        plan = Plan(
+            target,
+            steps=steps,
+            cuts=tuple(cut or ()),
+            random_cuts=random_cuts,
+            draw=draw,
+            workers=tuple(workers or (2, 0)),
+            seed=seed,
+            lanes=lanes,
+            pictures=pictures,
+        )
+        with progress_of(_err, f"importing {target}", "batches", "comparing") as progress:
+            verdict = verify(plan, progress)
+        print_verdict(_out, plan, verdict)
+    if verdict.finding:
         raise typer.Exit(1)
 
 

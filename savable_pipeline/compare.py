@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from xxhash import xxh3_128
 
 from savable_pipeline.sample import Sample
+
+
+class Difference(NamedTuple):
+    """Where two batches differ first, with what each has there as short text.
+
+    `row` counts along the first dimension of a tensor or array, `rows` says how many of them differ; `place` is the
+    first element in the row, if there are many. `parts` are the whole tensors, arrays or values.
+    """
+
+    path: str
+    expected: str
+    found: str
+    row: int | None = None
+    rows: str = ""
+    place: str = ""
+    parts: tuple[Any, Any] | None = None
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f", sample {self.row} ({self.rows})"
+        return f"{self.path}{row}: {self.expected} expected, {self.found} found{self.place}"
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
@@ -45,19 +65,26 @@ def digest(batch: Any) -> str:
 
 def first_difference(expected: Any, found: Any) -> str | None:
     """The first field, and sample in it, in which two batches differ, with both values; None if they are equal."""
-    mine, theirs = list(leaves(expected)), list(leaves(found))
+    difference = find_difference(expected, found)
+    return None if difference is None else str(difference)
+
+
+def find_difference(expected: Any, found: Any, name: str = "batch") -> Difference | None:
+    """The first difference of two batches, or of two of what `name` says; None if they are equal."""
+    mine, theirs = list(leaves(expected, name)), list(leaves(found, name))
     for (path, left), (other, right) in zip(mine, theirs, strict=False):
         if path != other:
-            return f"structure: {path} expected, {other} found"
+            return Difference("structure", path, other)
         if _bytes(left) != _bytes(right):
-            return f"{path}{_where(left, right)}"
+            return _difference(path, left, right)
     if len(mine) != len(theirs):
-        return f"structure: {len(mine)} parts expected, {len(theirs)} found"
+        return Difference("structure", f"{len(mine)} parts", f"{len(theirs)} parts")
     return None
 
 
 def _bytes(leaf: Any) -> tuple[str, bytes]:
-    if isinstance(leaf, torch.Tensor):
+    torch = sys.modules.get("torch")  # without it, there is no tensor
+    if torch is not None and isinstance(leaf, torch.Tensor):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
         raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return f"{leaf.dtype} {tuple(leaf.shape)}", raw
@@ -70,17 +97,38 @@ def _bytes(leaf: Any) -> tuple[str, bytes]:
     return type(leaf).__name__, repr(leaf).encode()
 
 
-def _where(left: Any, right: Any) -> str:
-    """Which sample differs, where the first dimension counts samples, and the two values."""
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if left.shape != right.shape or left.dtype != right.dtype:
-            return f": {left.dtype} {tuple(left.shape)} expected, {right.dtype} {tuple(right.shape)} found"
-        if left.dim():
-            rows = [i for i in range(len(left)) if _bytes(left[i]) != _bytes(right[i])]
-            return f", sample {rows[0]} ({len(rows)} of {len(left)} differ): {_short(left[rows[0]], right[rows[0]])}"
-    return f": {_short(left, right)}"
+def _difference(path: str, left: Any, right: Any) -> Difference:
+    """With the row and the element where tensors or arrays of one shape and type differ."""
+    kinds = _bytes(left)[0], _bytes(right)[0]
+    if not all(hasattr(part, "shape") for part in (left, right)):
+        return Difference(path, _short(left), _short(right), parts=(left, right))
+    if kinds[0] != kinds[1]:
+        return Difference(path, *kinds, parts=(left, right))
+    if not left.shape:
+        return Difference(path, _short(left), _short(right), parts=(left, right))
+    differing = [i for i in range(len(left)) if _bytes(left[i]) != _bytes(right[i])]
+    row = differing[0]
+    index, differ = _first_element(left[row], right[row])
+    count = f"{len(differing)} of {len(left)} differ"
+    place = f" at {list(index)}, {differ}" if index else ""
+    shown = _short(left[row][index]), _short(right[row][index])
+    return Difference(path, *shown, row, count, place, (left, right))
 
 
-def _short(left: Any, right: Any) -> str:
-    shown = [" ".join(repr(value).split()) for value in (left, right)]
-    return " expected, ".join(text if len(text) <= 80 else text[:77] + "..." for text in shown) + " found"
+_FEW = 8  # so many values are shown rather than the first that differs
+
+
+def _first_element(left: Any, right: Any) -> tuple[tuple[int, ...], str]:
+    """The index of the first element that differs in tensors or arrays of one shape, () for small ones; how many do."""
+    size = int(np.prod(left.shape))
+    if size <= _FEW or getattr(left.dtype, "hasobject", False):
+        return (), ""
+    mine, theirs = (np.frombuffer(_bytes(part)[1], np.uint8).reshape(size, -1) for part in (left, right))
+    differing = np.flatnonzero((mine != theirs).any(axis=1))
+    index = np.unravel_index(differing[0], tuple(left.shape))
+    return tuple(int(i) for i in index), f"{len(differing):,} of {size:,} values differ"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."

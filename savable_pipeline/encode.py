@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from savable_pipeline.encode_check import EncodedTwice
 from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError, ShardError
 from savable_pipeline.global_rng import seeder
@@ -44,10 +45,19 @@ class Encode(Stage):
     whose `__cause__` is the encoder's, that gives True to skip; what it gives must depend on the sample alone. Shards
     that cannot be read are the reader's to tolerate. More than `max_errors` in a lane, a count or a share of its
     samples so far, end the run; up to 100 are never too large a share.
+
+    `check` is a share of samples to encode twice, to find an encoder that is not pure: where the two results differ,
+    `EncodeError` says in which field. A run that is resumed checks the same samples.
     """
 
     def __init__(
-        self, source: Stage, encoder: TaskEncoder, *, on_error: OnError = "raise", max_errors: int | float = 0.1
+        self,
+        source: Stage,
+        encoder: TaskEncoder,
+        *,
+        on_error: OnError = "raise",
+        max_errors: int | float = 0.1,
+        check: float = 0.0,
     ) -> None:
         super().__init__(source)
         if not isinstance(encoder, TaskEncoder):
@@ -60,7 +70,10 @@ class Encode(Stage):
             raise ValueError(f"Encode: max_errors must be a count or a share of at most 1.0, not {max_errors!r}")
         self.on_error = on_error
         self.max_errors = max_errors
+        if not 0 <= check <= 1:
+            raise ValueError(f"Encode: check must be a share of the samples, 0.0 to 1.0, not {check!r}")
         self._encoder = encoder
+        self._encode = EncodedTwice(encoder, check) if check else encoder.encode
         self._seed_globals = seeder(encoder.global_rng)
         self._bases: dict[int, int] = {}  # by source: what the random numbers of its samples are keyed with
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
@@ -136,7 +149,7 @@ class Encode(Stage):
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, or no more refs, or one fans out."""
         encode, seed, plain, avoided, note = (
-            self._encoder.encode,
+            self._encode,
             self._seed_globals,
             self._plain,
             self._avoided,
@@ -224,7 +237,7 @@ class Encode(Stage):
         if self._seed_globals is not None:
             self._seed_globals(self._rng.key)
         try:
-            parts: Iterator[Any] = self._encoder.encode(sample, self._rng)
+            parts: Iterator[Any] = self._encode(sample, self._rng)
         except Exception as error:
             raise _EncoderError(error) from error
         for passed in range(part):

@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,6 +71,22 @@ class SavableLoader:
         timeout: float = 600.0,
         max_restarts: int = 100,
     ) -> None:
+        self._with_workers = partial(  # makes the same loader anew, with another number of them
+            SavableLoader,
+            pipeline,
+            seed=seed,
+            lanes=lanes,
+            rank=rank,
+            world_size=world_size,
+            group=group,
+            mesh=mesh,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+            multiprocessing_context=multiprocessing_context,
+            tail=tail,
+            timeout=timeout,
+            max_restarts=max_restarts,
+        )
         if num_workers < 0 or prefetch < 1:
             raise ValueError(f"num_workers must be at least 0 and prefetch 1: {num_workers}, {prefetch}")
         check_pipeline(pipeline)

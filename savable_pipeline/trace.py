@@ -25,11 +25,19 @@ class TracedSample(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A batch: its slot and lane, and the samples that it was made of, in order."""
+    """A batch: its slot and lane, and the samples that it was made of, in order.
+
+    `rows` has those of each row: one where a batch is made of items, several where it is made of packs.
+    """
 
     slot: int
     lane: int
-    samples: list[TracedSample]
+    rows: list[list[TracedSample]]
+
+    @property
+    def samples(self) -> list[TracedSample]:
+        """The samples of all rows."""
+        return [sample for row in self.rows for sample in row]
 
 
 def trace(host: LaneHost, state: bytes, slot: int) -> Trace:
@@ -39,12 +47,17 @@ def trace(host: LaneHost, state: bytes, slot: int) -> Trace:
     if saved.stages is not None:
         stage.restore_state(saved.stages)
     next(stage)
-    return Trace(slot, saved.lane, traced_samples(stage))
+    return Trace(slot, saved.lane, _rows(stage))
 
 
 def traced_samples(last: Stage) -> list[TracedSample]:
     """The samples that a pipeline's last stage made what it gave last of, in order."""
-    return [_sample(last, ref) for ref in _items(last.ref)]
+    return [sample for row in _rows(last) for sample in row]
+
+
+def _rows(last: Stage) -> list[list[TracedSample]]:
+    parts = [part for part in last.ref if isinstance(part, tuple)] or [last.ref]
+    return [[_sample(last, ref) for ref in _items(part)] for part in parts]
 
 
 def _items(ref: ItemRef) -> list[ItemRef]:

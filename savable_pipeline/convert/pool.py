@@ -54,7 +54,7 @@ def write_shards(jobs: list[Job], work: Path, workers: int, progress: Callable[[
 
 def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Callable[[int], None]) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["savable_pipeline.convert.pool"])
+    context.set_forkserver_preload(["savable_pipeline.convert.pool", "webdataset.writer"])
     stop = context.Event()
     done = context.Value("Q", 0)
     with ProcessPoolExecutor(workers, context, _enter, (work, stop, done)) as pool:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from webdataset.writer import TarWriter
 
 from savable_pipeline.content import content_fault
 from savable_pipeline.convert.source import Files, Part, Reject
@@ -59,6 +58,8 @@ def write_shard(job: Job, tick: Callable[[], None]) -> Written:
 
     Raises `SavableError` if a file is no longer what the plan was made from.
     """
+    from webdataset.writer import TarWriter  # here: it imports torch, which takes seconds that other commands save
+
     aside = job.work / job.name
     rejected: list[Reject] = []
     with aside.open("wb") as file:

@@ -1,0 +1,86 @@
+"""What `savable verify-resume` says at its end."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+
+from savable_pipeline.verify import Finding, Plan, Verdict
+from savable_pipeline.verify_leg import Explained
+
+_SHOWN = 8  # samples of a pack
+
+
+def print_verdict(console: Console, plan: Plan, verdict: Verdict) -> None:
+    """What was compared and how often, after the first difference if there is one."""
+    if verdict.finding is not None:
+        _print_finding(console, verdict, verdict.finding)
+        return
+    legs = verdict.legs
+    cuts = _listed([str(leg.start) for leg in legs[1:]])
+    workers = ", ".join(str(leg.workers) for leg in legs)
+    console.print(
+        escape(
+            f"equal: {plan.target} gave {_batches(verdict)} uninterrupted ({verdict.begun.workers} workers), and "
+            f"the same, in every byte, cut and resumed {len(legs) - 1} times, after step {cuts}: {len(legs)} legs with "
+            f"{workers} workers, each in a fresh interpreter with another PYTHONHASHSEED"
+        )
+    )
+    if verdict.steps < 2 * verdict.begun.own_lanes:
+        console.print(
+            f"that is less than two batches of each of the {verdict.begun.own_lanes} lanes: what a lane keeps from one "
+            f"batch to the next may not have shown; --steps {2 * verdict.begun.own_lanes} or more shows it"
+        )
+
+
+def _print_finding(console: Console, verdict: Verdict, finding: Finding) -> None:
+    leg = finding.leg
+    since = f"resumed after step {leg.start}" if leg.start else "not cut yet"
+    ran = f"leg {leg.number} ({leg.workers} workers, PYTHONHASHSEED={leg.hash_seed}, {since})"
+    lines = _told(verdict, finding.where) if finding.where else {"error": finding.error}
+    place = f"slot {finding.where.slot} of lane {finding.where.lane}" if finding.where else f"step {finding.step + 1}"
+    console.print(f"[bold red]different:[/] {place}, in {escape(ran)}")
+    for name, value in lines.items():
+        console.print(escape(f"  {name:<9} {value}"))
+    console.print(f"  {_hint(finding)}")
+    console.print(
+        escape(
+            f"before it {_batches(verdict)} of {verdict.steps} to compare are equal; the uninterrupted run had "
+            f"{verdict.begun.workers} workers and PYTHONHASHSEED=1"
+        )
+    )
+
+
+def _told(verdict: Verdict, where: Explained) -> dict[str, str]:
+    rest = len(where.samples) - _SHOWN
+    samples = "; ".join(where.samples[:_SHOWN]) + (f" and {rest} more of the batch" if rest > 0 else "")
+    told = {
+        "field": where.field + (f" (of its rows {where.rows})" if where.rows else ""),
+        "sample": samples or "not known: made again, the batch is of other samples",
+        "encoder": ", ".join(verdict.begun.encoders),
+        "expected": where.expected,
+        "found": where.found,
+        "picture": where.picture or "",
+    }
+    return {name: value for name, value in told.items() if value}
+
+
+def _hint(finding: Finding) -> str:
+    if finding.leg.start:
+        return (
+            "It differs after a cut and not before: something is kept from one call to the next outside the state, or "
+            "is not the same in every process."
+        )
+    return (
+        "Nothing had been cut yet: look for a clock, an unseeded generator, the order of a set, or what one worker "
+        "keeps from call to call."
+    )
+
+
+def _batches(verdict: Verdict) -> str:
+    ends = f" and {verdict.ends} ends of epochs" if verdict.ends else ""
+    return f"{verdict.equal - verdict.ends} batches{ends}"
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

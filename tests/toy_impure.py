@@ -1,0 +1,81 @@
+"""Pipelines for `savable verify-resume`, over the shards in the folder $SHARDS: a good one, and ones with each mistake."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import savable_pipeline as sp
+
+
+class Toy(sp.TaskEncoder):
+    """Two fields of a sample: its number, and `value`. A batch is the list of its items: torch is not needed."""
+
+    global_rng = False
+
+    def __init__(self, value: Callable[[sp.Rng], Any]) -> None:
+        self.value = value
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": sample.json()["id"], "value": self.value(rng)}
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+class Counter:
+    """Keeps how often it was called."""
+
+    calls = 0
+
+    def __call__(self, rng: sp.Rng) -> int:
+        self.calls += 1
+        return self.calls
+
+
+class Noise(Toy):
+    """An image, uint8 (3, 8, 8), of an unseeded generator of torch."""
+
+    def __init__(self) -> None:
+        super().__init__(self.draw)
+
+    def draw(self, rng: sp.Rng) -> Any:
+        import torch
+
+        generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
+        return torch.randint(256, (3, 8, 8), dtype=torch.uint8, generator=generator)
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        import torch
+
+        return {"image": torch.stack([item["value"] for item in items])}
+
+
+def pipeline_of(encoder: sp.TaskEncoder, epochs: int | None = None) -> Callable[[sp.Lane], sp.Stage]:
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        samples = sp.TarShardReader(os.environ["SHARDS"], lane, epochs=epochs)
+        return sp.Batcher(sp.Encode(samples, encoder), size=3)
+
+    return pipeline
+
+
+good = pipeline_of(Toy(lambda rng: rng.random()), epochs=1)
+keeps_state = pipeline_of(Toy(Counter()))
+reads_the_clock = pipeline_of(Toy(lambda rng: time.time_ns()))
+iterates_a_set = pipeline_of(Toy(lambda rng: list({"amber", "birch", "cedar", "dusk", "ember", "fern", "gold"})))
+unseeded_numpy = pipeline_of(Toy(lambda rng: np.random.default_rng().random()))
+unseeded_python = pipeline_of(Toy(lambda rng, own=random.Random(): own.random()))  # type: ignore[misc]
+unseeded_torch = pipeline_of(Noise())
+
+
+def make_loader() -> sp.SavableLoader:
+    print("what the user's code prints is no answer")
+    return sp.SavableLoader(good, seed=3, lanes=2, num_workers=1)
+
+
+number = 7
