@@ -18,12 +18,12 @@ def print_verdict(console: Console, plan: Plan, verdict: Verdict) -> None:
         return
     legs = verdict.legs
     cuts = _listed([str(leg.start) for leg in legs[1:]])
-    workers = ", ".join(str(leg.workers) for leg in legs)
+    workers = _listed([str(leg.workers) for leg in legs])
     console.print(
         escape(
-            f"equal: {plan.target} gave {_batches(verdict)} uninterrupted ({verdict.begun.workers} workers), and "
-            f"the same, in every byte, cut and resumed {len(legs) - 1} times, after step {cuts}: {len(legs)} legs with "
-            f"{workers} workers, each in a fresh interpreter with another PYTHONHASHSEED"
+            f"equal: {plan.target} gave {_batches(verdict)} with num_workers={verdict.begun.workers}, and the same in "
+            f"every byte when it was cut and resumed after step {cuts}: {len(legs)} legs with num_workers {workers}, "
+            "each in a fresh interpreter with another PYTHONHASHSEED"
         )
     )
     if verdict.steps < 2 * verdict.begun.own_lanes:
@@ -36,7 +36,7 @@ def print_verdict(console: Console, plan: Plan, verdict: Verdict) -> None:
 def _print_finding(console: Console, verdict: Verdict, finding: Finding) -> None:
     leg = finding.leg
     since = f"resumed after step {leg.start}" if leg.start else "not cut yet"
-    ran = f"leg {leg.number} ({leg.workers} workers, PYTHONHASHSEED={leg.hash_seed}, {since})"
+    ran = f"leg {leg.number} (num_workers={leg.workers}, PYTHONHASHSEED={leg.hash_seed}, {since})"
     lines = _told(verdict, finding.where) if finding.where else {"error": finding.error}
     place = f"slot {finding.where.slot} of lane {finding.where.lane}" if finding.where else f"step {finding.step + 1}"
     console.print(f"[bold red]different:[/] {place}, in {escape(ran)}")
@@ -46,7 +46,7 @@ def _print_finding(console: Console, verdict: Verdict, finding: Finding) -> None
     console.print(
         escape(
             f"before it {_batches(verdict)} of {verdict.steps} to compare are equal; the uninterrupted run had "
-            f"{verdict.begun.workers} workers and PYTHONHASHSEED=1"
+            f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1"
         )
     )
 
@@ -78,7 +78,7 @@ def _hint(finding: Finding) -> str:
 
 
 def _batches(verdict: Verdict) -> str:
-    ends = f" and {verdict.ends} ends of epochs" if verdict.ends else ""
+    ends = f" and {verdict.ends} end{'s' * (verdict.ends > 1)} of an epoch" if verdict.ends else ""
     return f"{verdict.equal - verdict.ends} batches{ends}"
 
 

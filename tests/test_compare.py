@@ -13,6 +13,12 @@ from savable_pipeline.compare import digest, find_difference, first_difference
 BATCH = {"image": torch.zeros(2, 3, 4), "ids": np.arange(4), "names": ["a", "b"], "n": 1}
 
 
+def with_a_five_at(*index: int) -> torch.Tensor:
+    changed = torch.zeros(2, 3, 4)
+    changed[index] = 5
+    return changed
+
+
 def test_equal_batches_have_no_difference_and_one_digest() -> None:
     again = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in BATCH.items()}
     assert find_difference(BATCH, again) is None and digest(BATCH) == digest(again)
@@ -31,12 +37,8 @@ def test_equal_batches_have_no_difference_and_one_digest() -> None:
         ),
         ({"ids": np.arange(4.0)}, "batch['ids']: numpy int64 (4,) expected, numpy float64 (4,) found"),
         (
-            {
-                "image": torch.zeros(2, 3, 4).index_put(
-                    (torch.tensor(1), torch.tensor(2), torch.tensor(3)), torch.tensor(5.0)
-                )
-            },
-            "batch['image'], sample 1 (1 of 2 differ): tensor(0.) expected, tensor(5.) found at [2, 3], 1 of 12 values differ",
+            {"image": with_a_five_at(1, 2, 3)},
+            "batch['image'], sample 1 (1 of 2 differ): tensor(0.) expected, tensor(5.) found at [2, 3], 1 of 12 values",
         ),
         ({"image": torch.zeros(2, 3)}, "batch['image']: torch.float32 (2, 3, 4) expected, torch.float32 (2, 3) found"),
     ],

@@ -35,11 +35,11 @@ def test_it_shows_what_was_expected_what_was_found_and_where_they_differ(tmp_pat
 
 
 def test_floats_are_spread_over_the_range_of_both_and_grey_is_shown_too(tmp_path: Path) -> None:
-    expected = np.full((4, 4, 1), -1.0)
+    expected = np.full((5, 5, 1), -1.0)
     found = expected.copy()
     found[0, 0] = 3.0
     shown = drawn(tmp_path / "a.png", expected, found)
-    assert shown[0, 0].tolist() == [0, 0, 0] and shown[0, 8].tolist() == [255, 255, 255]
+    assert shown[0, 0].tolist() == [0, 0, 0] and shown[0, 5 + 4].tolist() == [255, 255, 255]
     assert drawn(tmp_path / "b.png", *(torch.tensor(x).to(torch.bfloat16) for x in (expected, found))) is not None
 
 

@@ -46,12 +46,14 @@ def items(make_shards: Any) -> Callable[..., sp.Encode]:
 
 
 SEQUENCE = iter(range(1000))
+PYTHON = random.Random()
+TORCH = torch.Generator()
 MISTAKES = {
     "clock": lambda rng: time.perf_counter_ns(),
     "state": lambda rng: next(SEQUENCE),
     "numpy": lambda rng: np.random.default_rng().random(),
-    "python": lambda rng, own=random.Random(): own.random(),
-    "torch": lambda rng, own=torch.Generator(): (own.seed(), torch.rand(2, generator=own))[1],
+    "python": lambda rng: PYTHON.random(),
+    "torch": lambda rng: (TORCH.seed(), torch.rand(2, generator=TORCH))[1],
     "no dict twice": lambda rng: [1] * (next(SEQUENCE) % 2),
 }
 
@@ -134,6 +136,8 @@ def test_a_loader_with_workers_raises_it(make_shards: Any) -> None:
     def pipeline(lane: sp.Lane) -> sp.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), encoder, check=1.0), size=2)
 
-    with sp.SavableLoader(pipeline, seed=1, lanes=2, num_workers=1) as loader:
-        with pytest.raises(sp.EncodeError, match="two results for one sample"):
-            next(loader)
+    with (
+        sp.SavableLoader(pipeline, seed=1, lanes=2, num_workers=1) as loader,
+        pytest.raises(sp.EncodeError, match="two results for one sample"),
+    ):
+        next(loader)

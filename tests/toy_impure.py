@@ -1,4 +1,4 @@
-"""Pipelines for `savable verify-resume`, over the shards in the folder $SHARDS: a good one, and ones with each mistake."""
+"""Pipelines for `savable verify-resume`, over the shards in $SHARDS: a good one, and one with each mistake."""
 
 from __future__ import annotations
 
@@ -64,12 +64,13 @@ def pipeline_of(encoder: sp.TaskEncoder, epochs: int | None = None) -> Callable[
     return pipeline
 
 
+OWN = random.Random()
 good = pipeline_of(Toy(lambda rng: rng.random()), epochs=1)
 keeps_state = pipeline_of(Toy(Counter()))
 reads_the_clock = pipeline_of(Toy(lambda rng: time.time_ns()))
 iterates_a_set = pipeline_of(Toy(lambda rng: list({"amber", "birch", "cedar", "dusk", "ember", "fern", "gold"})))
 unseeded_numpy = pipeline_of(Toy(lambda rng: np.random.default_rng().random()))
-unseeded_python = pipeline_of(Toy(lambda rng, own=random.Random(): own.random()))  # type: ignore[misc]
+unseeded_python = pipeline_of(Toy(lambda rng: OWN.random()))
 unseeded_torch = pipeline_of(Noise())
 
 
