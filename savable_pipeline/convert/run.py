@@ -175,6 +175,8 @@ def _write(target: Path, plan: Plan, workers: int, progress: Callable[[int, int]
             jobs.append(Job(shard.name, samples, plan.input.root, target, work, plan.options.check_images))
     total = len(plan.input.samples)
     before = total - sum(len(job.samples) for job in jobs)
+    import webdataset.writer  # noqa: F401  # here: other commands need not wait for it, and no shard does
+
     progress(before, total)
     write_shards(jobs, work, workers, lambda done: progress(before + done, total))
 
