@@ -5,7 +5,7 @@ SavableError
 ├── StateError                bytes that are not a state: damaged, cut short, or of another version
 ├── ShardError                a tar or an index that cannot be read as what it should be
 ├── RemoteError               a server or the cache before it failed for so long that we gave up
-├── EncodeError               an encoder raised; says stage, shard, key and offset
+├── EncodeError               an encoder raised, or is not pure; says stage, shard, key and offset
 └── WorkerError               a worker process died, or did not answer in time
 """
 
@@ -35,7 +35,7 @@ class RemoteError(SavableError):
 
 
 class EncodeError(SavableError):
-    """A task encoder raised; the message says where, `__cause__` is the original error."""
+    """A task encoder raised, or gave two results for one sample; the message says where, `__cause__` is its error."""
 
 
 class WorkerError(SavableError):

@@ -98,6 +98,7 @@ def test_trace_names_every_sample_of_the_last_batch_in_order(pipeline: Any, num_
             found = own.trace()
             assert (found.slot, found.lane) == (slot, slot % 12)
             assert [int(sample.key[1:]) for sample in found.samples] == numbers(batch)
+            assert [len(row) for row in found.rows] == [len(item["items"]) if pack else 1 for item in batch["items"]]
             first = found.samples[0]
             assert first.ref.index == int(first.key[1:]) and first.shard.endswith(".tar")
 
