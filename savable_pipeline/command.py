@@ -33,7 +33,6 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.indexing import index_shards
 from savable_pipeline.info import dataset_info
 from savable_pipeline.load_pipeline import load_pipeline, names_pipeline
-from savable_pipeline.preview import preview_dataset, preview_pipeline
 from savable_pipeline.shard_index import replace_file
 from savable_pipeline.state_summary import differences, read_checkpoint, summarize
 from savable_pipeline.verify import Plan, verify
@@ -192,6 +191,8 @@ def preview(
     Of a dataset: what it holds, and samples drawn from all shards. Of a pipeline: the first batches of a lane, with
     images, tokens coloured by their loss, and the borders of documents in packs. The page is one file without scripts.
     """
+    from savable_pipeline.preview import preview_dataset, preview_pipeline  # with torch, which takes seconds
+
     with errors_as_lines():
         if names_pipeline(what):
             page = preview_pipeline(load_pipeline(what), what, batches=batches, seed=seed, lane=lane, lanes=lanes)
