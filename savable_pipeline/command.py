@@ -32,7 +32,7 @@ from savable_pipeline.convert.jsonl import FILE_FIELDS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.indexing import index_shards
 from savable_pipeline.info import dataset_info
-from savable_pipeline.load_pipeline import load_pipeline, names_pipeline
+from savable_pipeline.named_object import named_pipeline, names_object
 from savable_pipeline.shard_index import replace_file
 from savable_pipeline.state_summary import differences, read_checkpoint, summarize
 from savable_pipeline.verify import Plan, verify
@@ -194,8 +194,8 @@ def preview(
     from savable_pipeline.preview import preview_dataset, preview_pipeline  # with torch, which takes seconds
 
     with errors_as_lines():
-        if names_pipeline(what):
-            page = preview_pipeline(load_pipeline(what), what, batches=batches, seed=seed, lane=lane, lanes=lanes)
+        if names_object(what):
+            page = preview_pipeline(named_pipeline(what), what, batches=batches, seed=seed, lane=lane, lanes=lanes)
         else:
             page = preview_dataset(what, samples=samples, seed=seed)
         replace_file(output, [page])

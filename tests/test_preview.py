@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
 from savable_pipeline.command import app
-from savable_pipeline.load_pipeline import load_pipeline, names_pipeline
+from savable_pipeline.named_object import named_pipeline, names_object
 from savable_pipeline.preview import preview_dataset, preview_pipeline
 from savable_pipeline.preview.decoder import Decoder
 from savable_pipeline.preview.tensors import array_entry, as_array
@@ -373,12 +373,12 @@ def test_the_command_writes_one_page_of_a_dataset_or_of_a_pipeline(captioned: Pa
 
 
 def test_names_of_pipelines_and_paths_of_shards_are_told_apart(tmp_path: Path) -> None:
-    assert all(names_pipeline(name) for name in ("train:pipeline", "a.b_c:make", "train.py:p", "/x y/train.py:p"))
+    assert all(names_object(name) for name in ("train:pipeline", "a.b_c:make", "train.py:p", "/x y/train.py:p"))
     others = ("shards/", "shards/{0..3}.tar", "s3://bucket/x", "C:\\x", "a-b:c", "train.py", ":p", "a:")
-    assert not any(names_pipeline(name) for name in others)
-    assert load_pipeline("tests.test_preview:toy_pipeline") is toy_pipeline
+    assert not any(names_object(name) for name in others)
+    assert named_pipeline("tests.test_preview:toy_pipeline") is toy_pipeline
     with pytest.raises(ValueError, match="a pipeline is a function of one lane"):
-        load_pipeline("tests.test_preview:ALLOWED")
+        named_pipeline("tests.test_preview:ALLOWED")
 
 
 def toy_pipeline(lane: sp.Lane) -> sp.Stage:
