@@ -49,6 +49,14 @@ def workers(loader: sp.SavableLoader) -> list[int]:
     return pool.pids
 
 
+def notice_deaths(loader: sp.SavableLoader, deaths: int) -> None:
+    """Wait until a loader has heard of so many deaths: the last batches may all have been made by others."""
+    pool = loader._supply._makers
+    assert isinstance(pool, Pool)
+    while pool.restarts < deaths:
+        pool._hear(0.05)
+
+
 def kill(pid: int) -> None:
     """Unless it is gone."""
     if alive([pid]):

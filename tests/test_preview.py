@@ -7,8 +7,10 @@ import io
 import json
 import os
 import re
+import sys
 import tarfile
 import tracemalloc
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -100,6 +102,14 @@ def png(pixels: np.ndarray, **options: object) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", **options)
     return buffer.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def search_path() -> Iterator[None]:
+    """What is named is searched for in its own folder first; processes that tests start later must not."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from savable_pipeline.verify_target import load_target
+
+
+@pytest.fixture(autouse=True)
+def search_path() -> Iterator[None]:
+    """What is named is searched for in its own folder first; processes that tests start later must not."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 def test_a_loader_a_function_that_makes_one_and_a_pipeline_are_taken(tmp_path: Path) -> None:

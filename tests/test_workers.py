@@ -18,7 +18,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import pool, worker
-from tests.processes import alive, kill, wait_until_gone, workers
+from tests.processes import alive, kill, notice_deaths, wait_until_gone, workers
 from tests.streams import take
 from tests.toy_faults import (
     CuredEncoder,
@@ -68,6 +68,7 @@ def test_a_worker_that_was_killed_is_replaced_and_the_same_batches_come(
         wait_until_gone(pids)
         found += take(own, len(expected) - after)
         assert found == expected
+        notice_deaths(own, len(pids))
         assert len(workers(own)) == 2
     assert "ended by signal SIGKILL" in caplog.text and "replaced" in caplog.text
 
