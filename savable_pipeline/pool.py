@@ -54,6 +54,7 @@ class Pool:
         depth: int,
         timeout: float,
         max_restarts: int,
+        restarts: int,
         describe: Callable[[Work], str],
         may_avoid: Callable[[Work, WorkerError], bool],
     ) -> None:
@@ -71,7 +72,7 @@ class Pool:
         self._ticket = STARTED
         self._owner = os.getpid()
         self._batch_s = 0.0  # what a batch takes to make, on average
-        self.restarts = 0
+        self.restarts = restarts  # of the run so far, those of pools before this one too
         self.moves = 0
         self._workers: list[Worker] = []
         self._by_number: dict[int, Worker] = {}

@@ -52,7 +52,7 @@ class Supply:
         self._makers: Pool | InProcess | None = None
         self._end_launcher: Callable[[], Any] = _nothing
         self._end_makers: Callable[[], Any] = _nothing
-        self._restarts = self._moves = 0  # of pools that are gone
+        self._restarts = self._moves = 0  # up to the last pool that is gone
 
     def receive(self, at: Position, slot: int, want: Want = "batch") -> Delivery:
         """The batch of a slot of this rank; waits for it. Raises what its stages raised, or `WorkerError`."""
@@ -111,7 +111,8 @@ class Supply:
                 num_workers=self._num_workers,
                 depth=self._prefetch,
                 timeout=self._timeout,
-                max_restarts=self._max_restarts - self._restarts,
+                max_restarts=self._max_restarts,
+                restarts=self._restarts,
                 describe=partial(where, stage),
                 may_avoid=partial(may_avoid, stage),
             )
@@ -133,7 +134,7 @@ class Supply:
         self._makers, self._end_makers = None, _nothing
         self._asked, self.received = {}, {}
         if makers is not None:
-            self._restarts += makers.restarts
+            self._restarts = makers.restarts
             self._moves += makers.moves
         end()
 
@@ -150,7 +151,7 @@ class Supply:
         return {
             "ready_batches": len(self.received) + (makers.ready if makers else 0),
             "viewed_batches": makers.viewed if makers else 0,
-            "restarts": self._restarts + (makers.restarts if makers else 0),
+            "restarts": makers.restarts if makers else self._restarts,
             "moved_lanes": self._moves + (makers.moves if makers else 0),
         }
 
