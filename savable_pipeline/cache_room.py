@@ -100,16 +100,19 @@ class Room:
 
     def _make(self, goal: int, needed: bool) -> int:
         """Evict until the files take `goal` bytes; gives what they take then."""
-        files = sorted((stat.st_mtime_ns, path) for path, stat in _files(self._cache))
-        in_use = bytes_in_use(self._cache)
-        if in_use > goal:
-            in_use = self._evict(files, in_use, int(goal * _LOW_WATER), wanted=False)
-        if in_use > goal and needed:
-            in_use = self._evict(files, in_use, goal, wanted=True)
-        return in_use
+        used = {path: stat.st_blocks for path, stat in sorted(_files(self._cache), key=lambda one: one[1].st_mtime_ns)}
+        in_use = self._evict(used, goal, int(goal * _LOW_WATER), wanted=False)
+        return self._evict(used, goal, goal, wanted=True) if needed else in_use
 
-    def _evict(self, files: list[tuple[int, Path]], in_use: int, goal: int, *, wanted: bool) -> int:
-        for _, path in files:
+    def _evict(self, used: dict[Path, int], above: int, goal: int, *, wanted: bool) -> int:
+        """If the files take more than `above` bytes, evict until they take `goal`.
+
+        `used` has each file's blocks of 512 bytes, and is brought up to date: others write while this goes on.
+        """
+        in_use = 512 * sum(used.values())
+        if in_use <= above:
+            return in_use
+        for path in used:
             if in_use <= goal:
                 break
             cached = self._cached(path.parent)
@@ -119,10 +122,12 @@ class Room:
             try:
                 before = os.fstat(fd)
                 cached.evict(int(path.stem), fd, wanted=wanted or not cached.is_held())
-                in_use -= 512 * (before.st_blocks - os.fstat(fd).st_blocks)
+                left = os.fstat(fd).st_blocks
                 os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # making holes is no use of it
             finally:
                 os.close(fd)
+            in_use += 512 * (left - used[path])
+            used[path] = left
         return in_use
 
     def _cached(self, folder: Path) -> CachedShards | None:

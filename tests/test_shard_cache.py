@@ -144,6 +144,27 @@ def test_what_no_reader_is_left_to_want_leaves_like_what_was_used(shards: Path, 
     assert here(cached) == []
 
 
+def test_a_file_that_grows_while_room_is_made_is_counted_as_it_is_then(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    bring(cached, shards, 7, 9)
+    room = Room(tmp_path, 1)
+    open_now, grown = os.open, []
+
+    def written_before(path: Path, *flags: int) -> int:
+        if path.suffix == ".tar" and not grown:
+            grown.append(True)
+            bring(cached, shards, 9, 16)
+        return open_now(path, *flags)
+
+    monkeypatch.setattr(os, "open", written_before)
+    room.take(100)
+    assert here(cached) == []
+    assert int.from_bytes((tmp_path / "room").read_bytes(), "little") == 100
+
+
 def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
     bring(cached, shards, 7, 16)
