@@ -100,9 +100,8 @@ class Channel:
         self._socket.close()
         for _, descriptors in self._unsent:
             _close(descriptors)
-        _close(self._descriptors)
         self._unsent.clear()
-        self._descriptors.clear()
+        _close(self._descriptors)
 
 
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -116,6 +115,7 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-def _close(descriptors: Sequence[int] | deque[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _close(descriptors: list[int] | deque[int]) -> None:
+    """Close them all, each forgotten first: after Ctrl-C here none must be closed again, when it may be another's."""
+    while descriptors:
+        os.close(descriptors.pop())

@@ -74,8 +74,8 @@ class Note:
         if self.descriptor >= 0:
             self.words.release()
             self._page.close()
-            os.close(self.descriptor)
-            self.descriptor = -1
+            descriptor, self.descriptor = self.descriptor, -1  # first: Ctrl-C may come before all this is done
+            os.close(descriptor)
 
 
 STACK_SIGNAL = _SIGNAL

@@ -75,7 +75,7 @@ class Stage:
         """The ref of what `next` gave last, as `fetch` takes it."""
         return self.source.ref
 
-    @property
+    @cached_property
     def lane(self) -> Lane:
         """The lane that the pipeline was built for."""
         return self.source.lane
@@ -85,7 +85,7 @@ class Stage:
         """How many stages come before this one: part of the key of what the stage draws."""
         return self.source.depth + 1
 
-    @property
+    @cached_property
     def endless(self) -> bool:
         """Whether the stage never ends."""
         return self.source.endless

@@ -22,6 +22,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
+
 from savable_pipeline import batch_memory, errors, wire
 from savable_pipeline.channel import Channel
 from savable_pipeline.errors import SavableError
@@ -44,8 +46,7 @@ class Job:
     pad: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """What a worker is to do with a lane, put to `state` before if that is given.
 
     `forget`: lanes that it need not hold any longer. `avoid`: samples that the lane leaves out, by index and epoch.
@@ -57,9 +58,6 @@ class Request:
     want: Want
     forget: tuple[int, ...] = ()
     avoid: tuple[tuple[int, int], ...] = ()
-
-    def __reduce__(self) -> Any:  # as `Delivery` does
-        return Request, (self.ticket, self.lane, self.state, self.want, self.forget, self.avoid)
 
 
 @dataclass(frozen=True, slots=True)
