@@ -2,13 +2,17 @@
 
     encoder ── stack(images) ──▶ a tensor in a shared segment ── its place in the segment ──▶ trainer
 
-Without them a batch is made in the worker's own memory and then copied. The values are the same in either case.
+Without them a batch is made in the worker's own memory and then copied. The values are the same in either case. Items
+may lie there too, made in `empty` or read by `Sample.array`: those that lie side by side are stacked without a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +24,9 @@ class Memory(Protocol):
     def allocate(self, size: int) -> memoryview | None:
         """So many writable bytes, or None if there is no room for them."""
 
+    def given(self, address: int, size: int) -> memoryview | None:
+        """These bytes of this process's memory, if they were all allocated here for the next batch."""
+
 
 _memory: Memory | None = None
 
@@ -30,8 +37,14 @@ def use(memory: Memory | None) -> None:
     _memory = memory
 
 
+def empty_bytes(size: int) -> NDArray[np.uint8]:
+    """An uninitialised array, uint8 (size,), to be filled as a part of an item or a batch."""
+    room = _memory.allocate(size) if _memory is not None and size else None
+    return np.empty(size, np.uint8) if room is None else np.frombuffer(room, np.uint8)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor of this shape, to be filled as a part of a batch."""
+    """An uninitialised tensor of this shape, to be filled as a part of an item or a batch."""
     import torch
 
     made = torch.empty(0, dtype=dtype)
@@ -45,7 +58,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What `torch.stack(tensors)` gives: (n, …) of n tensors of one shape. Raises RuntimeError if shapes differ."""
+    """What `torch.stack(tensors)` gives: (n, …) of n tensors of one shape. Raises RuntimeError if shapes differ.
+
+    Tensors that lie side by side in a batch's memory are not copied: what is given views them.
+    """
     import torch
 
     first = tensors[0]
@@ -56,7 +72,22 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     )  # fmt: skip
     if not plain:
         return torch.stack(list(tensors))
-    return torch.stack(list(tensors), out=empty((len(tensors), *first.shape), first.dtype))
+    shape = (len(tensors), *first.shape)
+    room = _side_by_side(tensors)
+    if room is not None:
+        return torch.frombuffer(room, dtype=first.dtype).view(shape)
+    return torch.stack(list(tensors), out=empty(shape, first.dtype))
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> memoryview | None:
+    """The memory of these tensors, of one shape and type, if they fill a piece of what was given for the next batch."""
+    start, size = tensors[0].data_ptr(), tensors[0].numel() * tensors[0].element_size()
+    if _memory is None or not size or tensors[-1].data_ptr() != start + (len(tensors) - 1) * size:
+        return None
+    for number, tensor in enumerate(tensors):
+        if tensor.data_ptr() != start + number * size or not tensor.is_contiguous():
+            return None
+    return _memory.given(start, size * len(tensors))
 
 
 def collate(items: list[Any]) -> Any:

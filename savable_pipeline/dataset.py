@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from savable_pipeline.announce import announce
+from savable_pipeline.batch_memory import empty_bytes
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.indexing import INDEX_NAME, find_index, open_index
 from savable_pipeline.keys import key
@@ -160,6 +163,18 @@ class Dataset:
         except OSError as error:
             raise self._unreadable(shard, error) from error
         return data if len(data) == size else self._read_on(fd, shard, offset, size, data)
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
+        """The bytes of one part, uint8 (bytes,), read to where batches are made. Raises what `read` raises."""
+        layout = self._layout(row)
+        offset, size = self._place(row, layout.position[matching(extension, layout.position)], layout)
+        array, done = empty_bytes(size), -1
+        if hasattr(os, "preadv"):
+            with contextlib.suppress(OSError):
+                done = os.preadv(self.descriptor(shard), [array], offset)  # type: ignore[list-item]
+        if done != size:
+            array[:] = np.frombuffer(self.read(shard, row, extension), np.uint8)
+        return array
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, at most `limit`, and how many it has. Raises KeyError, or `ShardError`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.batch_memory import empty_bytes
 from savable_pipeline.cache_room import AHEAD_SHARE, cache_bytes, cache_folder
 from savable_pipeline.dataset import OPEN_SHARDS, Dataset
 from savable_pipeline.errors import RemoteError, ShardError
@@ -131,6 +132,13 @@ class RemoteDataset(Dataset):
                     return data
             self._wait_for(row)
         raise self._evicted(shard)
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
+        """The bytes of one part, uint8 (bytes,), where batches are made. Raises what `read` raises."""
+        data = self.read(shard, row, extension)
+        array = empty_bytes(len(data))
+        array[:] = np.frombuffer(data, np.uint8)
+        return array
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, and how many it has; all of its sample is fetched."""

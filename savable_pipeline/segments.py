@@ -70,6 +70,7 @@ class SegmentWriter:
         self._segments: dict[int, mmap.mmap] = {}  # by number, the one used last at the end
         self._made = 0
         self._usual = 0  # about the size of the batches before: what is got ready for the next
+        self._missing = 0  # bytes of the next batch for which there was no room
         self._begun: _Begun | None = None
         self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}  # what views a segment in this process
 
@@ -83,9 +84,18 @@ class SegmentWriter:
         whole = self._view(begun.number)
         start = begun.end
         if start + size > len(whole):
+            self._missing += _aligned(size)
             return None
         begun.end = _aligned(start + size)
         return memoryview(whole)[start : start + size]  # type: ignore[arg-type]
+
+    def given(self, address: int, size: int) -> memoryview | None:
+        """These bytes of this process's memory, if all of them were allocated for the next batch."""
+        begun = self._begun
+        if begun is None or not ALIGN <= address - begun.address <= begun.end - size:
+            return None
+        start = address - begun.address
+        return memoryview(self._view(begun.number))[start : start + size]  # type: ignore[arg-type]
 
     def _view(self, number: int) -> NDArray[np.uint8]:
         """The bytes of a segment; it is not free as long as anyone here holds a part of them."""
@@ -113,7 +123,8 @@ class SegmentWriter:
             dropped = self._put_back(begun)
             begun = None
             places, end = _laid_out(views, None)
-        self._usual = max(_aligned(end + room), self._usual * 7 // 8)
+        self._usual = max(_aligned(end + room) + self._missing, self._usual * 7 // 8)
+        self._missing = 0
         if begun is None:
             begun = self._take(end + room)
         segment = self._segments[begun.number]

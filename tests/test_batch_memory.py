@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +18,7 @@ import savable_pipeline as sp
 from savable_pipeline import batch_memory
 from savable_pipeline.compare import digest, first_difference
 from savable_pipeline.segments import SegmentWriter
+from tests.conftest import write_tar
 from tests.streams import take
 
 
@@ -70,6 +75,31 @@ def test_a_stacked_tensor_lies_in_shared_memory_in_a_worker_only(memory: Segment
         assert written.places == [(64, 4000)] and written.fd is None
 
 
+@pytest.mark.parametrize("length", [64, 100])
+def test_tensors_that_lie_side_by_side_are_stacked_without_a_copy(length: int, memory: SegmentWriter | None) -> None:
+    items = [sp.empty((length,), torch.uint8).fill_(number) for number in range(5)]
+    other = torch.zeros(length, dtype=torch.uint8)
+    made = sp.stack(items)
+    assert torch.equal(made, torch.arange(5, dtype=torch.uint8).view(5, 1).expand(5, length))
+    assert (made.data_ptr() == items[0].data_ptr()) == (memory is not None and length == 64)
+    for chosen in (
+        items[::-1],
+        [items[i] for i in (0, 2, 1, 3, 4)],
+        items[:2] + items[3:],
+        [*items[:4], other],
+        items[:3] + items[:1],
+        items[1:4],
+    ):
+        assert torch.equal(sp.stack(chosen), torch.stack(chosen))
+
+
+def test_what_is_held_from_an_earlier_batch_is_copied(memory: SegmentWriter | None) -> None:
+    items = [sp.empty((64,), torch.uint8).fill_(number) for number in range(2)]
+    if memory is not None:
+        memory.write([memoryview(items[0].numpy())])
+        assert sp.stack(items).data_ptr() != items[0].data_ptr()
+
+
 def test_tensors_with_gradients_are_stacked_as_torch_does(memory: Any) -> None:
     assert sp.stack([torch.ones(2, requires_grad=True), torch.ones(2)]).requires_grad
 
@@ -115,3 +145,50 @@ def test_batches_of_any_size_are_the_same_from_workers_as_without(
             held = [batch, *held][:hold]
         assert found == expected
         assert [digest(batch) for batch in held] == expected[: -hold - 1 : -1][: len(held)]
+
+
+class Raw(sp.TaskEncoder):
+    """Parts as they are, stacked if they can be, and in a list."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        made = sample.array("bin")
+        made[:1] ^= 1  # it is ours to write to
+        return made
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        tensors = [torch.from_numpy(item) for item in items]
+        return {"stacked": sp.stack(tensors) if len({len(item) for item in items}) == 1 else None, "items": items}
+
+
+def raw_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+    samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=10)
+    return sp.Batcher(sp.Encode(samples, Raw()), size=4)
+
+
+@pytest.mark.parametrize("sizes", [[6400], [6401], [0, 1, 64, 30_000, 200_000]])
+def test_arrays_read_in_place_are_the_same_from_workers_as_without(tmp_path: Path, sizes: list[int]) -> None:
+    payloads = [bytes([number % 251]) * sizes[number % len(sizes)] for number in range(90)]
+    write_tar(tmp_path / "0.tar", [(f"{number:03}.bin", payload) for number, payload in enumerate(payloads)])
+    pipeline = partial(raw_pipeline, str(tmp_path))
+    expected = take(sp.SavableLoader(pipeline, seed=1, lanes=6), 60)
+    with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
+        assert take(loader, 60) == expected
+        state = loader.state_dict()
+        after = take(loader, 10)
+        loader.load_state_dict(state)
+        assert take(loader, 10) == after
+
+
+def test_an_array_has_the_bytes_of_the_part_and_raises_what_reading_raises(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [("a.bin", b"12345"), ("b.bin", bytes(3000))])
+    first, second = islice(sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False), 2)
+    for sample in (first, pickle.loads(pickle.dumps(first))):
+        array = sample.array("BIN")
+        assert (array.tobytes(), array.dtype, array.flags.writeable) == (b"12345", np.uint8, True)
+        with pytest.raises(KeyError, match="no part 'txt'; the sample has bin"):
+            sample.array("txt")
+    os.truncate(tmp_path / "0.tar", 2048)
+    with pytest.raises(sp.ShardError, match="the shard was cut short"):
+        second.array("bin")

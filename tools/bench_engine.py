@@ -88,6 +88,11 @@ def as_bytes(sample: Mapping[str, bytes]) -> bytes:
     return sample["bin"]
 
 
+def in_place(sample: Any) -> Any:
+    """Read to where the batch is made; no peer has the like."""
+    return torch.from_numpy(sample.array("bin"))
+
+
 def as_array(sample: Mapping[str, bytes]) -> Any:
     return np.frombuffer(sample["bin"], np.uint8)
 
@@ -105,6 +110,7 @@ def blobs(folder: Path) -> dict[str, Any]:
         return lambda: Loader(iter(make(tars, *arguments, **settings)), read_bytes)
 
     makers: dict[str, Callable[[], Contender]] = {
+        "savable_pipeline, in place": lambda: ours(tars, FunctionEncoder(in_place, None), read_bytes, size=BLOB_BATCH),
         "savable_pipeline, stacked": lambda: ours(tars, FunctionEncoder(as_tensor, None), read_bytes, size=BLOB_BATCH),
         "savable_pipeline, bytes": lambda: ours(tars, FunctionEncoder(as_bytes, list), read_bytes, size=BLOB_BATCH),
         "webdataset, stacked": loaded(peers.web_dataset, as_tensor, default_collate, **both),
