@@ -194,13 +194,13 @@ class SavableLoader:
         self._commit(delivery)  # last: what fails before has given nothing
         return batch
 
-    def _step(self, want: Want) -> Delivery:
+    def _step(self, want: Want, last: int = -1) -> Delivery:
         """What this rank gets in the next step. Raises StopIteration at the end of an epoch."""
         if not self._pipeline.endless and not self._step_takes_place():
             self._finish()
             raise StopIteration
         slot = self._at.own_slot
-        delivery = self._supply.receive(self._at, slot, want)
+        delivery = self._supply.receive(self._at, slot, want, last)
         if delivery.dry:
             self.close()
             raise SavableError(f"lane {slot % self._job.lanes} had said that it had more batches, but has none")
@@ -226,14 +226,15 @@ class SavableLoader:
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots of all ranks together, as after a spike of the loss. Call it on each rank.
 
-        Batches are not made of what is passed over. A finite run's epoch ends where it would have. Raises ValueError
+        Batches are not made of what is passed over, and workers pass over side by side. A finite run's epoch ends where it would have. Raises ValueError
         if a step of all ranks would be cut.
         """
         if slots < 0 or slots % self._ranks.world_size:
             raise ValueError(f"skip takes a multiple of the {self._ranks.world_size} ranks, not {slots}")
-        for _ in range(slots // self._ranks.world_size):
+        last = self._at.slot + slots - 1
+        while self._at.slot <= last:
             try:
-                self._commit(self._step("pass"))
+                self._commit(self._step("pass", last))
             except StopIteration:
                 return
 

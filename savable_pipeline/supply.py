@@ -54,12 +54,15 @@ class Supply:
         self._end_makers: Callable[[], Any] = _nothing
         self._restarts = self._moves = 0  # up to the last pool that is gone
 
-    def receive(self, at: Position, slot: int, want: Want = "batch") -> Delivery:
-        """The batch of a slot of this rank; waits for it. Raises what its stages raised, or `WorkerError`."""
+    def receive(self, at: Position, slot: int, want: Want = "batch", last: int = -1) -> Delivery:
+        """The batch of a slot of this rank; waits for it. Raises what its stages raised, or `WorkerError`.
+
+        Slots up to `last` will be wanted in the same way.
+        """
         if slot not in self.received:
             with self._makers_dropped_on_error() as makers:
-                if slot not in self._asked:
-                    self._ask(makers, at, slot, want)
+                if slot not in self._asked or slot < last:
+                    self._ask(makers, at, slot, want, last)
                 self.received[slot] = makers.answer(self._asked.pop(slot))
         return self.received[slot]
 
@@ -79,13 +82,16 @@ class Supply:
             at.states[lane], at.more[lane] = found.state, found.more
         return list(answers.values())
 
-    def _ask(self, makers: Pool | InProcess, at: Position, upto: int, want: Want) -> None:
-        """Ask for this rank's next slots that are not asked for: to `upto` at least, then as far as `prefetch` goes."""
+    def _ask(self, makers: Pool | InProcess, at: Position, upto: int, want: Want, last: int = -1) -> None:
+        """Ask for this rank's next slots that are not asked for: to `upto` at least, then as far as `prefetch` goes.
+
+        What is to be passed over is asked for up to `last`: what comes then is not known yet.
+        """
         limit = self._prefetch * self._num_workers + (1 if self.received else 0)  # besides the one to be given now
         slot = max([at.own_slot - at.step, *self._asked, *self.received]) + at.step
         while slot <= upto or len(self._asked) + len(self.received) < limit:
             lane = slot % self._job.lanes
-            if slot > upto and (at.more[lane] is False or want == "pass"):
+            if slot > upto and (at.more[lane] is False or (want == "pass" and slot > last)):
                 return
             self._asked[slot] = makers.ask(lane, at.states[lane], want)
             slot += at.step

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +169,31 @@ def test_passing_over_makes_no_batch(make_shards: Any) -> None:
     own.skip(24)
     take(own, 1)
     assert encoder.batches == 1
+
+
+class Logged(sp.TaskEncoder):
+    """Writes down from when to when it was at work on a sample."""
+
+    global_rng = False
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        begun = time.monotonic()
+        time.sleep(0.01)
+        with Path(self.path).open("a") as file:
+            file.write(f"{begun} {time.monotonic()}\n")
+        return 1
+
+
+def test_workers_pass_over_side_by_side(make_shards: Any, tmp_path: Path) -> None:
+    encoder = Logged(str(tmp_path / "log"))
+    with loader(partial(number_pipeline, str(make_shards([80])), encoder=encoder), 2) as own:
+        own.skip(24)
+        assert own.state_dict()["slot"] == 24
+    spans = sorted(tuple(map(float, line.split())) for line in (tmp_path / "log").read_text().splitlines())
+    assert any(later[0] < earlier[1] for earlier, later in pairwise(spans))
 
 
 def test_passing_over_the_end_of_an_epoch_ends_it(pipeline: Any) -> None:
