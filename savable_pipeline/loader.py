@@ -226,8 +226,8 @@ class SavableLoader:
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots of all ranks together, as after a spike of the loss. Call it on each rank.
 
-        Batches are not made of what is passed over, and workers pass over side by side. A finite run's epoch ends where it would have. Raises ValueError
-        if a step of all ranks would be cut.
+        Batches are not made of what is passed over, and workers pass over side by side. A finite run's epoch ends where
+        it would have. Raises ValueError if a step of all ranks would be cut.
         """
         if slots < 0 or slots % self._ranks.world_size:
             raise ValueError(f"skip takes a multiple of the {self._ranks.world_size} ranks, not {slots}")
