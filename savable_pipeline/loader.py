@@ -24,6 +24,7 @@ from savable_pipeline.launch import check_picklable, get_context
 from savable_pipeline.pinned import pinned
 from savable_pipeline.position import Position
 from savable_pipeline.ranks import find_ranks
+from savable_pipeline.rounds import Rounds
 from savable_pipeline.state import check_flat, lane_name, merge_states, read_lanes
 from savable_pipeline.stats import Stats
 from savable_pipeline.supply import Supply
@@ -120,6 +121,7 @@ class SavableLoader:
             max_restarts=max_restarts,
             context=get_context(multiprocessing_context),
         )
+        self._rounds = Rounds(lanes, self._supply, pad=self._pad, count=self._stats.count)
         self._begin(epoch=0)
         if num_workers > len(self._own_lanes):
             log.warning(
@@ -196,7 +198,7 @@ class SavableLoader:
 
     def _step(self, want: Want, last: int = -1) -> Delivery:
         """What this rank gets in the next step. Raises StopIteration at the end of an epoch."""
-        if not self._pipeline.endless and not self._step_takes_place():
+        if not self._pipeline.endless and not self._rounds.hold_step(self._at, self._ranks):
             self._finish()
             raise StopIteration
         slot = self._at.own_slot
@@ -239,66 +241,10 @@ class SavableLoader:
                 return
 
     def _finish(self) -> None:
-        at = self._at
-        left = at.rounds * self._job.lanes - at.slot
-        if left and self._ranks.rank == 0:
-            log.warning(
-                "the last %d slots of epoch %d are given to no rank: %d ranks that began at a slot they do not divide "
-                "would need more for a step",
-                left,
-                at.epoch,
-                self._ranks.world_size,
-            )
-        self._tell_what_is_left()
+        self._rounds.tell_what_is_left(self._at, self._ranks, self._pipeline.population)
         self._supply.drop()
-        self._begin(at.epoch + 1)
+        self._begin(self._at.epoch + 1)
         self._finished = True
-
-    def _tell_what_is_left(self) -> None:
-        """Say how many lanes have more at an epoch's end. Raises `SavableError` if the epoch had no batch at all."""
-        at = self._at
-        dry = [lane for lane, more in at.more.items() if not more]
-        rest = len(at.more) - len(dry)
-        if at.rounds == 0:
-            raise SavableError(
-                f"epoch {at.epoch} has no batch: it ends before the first round that some lane cannot fill, and of "
-                f"{self._job.lanes} lanes {dry[0] if dry else 'one of another rank'} has nothing; this is too little "
-                f"data ({self._pipeline.population} samples) for so many lanes and this batch size: give fewer lanes="
-            )
-        if rest and self._ranks.rank == 0:
-            log.warning(
-                "epoch %d ends after %d rounds, before the first that lane %s cannot fill; %d lanes of this rank have "
-                "more, which is left out; fewer lanes leave less",
-                at.epoch,
-                at.rounds,
-                dry[0] if dry else "(of another rank)",
-                rest,
-            )
-
-    def _step_takes_place(self) -> bool:
-        """Whether every slot of the next step lies in a round that every lane can fill."""
-        last_round = (self._at.slot + self._ranks.world_size - 1) // self._job.lanes
-        while self._at.rounds <= last_round:
-            if self._ranks.all_true(self._own_vote()) == self._pad:
-                return False
-            self._at.rounds += 1
-        return True
-
-    def _own_vote(self) -> bool:
-        """That no own lane is dry, without which there is no round; to pad, that all are, after which there is none."""
-        if self._pad:
-            return not any(self._has_more(lane) for lane in self._own_lanes)
-        return all(self._has_more(lane) for lane in self._own_lanes)
-
-    def _has_more(self, lane: int) -> bool:
-        """Whether a lane has a batch for round `rounds`."""
-        before = (self._at.rounds - 1) * self._job.lanes + lane
-        if before >= self._at.slot:
-            return self._supply.receive(self._at, before).more
-        if self._at.more[lane] is None:
-            for found in self._supply.probe(self._at):
-                self._stats.count(found.counts)
-        return bool(self._at.more[lane])
 
     def close(self) -> None:
         """End the workers and close the shards. Iterating again goes on at the same place."""

@@ -90,7 +90,7 @@ class _LocalRanks(Ranks):
         asking = self._loaders[self.rank]
         about = (asking.epoch, asking._at.rounds)
         if about not in self._agreed:  # the first to ask: no rank has taken this step yet
-            self._agreed[about] = all(loader._own_vote() for loader in self._loaders)
+            self._agreed[about] = all(one._rounds.own_vote(one._at, one._ranks) for one in self._loaders)
         return self._agreed[about]
 
 

@@ -348,7 +348,7 @@ def test_a_pipeline_that_cannot_be_sent_to_workers_is_an_error_at_once(make_shar
 
 OURS = tuple(
     f"savable_pipeline/{name}.py"
-    for name in ("loader", "supply", "position", "in_process", "host", "pool", "launch", "channel", "note")
+    for name in ("loader", "rounds", "supply", "position", "in_process", "host", "pool", "launch", "channel", "note")
 )
 
 
