@@ -4,8 +4,8 @@
     slot      0   1   2   3   4   5   6   7
     lane      0   1   2   3   0   1   2   3
 
-A round takes one batch of every lane, a step one slot on each rank. The epoch ends before the first round that some lane
-cannot fill, or, where batches are padded, after the last one to which some lane gives a batch.
+A round takes one batch of every lane, a step one slot on each rank. The epoch ends before the first round that some
+lane cannot fill, or, where batches are padded, after the last one to which some lane gives a batch.
 """
 
 from __future__ import annotations
