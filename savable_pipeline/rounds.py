@@ -34,6 +34,7 @@ class Rounds:
 
     def hold_step(self, at: Position, ranks: Ranks) -> bool:
         """Whether every slot of the next step lies in a round of the epoch. Collective at the first step of a round."""
+        self._probe(at)
         last_round = (at.slot + ranks.world_size - 1) // self._lanes
         while at.rounds <= last_round:
             if ranks.all_true(self.own_vote(at, ranks)) == self._pad:
@@ -43,19 +44,23 @@ class Rounds:
 
     def own_vote(self, at: Position, ranks: Ranks) -> bool:
         """That no own lane is dry, without which there is no round; to pad, that all are, after which there is none."""
+        self._probe(at)
         own = ranks.lanes(self._lanes)
         if self._pad:
             return not any(self._has_more(at, lane) for lane in own)
         return all(self._has_more(at, lane) for lane in own)
+
+    def _probe(self, at: Position) -> None:
+        """Find out what is not known of lanes: before any is asked for a batch, for then it stands elsewhere."""
+        if None in at.more.values():
+            for found in self._supply.probe(at):
+                self._count(found.counts)
 
     def _has_more(self, at: Position, lane: int) -> bool:
         """Whether a lane has a batch for round `rounds`."""
         before = (at.rounds - 1) * self._lanes + lane
         if before >= at.slot:
             return self._supply.receive(at, before).more
-        if at.more[lane] is None:
-            for found in self._supply.probe(at):
-                self._count(found.counts)
         return bool(at.more[lane])
 
     def tell_what_is_left(self, at: Position, ranks: Ranks, population: int) -> None:
