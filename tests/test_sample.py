@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies
 from PIL import Image
 
 from savable_pipeline.dataset import Dataset
-from savable_pipeline.sample import REF, Ref, Sample
+from savable_pipeline.sample import REF, Ref, Sample, decoded_json
 from tests.conftest import write_tar
 
 
@@ -109,3 +112,41 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
 def test_a_ref_of_a_buffer_takes_twelve_bytes() -> None:
     assert REF.itemsize == 12
     assert np.array([(1, 2)], REF).tobytes() == (1).to_bytes(8, "little") + (2).to_bytes(4, "little")
+
+
+JSON = strategies.recursive(
+    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | strategies.text(),
+    lambda inner: strategies.lists(inner) | strategies.dictionaries(strategies.text(), inner),
+)
+ODD_JSON = [
+    b"-0", b"-0.0", b"1e5", b"1E400", b"5e-324", b"18446744073709551616", b"1" * 400, b"1" * 5000,
+    b"9007199254740993.0", b"123456789012345678901234567890.5", b"[NaN, -Infinity]", b"01", b"1.", b"+1", b"1 2", b"[1,]",
+    b'"\\ud800"', b'"\\ud83d\\ude00"', b'"\xff"', b'"a\nb"', b"\xef\xbb\xbf{}", '{"a": 1}'.encode("utf-16"),
+    b'{"a": 1, "b": 2, "a": 3}', b"", b" ", b'{"a" : [ 1, 2.50, null]} \n', b"[" * 100_000,
+]  # fmt: skip
+
+
+def decoded(decode: Any, raw: bytes) -> Any:
+    """What comes of it, with types, the order of keys and the bits of floats told apart; or the kind of error."""
+    try:
+        return repr(decode(raw))
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("raw", ODD_JSON, ids=[repr(raw[:20]) for raw in ODD_JSON])
+def test_odd_json_is_decoded_or_refused_as_by_pythons_own_decoder(raw: bytes) -> None:
+    assert decoded(decoded_json, raw) == decoded(json.loads, raw)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, strategies.booleans())
+def test_json_is_decoded_as_by_pythons_own_decoder(value: Any, ascii_only: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    assert decoded(decoded_json, raw) == decoded(json.loads, raw)
+
+
+@settings(max_examples=500, deadline=None)
+@given(strategies.from_regex(rb"-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?", fullmatch=True))
+def test_a_number_is_decoded_as_by_pythons_own_decoder(raw: bytes) -> None:
+    assert decoded(decoded_json, raw) == decoded(json.loads, raw)

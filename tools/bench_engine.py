@@ -29,7 +29,7 @@ import bench_peers as peers
 import numpy as np
 import torch
 from bench_data import BLOB_BYTES, FOLDER, console, json_record, prepared
-from bench_pipelines import Collate, Decode, FunctionEncoder, decode_json, filled, nothing, pipeline
+from bench_pipelines import Collate, Decode, FunctionEncoder, decode_json, filled, nothing, own_json, pipeline
 from bench_rounds import Contender, Loader, compete
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -145,6 +145,9 @@ def dicts(folder: Path) -> dict[str, Any]:
     makers: dict[str, Callable[[], Contender]] = {
         "savable_pipeline": lambda: ours(
             texts, FunctionEncoder(decode, list), len, size=JSON_BATCH, buffer=JSON_BUFFER
+        ),
+        "savable_pipeline, Sample.json": lambda: ours(
+            texts, FunctionEncoder(own_json, list), len, size=JSON_BATCH, buffer=JSON_BUFFER
         ),
         "webdataset": lambda: Loader(peers.web_dataset(texts, decode, list, **both), len),
         "StatefulDataLoader": lambda: Loader(peers.stateful_dataloader(texts, decode, list, **both), len),

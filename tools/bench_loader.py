@@ -28,7 +28,7 @@ from typing import Any
 import bench_peers as peers
 import torch
 from bench_data import FOLDER, TEXTS, console, json_record, prepared
-from bench_pipelines import FunctionEncoder, decode_json, pipeline
+from bench_pipelines import Decode, FunctionEncoder, decode_json, own_json, pipeline
 from bench_rounds import Contender, Loader, compete
 from rich.table import Table
 
@@ -38,9 +38,9 @@ from task_encoders.captioning import CaptioningEncoder
 BUFFER, BATCH = 10_000, 256
 
 
-def json_pipeline(folder: Path) -> Callable[[sp.Lane], sp.Stage]:
+def json_pipeline(folder: Path, decode: Decode = decode_json) -> Callable[[sp.Lane], sp.Stage]:
     """Batches of 256 dicts from a shuffle buffer of 10,000."""
-    return partial(pipeline, str(folder), FunctionEncoder(decode_json, list), BATCH, BUFFER)
+    return partial(pipeline, str(folder), FunctionEncoder(decode, list), BATCH, BUFFER)
 
 
 def bare_loop() -> Iterator[Any]:
@@ -56,12 +56,13 @@ def throughput(folder: Path) -> dict[str, Any]:
     texts, columns = prepared(folder, "json"), prepared(folder, "parquet")
     settings = {"size": BATCH, "buffer": BUFFER, "workers": 0}
 
-    def ours(lanes: int) -> Callable[[], Contender]:
-        return lambda: Loader(iter(sp.SavableLoader(json_pipeline(texts), seed=1, lanes=lanes)), len)
+    def ours(lanes: int, decode: Decode = decode_json) -> Callable[[], Contender]:
+        return lambda: Loader(iter(sp.SavableLoader(json_pipeline(texts, decode), seed=1, lanes=lanes)), len)
 
     makers: dict[str, Callable[[], Contender]] = {
         "savable_pipeline, 96 lanes": ours(96),
         "savable_pipeline, 8 lanes": ours(8),
+        "savable_pipeline, Sample.json": ours(96, own_json),
         "bare json.loads loop": lambda: Loader(bare_loop(), len),
         "webdataset": lambda: Loader(peers.web_dataset(texts, decode_json, list, **settings), len),
         "StatefulDataLoader": lambda: Loader(peers.stateful_dataloader(texts, decode_json, list, **settings), len),
