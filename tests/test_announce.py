@@ -10,7 +10,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import announce as announce_module
-from savable_pipeline.announce import announce
+from savable_pipeline.announce import announce, in_memory
 from savable_pipeline.dataset import Dataset
 from tests.conftest import write_tar
 
@@ -34,6 +34,7 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for shard, count in enumerate([3, 2]):
         write_tar(tmp_path / f"{shard}.tar", [(f"k{i}.txt", b"x" * 500) for i in range(count)])
     monkeypatch.setattr(announce_module, "SMALL", 100)
+    monkeypatch.setattr(announce_module, "in_memory", lambda dataset, runs: False)
     return tmp_path
 
 
@@ -81,3 +82,26 @@ def test_small_samples_and_shards_that_are_gone_are_not_announced(
     monkeypatch.setattr(announce_module, "SMALL", 1_000_000)
     announce(dataset, np.arange(5))
     assert told == []
+
+
+def test_what_is_in_memory_is_not_announced(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    dataset = Dataset(shards)
+    runs = [(0, 0, 1024), (1, 1024, 2048)]
+    dataset.read(0, 0, "txt")
+    dataset.read(1, 3, "txt")
+    assert in_memory(dataset, runs) == hasattr(os, "RWF_NOWAIT")
+    assert not in_memory(dataset, [*runs, (1, 0, 1 << 30)])  # beyond the end there is nothing
+
+
+def test_one_block_on_the_disk_has_all_announced(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [(f"k{i}.txt", b"x" * (1 << 20)) for i in range(3)])
+    dataset = Dataset(tmp_path)
+    runs = [(0, i * (512 + (1 << 20)), (i + 1) * (512 + (1 << 20))) for i in range(3)]
+    descriptor = dataset.descriptor(0)
+    os.fsync(descriptor)
+    dataset.read(0, 0, "txt")
+    os.posix_fadvise(descriptor, runs[1][0], 0, os.POSIX_FADV_DONTNEED)
+    if in_memory(dataset, runs[2:]):
+        pytest.skip("this file system keeps files in memory")
+    assert in_memory(dataset, runs[:1]) == hasattr(os, "RWF_NOWAIT")
+    assert not in_memory(dataset, runs)
