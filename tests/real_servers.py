@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -19,12 +20,14 @@ from typing import Any
 import pytest
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+_NO_ACCOUNT = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
 _CONFIG = """
 worker_processes 2; daemon off; pid {root}/pid; error_log {root}/error.log;
 events {{ worker_connections 256; }}
 http {{
-  log_format status $status; access_log {root}/access.log status; sendfile on; client_body_temp_path {root}/t1; proxy_temp_path {root}/t2; fastcgi_temp_path {root}/t3;
-  uwsgi_temp_path {root}/t4; scgi_temp_path {root}/t5; limit_req_zone $server_addr zone=all:1m rate=200r/s;
+  log_format status $status; access_log {root}/access.log status; sendfile on;
+  client_body_temp_path {root}/t1; proxy_temp_path {root}/t2; fastcgi_temp_path {root}/t3; uwsgi_temp_path {root}/t4;
+  scgi_temp_path {root}/t5; limit_req_zone $server_addr zone=all:1m rate=200r/s;
   server {{
     listen 127.0.0.1:{port}; root {root}/www;
     location = /version {{ access_log off; return 200 "{version}"; }}
@@ -103,7 +106,10 @@ def nginx(root: Path) -> Iterator[Nginx]:
 
 @contextlib.contextmanager
 def bucket_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The files of a folder in the bucket `data` of moto's server, which `s3://` means meanwhile; gives boto3's view."""
+    """The files of a folder in the bucket `data` of moto's server, which s3:// and gs:// mean; gives boto3's view.
+
+    Google's servers speak the same protocol to obstore, but for the signatures.
+    """
     boto3, moto = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request otherwise
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
@@ -115,13 +121,15 @@ def bucket_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "AWS_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": "toy",
             "AWS_SECRET_ACCESS_KEY": "toy",
+            "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps({**_NO_ACCOUNT, "gcs_base_url": f"http://{host}:{port}"}),
         }.items():
             monkeypatch.setenv(name, value)
         bucket = boto3.resource("s3", region_name="us-east-1").Bucket("data")
         bucket.create()
         for path in folder.rglob("*"):
             if path.is_file():
-                bucket.upload_file(str(path), f"some/where/{path.relative_to(folder)}")
+                name = f"some/where/{path.relative_to(folder)}"
+                bucket.upload_file(str(path), name, ExtraArgs={"ACL": "public-read"})
         yield bucket
     finally:
         server.stop()

@@ -140,15 +140,18 @@ def test_nginx_without_an_index_gives_the_shards_to_make_one(web: Nginx, data: P
         open_dataset(f"{web.url}/data/")
 
 
-# S3.
+# Buckets.
 
 
-def test_s3_gives_what_a_disk_gives_and_a_run_goes_on_from_one_to_the_other(
-    data: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_a_bucket_gives_what_a_disk_gives_and_a_run_goes_on_from_one_to_the_other(
+    data: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    url = f"{kind}://data/some/where/"
     with bucket_of(data, monkeypatch):
-        for url in ("s3://data/some/where/", "s3://data/some/*/*.tar", "s3://data/some/where/{0000..0003}.tar"):
-            assert resumed(url, url, num_workers=2) == expected
+        assert resumed(url, url, num_workers=2) == expected
+        for pattern in (f"{kind}://data/some/*/*.tar", f"{url}{{0000..0003}}.tar"):
+            assert resumed(pattern, pattern) == expected
         assert resumed(str(data), url, cache_bytes=60_000) == expected
         assert resumed(url, str(data)) == expected
 
@@ -170,5 +173,5 @@ def test_an_object_that_is_gone_or_another_is_an_error_or_skipped_as_on_a_disk(
 
 
 def test_a_bucket_that_is_not_there_is_an_error_that_names_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with bucket_of(data, monkeypatch), pytest.raises(sp.RemoteError, match="s3://nowhere/x: .*404.*see that the addr"):
+    with bucket_of(data, monkeypatch), pytest.raises(sp.RemoteError, match=r"s3://nowhere/x: .*404.*see that the addr"):
         open_dataset("s3://nowhere/x/")
