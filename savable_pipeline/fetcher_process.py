@@ -51,12 +51,16 @@ class _Work:
             return None
         if stat[0] > PIECE:
             raise ShardError(f"{root}/{name}: {stat[0]} bytes, where {PIECE} are the most it may have")
-        raw = bytearray(stat[0])
+        return self.part(root, name, stat[0], 0, stat[0])
+
+    def part(self, root: str, name: str, size: int, start: int, stop: int) -> bytes:
+        """The bytes `start` to `stop - 1` of an object of `size` bytes, past the cache."""
+        raw = bytearray(stop - start)
 
         def keep(chunk: memoryview, offset: int) -> None:
-            raw[offset : offset + len(chunk)] = chunk
+            raw[offset - start : offset - start + len(chunk)] = chunk
 
-        self._stores.copy(root, name, 0, stat[0], stat[0], keep)
+        self._stores.copy(root, name, start, stop, size, keep)
         return bytes(raw)
 
     def whole(self, root: str, name: str, size: int, path: str) -> int:

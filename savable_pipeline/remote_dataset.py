@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from numpy.typing import NDArray
 
 from savable_pipeline.batch_memory import empty_bytes
 from savable_pipeline.cache_room import AHEAD_SHARE, cache_bytes, cache_folder
-from savable_pipeline.dataset import OPEN_SHARDS, Dataset
+from savable_pipeline.dataset import OPEN_SHARDS, Dataset, key_at
 from savable_pipeline.errors import RemoteError, ShardError
 from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
 from savable_pipeline.on_error import OnError
 from savable_pipeline.remote import is_remote
 from savable_pipeline.remote_index import METADATA, open_remote
-from savable_pipeline.sample import RefArray, Sample
+from savable_pipeline.sample import RefArray, Sample, matching
 from savable_pipeline.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.shard_index import ShardIndex
 from savable_pipeline.shard_paths import Shards
@@ -141,12 +142,35 @@ class RemoteDataset(Dataset):
         return array
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """The first bytes of a part, and how many it has; all of its sample is fetched."""
-        data = self.read(shard, row, extension)
-        return data[:limit], len(data)
+        """The first bytes of a part, and how many it has; of a sample longer than a piece no more is fetched."""
+        size = self.sizes(row)[matching(extension, self._layout(row).position)]
+        if not self._is_long(row):
+            return self.read(shard, row, extension)[:limit], size
+        layout = self._layout(row)
+        offset, _ = self._place(row, layout.position[matching(extension, layout.position)], layout)
+        return self._peek(shard, offset, min(size, limit)), size
+
+    def _is_long(self, row: int) -> bool:
+        start, stop = self._cached.extent(row, row + 1)
+        return stop - start > PIECE
+
+    def _peek(self, shard: int, offset: int, size: int) -> bytes:
+        """Bytes of a shard past the cache."""
+        entry = self.entries[shard]
+        where = self._url, entry.name, entry.size, offset, offset + size
+        return self._own_fetcher().ask("part", *where) if size else b""
+
+    def _peeked_key(self, shard: int, row: int) -> str:
+        start, stop = self._cached.extent(row, row + 1)
+        with tempfile.TemporaryFile() as file:
+            file.write(self._peek(shard, start, self._layout(row).gaps[0]))
+            file.truncate(stop - start)  # the headers, and a hole where the rest would be
+            return key_at(f"{self._url}/{self.shard_name(shard)}", file.fileno(), 0)
 
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
+        if self._is_long(row):
+            return self._peeked_key(shard, row)
         for _ in range(_TRIES):
             seen = self._present[row]
             if seen & 1:

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import msgspec
 
+from savable_pipeline.cache_room import cache_bytes, cache_folder
 from savable_pipeline.errors import ShardError
 from savable_pipeline.fetcher import Fetcher
-from savable_pipeline.indexing import INDEX_NAME
+from savable_pipeline.indexing import INDEX_NAME, Progress
 from savable_pipeline.nv_meta import META
 from savable_pipeline.remote import RemoteShards, find_remote
 from savable_pipeline.scan import scan
 from savable_pipeline.shard_cache import CachedShards, create_flags
-from savable_pipeline.shard_index import ShardIndex, ShardTable, replace_file, write_index
+from savable_pipeline.shard_index import ShardEntry, ShardIndex, ShardTable, replace_file, write_index
 from savable_pipeline.shard_paths import Shards
 
 log = logging.getLogger(__name__)
@@ -35,26 +36,60 @@ _METADATA = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.ya
 _AT_ONCE = 8  # shards fetched at a time to be indexed
 
 
-def open_remote(shards: Shards, cache: Path, limit: int, *, tolerant: bool) -> tuple[RemoteShards, CachedShards]:
+def open_remote(
+    shards: Shards, cache: Path, limit: int, *, tolerant: bool, progress: Progress = lambda done, total: None
+) -> tuple[RemoteShards, CachedShards]:
     """The shards that these URLs mean, and the cache's version of them, indexed; and what Energon says of them.
 
-    Raises `ShardError`, for a damaged shard unless `tolerant`, and `RemoteError`.
+    `progress` hears of shards that are fetched to be indexed. Raises `ShardError`, for a damaged shard unless
+    `tolerant`, and `RemoteError`.
     """
-    with contextlib.closing(Fetcher(cache, limit)) as fetcher:
-        found = find_remote(shards, fetcher)
-        folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
-        with _locked(folder):
-            for litter in folder.glob("*.tmp"):
-                litter.unlink()
-            version = _own_index(found, folder, fetcher)
-            if not found.names:
-                found = _named(found, version, fetcher)
-            _check_names(found)
-            if version is None or not _knows(version, found, tolerant):
-                version = _made_index(found, folder, fetcher, limit, tolerant)
-            create_flags(version)
-            _fetch_metadata(found.root, folder / METADATA, fetcher)
+    with (
+        contextlib.closing(Fetcher(cache, limit)) as fetcher,
+        _looked_up(shards, cache, fetcher) as (found, folder, version),
+    ):
+        if version is None or not _knows(version, found, tolerant):
+            version = _made_index(found, folder, fetcher, limit, tolerant, progress)
+        create_flags(version)
         return found, CachedShards(version)
+
+
+def index_remote(shards: Shards, progress: Progress = lambda done, total: None) -> tuple[Path, list[ShardEntry]]:
+    """Index shards behind a URL, in the cache, unless the index beside them will do.
+
+    Gives the place of the index in the cache, and the shards that could not be read to their end.
+    """
+    cache = cache_folder(None)
+    found, cached = open_remote(shards, cache, cache_bytes(None, cache), tolerant=True, progress=progress)
+    names = set(found.names)
+    return cached.folder / "index", [entry for entry in cached.index.shards if entry.fault and entry.name in names]
+
+
+def look_up(shards: Shards) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
+    """The shards that these URLs mean, a folder with what Energon says of them, and what their own index says."""
+    cache = cache_folder(None)
+    with (
+        contextlib.closing(Fetcher(cache, cache_bytes(None, cache))) as fetcher,
+        _looked_up(shards, cache, fetcher) as (found, folder, version),
+    ):
+        entries = [] if version is None else ShardIndex(version / "index").shards
+        return found, folder / METADATA, {entry.name: entry for entry in entries}
+
+
+@contextlib.contextmanager
+def _looked_up(shards: Shards, cache: Path, fetcher: Fetcher) -> Iterator[tuple[RemoteShards, Path, Path | None]]:
+    """The shards, their dataset's folder in the cache, locked meanwhile, and the version of its own index, if any."""
+    found = find_remote(shards, fetcher)
+    folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
+    with _locked(folder):
+        for litter in folder.glob("*.tmp"):
+            litter.unlink()
+        version = _own_index(found, folder, fetcher)
+        if not found.names:
+            found = _named(found, version, fetcher)
+        _check_names(found)
+        _fetch_metadata(found.root, folder / METADATA, fetcher)
+        yield found, folder, version
 
 
 @contextlib.contextmanager
@@ -126,7 +161,9 @@ def _own_index(found: RemoteShards, folder: Path, fetcher: Fetcher) -> Path | No
         return None
 
 
-def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int, tolerant: bool) -> Path:
+def _made_index(
+    found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int, tolerant: bool, progress: Progress
+) -> Path:
     """The version of an index made here, from shards fetched whole; they stay in the cache if it holds them all."""
     names = hashlib.sha256("\0".join(found.names).encode()).hexdigest()[:32]
     pointer = folder / f"made-{names}.json"
@@ -142,7 +179,7 @@ def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int,
         sum(sizes.values()) / 1e9,
     )
     fresh = folder / "fetched.index"
-    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep, tolerant))
+    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep, tolerant, progress))
     version = _install(folder, fresh, pointer, names)
     create_flags(version)
     if keep:
@@ -159,15 +196,25 @@ def _size(root: str, name: str, fetcher: Fetcher) -> int:
 
 
 def _tables(
-    root: str, sizes: dict[str, int], scanned: Path, fetcher: Fetcher, keep: bool, tolerant: bool
+    root: str,
+    sizes: dict[str, int],
+    scanned: Path,
+    fetcher: Fetcher,
+    keep: bool,
+    tolerant: bool,
+    progress: Progress,
 ) -> list[ShardTable]:
-    """Fetch and scan each shard, some fetched ahead; what an interrupted call left is not fetched again."""
+    """Fetch and scan each shard, some fetched ahead; what an interrupted call left is not fetched again.
+
+    Without `keep` a shard is deleted when its table has been written in its place, as `NAME.table`.
+    """
     tables: list[ShardTable] = []
     coming: deque[tuple[str, int | None]] = deque()
     names = iter(sizes)
+    progress(0, len(sizes))
     while True:
         while len(coming) < _AT_ONCE and (name := next(names, None)) is not None:
-            here = (scanned / name).exists() and (scanned / name).stat().st_size == sizes[name]
+            here = _size_here(scanned / name) == sizes[name] or _left(scanned, name, sizes[name], keep) is not None
             whole = ("whole", root, name, sizes[name], str(scanned / name))
             coming.append((name, None if here else fetcher.begin(*whole)))
         if not coming:
@@ -175,12 +222,28 @@ def _tables(
         name, ticket = coming.popleft()
         if ticket is not None:
             fetcher.wait(ticket)
-        tables.append(scan(scanned, name))
-        if (fault := tables[-1].entry.fault) and not tolerant:
+        table = _left(scanned, name, sizes[name], keep) or scan(scanned, name)
+        if table.entry.fault and not tolerant:
             (scanned / name).unlink()
-            raise ShardError(f"{root}/{fault}")
+            raise ShardError(f"{root}/{table.entry.fault}")
         if not keep:
-            (scanned / name).unlink()
+            replace_file(scanned / f"{name}.table", [msgspec.msgpack.encode(table)])
+            (scanned / name).unlink(missing_ok=True)
+        tables.append(table)
+        progress(len(tables), len(sizes))
+
+
+def _left(scanned: Path, name: str, size: int, keep: bool) -> ShardTable | None:
+    """The table of a shard that an interrupted call has left, if the shard was whole and is as large now."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        table = msgspec.msgpack.decode((scanned / f"{name}.table").read_bytes(), type=ShardTable)
+        if not keep and table.entry.size == size and not table.entry.fault:
+            return table
+    return None
+
+
+def _size_here(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
 
 
 def _keep(cached: CachedShards, scanned: Path) -> None:
