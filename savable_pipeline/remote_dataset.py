@@ -29,6 +29,9 @@ _AHEAD = 16, 2048  # refs announced before they are given, at least and at most
 _AHEAD_BYTES = 64 << 20  # and about so many bytes a lane
 _BLOCKS_KEPT = 1 << 18
 _TOUCH_S = 10.0
+_LOOK_S, _LOOK_SHARE = 1.0, 50  # whether all is here is seen to so often, and takes at most one part in so many
+
+_read_file = Dataset.read
 
 
 def open_dataset(
@@ -73,7 +76,15 @@ class RemoteDataset(Dataset):
         self._starts_of = np.frombuffer(self._cached.index.starts, np.uint64)  # (rows,)
         size = sum(entry.size for entry in self.entries)
         self._in_pieces = size <= self._limit * AHEAD_SHARE
-        self.ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
+        self._ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
+        self.ahead = self._ahead
+        self._evictions = self._cached.evictions
+        self._all_here_since = -1  # what `evictions` counted when the whole dataset was here; -1: it is not
+        self._look_at = self._touch_at = 0.0
+        rows = self._rows[np.diff(self.firsts) > 0]
+        self._numbers = (
+            np.searchsorted(self._cached.firsts, rows, side="right") - 1
+        )  # in the index, of shards with rows
         self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
         self._touched: dict[int, float] = {}  # by the index's number of a shard: when it was said to be in use
         self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
@@ -97,37 +108,48 @@ class RemoteDataset(Dataset):
 
     def announce(self, refs: RefArray) -> None:
         """Let what these refs name be fetched, and kept until it has been read: a plan needs it."""
+        now = time.monotonic()
+        if self._is_all_here() and now < self._touch_at:
+            return
+        self._touch_at = now + _TOUCH_S
         rows = self._locate(refs)[1]
         here = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
         self._touch(rows[here])
-        if not here.all():
-            blocks = self._requests(np.unique(rows[~here]))
-            if self._in_pieces:
-                blocks = [block for block in blocks if block not in self._asked]
-                self._asked.update(blocks)
-            else:
-                self._remember(blocks)
-            for block in blocks:
-                self._own_fetcher().tell(ANNOUNCED, "rows", *self._place_of(block), [], False)
+        if here.all():
+            self._see_whether_all_is_here(now)
+            return
+        blocks = self._requests(np.unique(rows[~here]))
+        if self._in_pieces:
+            blocks = [block for block in blocks if block not in self._asked]
+            self._asked.update(blocks)
+        else:
+            self._remember(blocks)
+        for block in blocks:
+            self._own_fetcher().tell(ANNOUNCED, "rows", *self._place_of(block), [], False)
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread; those that are not in the cache are asked for."""
-        rows = self._locate(refs)[1]
-        absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
-        blocks: dict[tuple[int, int], list[int]] = {}
-        for row in absent:
-            blocks.setdefault(self._block(row), []).append(row)
-        for block, needed in blocks.items():
-            self._own_fetcher().tell(SOON, "rows", *self._place_of(block), needed, False)
+        if not self._is_all_here():
+            rows = self._locate(refs)[1]
+            absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
+            blocks: dict[tuple[int, int], list[int]] = {}
+            for row in absent:
+                blocks.setdefault(self._block(row), []).append(row)
+            for block, needed in blocks.items():
+                self._own_fetcher().tell(SOON, "rows", *self._place_of(block), needed, False)
         return super().samples(refs)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The bytes of one part of a sample. Raises KeyError, `ShardError`, or `RemoteError`."""
+        if self._all_here_since >= 0:
+            data = _read_file(self, shard, row, extension)
+            if self._evictions[0] == self._all_here_since:  # else this may be a hole
+                return data
         for _ in range(_TRIES):
             seen = self._present[row]
             if seen & 1:
-                data = super().read(shard, row, extension)
+                data = _read_file(self, shard, row, extension)
                 if self._present[row] == seen:  # else it was evicted meanwhile, and this may be a hole
                     self._used[row] = USED
                     return data
@@ -136,10 +158,30 @@ class RemoteDataset(Dataset):
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """The bytes of one part, uint8 (bytes,), where batches are made. Raises what `read` raises."""
+        if self._all_here_since >= 0:
+            array = super().array(shard, row, extension)
+            if self._evictions[0] == self._all_here_since:
+                return array
         data = self.read(shard, row, extension)
         array = empty_bytes(len(data))
         array[:] = np.frombuffer(data, np.uint8)
         return array
+
+    def _is_all_here(self) -> bool:
+        """Whether the whole dataset was found in the cache, and nothing was evicted since."""
+        if self._evictions[0] == self._all_here_since:
+            return True
+        self._all_here_since, self.ahead = -1, self._ahead
+        return False
+
+    def _see_whether_all_is_here(self, now: float) -> None:
+        """Look, now and then, since it takes time; then nothing has to be announced, or looked at row by row."""
+        if not self._in_pieces or now < self._look_at:
+            return
+        evictions = self._evictions[0]
+        if self._cached.all_present(self._numbers):
+            self._all_here_since, self.ahead = evictions, 0
+        self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, and how many it has; of a sample longer than a piece no more is fetched."""

@@ -4,12 +4,15 @@
     CACHE/DATASET/lock              held while an index is fetched or made
     CACHE/DATASET/scan/…            shards that are being indexed
     CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum
-    CACHE/DATASET/VERSION/flags     boot id 64 │ present u8 (rows,) │ used u8 (rows,) │ synced u8 (shards,)
+    CACHE/DATASET/VERSION/flags     boot id 56 │ evictions u64 │ present u8 (rows,) │ used u8 (rows,)
+                                    │ synced u8 (shards,)
     CACHE/DATASET/VERSION/N.tar     shard number N of the index: only the samples that were needed, the rest are holes
 
 A row is a sample of the index. Its bytes are written first, and then its `present` becomes odd; when it is evicted
 `present` becomes even first, and then its bytes become a hole. So whoever reads it and finds the same odd number
-before and after has read the right bytes; no one reads a part. Both changes are made under a lock on these very bytes
+before and after has read the right bytes; no one reads a part. `evictions` counts up between the two steps of an
+eviction: whoever finds it, then all rows present, and after reading any of them the same count again, needs to look at
+no row. Both changes are made under a lock on these very bytes
 of the shard's file, which dies with the process that holds it. `used` says whether a plan still needs the row: WANTED,
 USED, or LEFT_OUT when it was announced and there was no room for it.
 
@@ -35,7 +38,7 @@ from savable_pipeline.shard_index import ShardIndex
 from savable_pipeline.tar import padded
 
 WANTED, USED, LEFT_OUT = 0, 1, 2
-_HEAD = 64
+_BOOT, _HEAD = 56, 64
 _BLOCK = 4096  # what disks give and take
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
@@ -53,6 +56,7 @@ class CachedShards:
         self._file = (folder / "flags").open("r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
         flags = np.frombuffer(self._map, np.uint8, offset=_HEAD)
+        self.evictions = memoryview(self._map)[_BOOT:_HEAD].cast("Q")  # uint64 (1,)
         self.present: Flags = flags[: self.rows]
         self.used: Flags = flags[self.rows : 2 * self.rows]
         self.synced: Flags = flags[2 * self.rows :]
@@ -91,6 +95,11 @@ class CachedShards:
         """The runs of rows from `row` to `stop - 1` that are not here."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
 
+    def all_present(self, shards: NDArray[np.int64]) -> bool:
+        """Whether every row of these shards is here."""
+        absent = np.append(np.cumsum(self.present & 1 == 0), 0)  # absent[i]: in the rows up to i; absent[-1]: 0
+        return bool((absent[self.firsts[shards + 1] - 1] == absent[self.firsts[shards] - 1]).all())
+
     def touch(self, shard: int) -> None:
         """Take note that a shard is in use."""
         with contextlib.suppress(FileNotFoundError):
@@ -128,6 +137,7 @@ class CachedShards:
                 if not self.missing(row, stop):
                     self.synced[shard] = 0
                     self.present[row:stop] += 1
+                    self.evictions[0] += 1  # by one process at a time: the cache is locked while room is made
                     punch_hole(fd, *self._hole(row, stop, *around))
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
@@ -164,7 +174,7 @@ def create_flags(folder: Path) -> None:
         aside.replace(path)
         return
     with path.open("r+b") as file:
-        if file.read(_HEAD) == boot:
+        if file.read(_BOOT) == boot:
             return
     cached = CachedShards(folder)
     for shard in range(shards):
@@ -176,9 +186,9 @@ def create_flags(folder: Path) -> None:
 
 
 def boot_id() -> bytes:
-    """What names the running of this machine since it was started: 64 bytes."""
+    """What names the running of this machine since it was started: 56 bytes."""
     path = Path("/proc/sys/kernel/random/boot_id")
-    return (path.read_bytes().strip() if path.exists() else b"unknown").ljust(_HEAD, b"\0")
+    return (path.read_bytes().strip() if path.exists() else b"unknown").ljust(_BOOT, b"\0")
 
 
 def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import remote_dataset
 from savable_pipeline.cache_room import bytes_in_use
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.remote_dataset import RemoteDataset, open_dataset
@@ -168,10 +169,41 @@ def test_a_ref_of_another_dataset_is_refused_over_a_server_as_on_a_disk(server: 
             open_dataset(place).samples(beyond)
 
 
+def all_refs(dataset: Dataset) -> RefArray:
+    refs = np.zeros(dataset.count, REF)
+    refs["index"] = np.arange(dataset.count)
+    return refs
+
+
+def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> RemoteDataset:
+    """A dataset that has found all of itself in the cache."""
+    monkeypatch.setattr(remote_dataset, "_LOOK_S", 0.0)
+    monkeypatch.setattr(remote_dataset, "_LOOK_SHARE", 0)
+    dataset = open_dataset(f"{server.url}/shards/")
+    assert isinstance(dataset, RemoteDataset)
+    for sample in dataset.samples(all_refs(dataset)):
+        _ = sample["json"]
+    assert dataset.ahead
+    dataset.announce(all_refs(dataset)[:1])
+    assert not dataset.ahead
+    return dataset
+
+
+def evict(dataset: RemoteDataset, shard: int) -> None:
+    """Evict all of a shard; what a fetcher has locked at this moment, as soon as it lets go."""
+    fd = dataset._cached.open(shard)
+    rows = slice(*dataset._cached.firsts[shard : shard + 2])
+    while (dataset._cached.present[rows] & 1).any():
+        dataset._cached.evict(shard, fd, wanted=True)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("all_here", [False, True])
 def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
-    server: ToyServer, monkeypatch: pytest.MonkeyPatch
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch, all_here: bool
 ) -> None:
     dataset = open_dataset(f"{server.url}/shards/", cache_size=60_000)
+    dataset = filled(server, monkeypatch) if all_here else dataset
     assert isinstance(dataset, RemoteDataset)
     expected = dataset.read(0, 3, "json")
     assert b'"id": 3' in expected
@@ -180,15 +212,30 @@ def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
     def evict_first(fd: int, size: int, offset: int) -> bytes:
         if not evicted:
             evicted.append(True)
-            file = dataset._cached.open(0)
-            dataset._cached.evict(0, file, wanted=True)
-            os.close(file)
+            evict(dataset, 0)
             assert not any(pread(fd, size, offset))  # what is read now is a hole
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", evict_first)
     assert dataset.read(0, 3, "json") == expected
     assert evicted
+
+
+def test_a_dataset_that_is_all_here_asks_no_row_until_something_is_evicted(
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = filled(server, monkeypatch)
+    asked = server.requests
+    dataset._present = None  # type: ignore[assignment]  # whoever looks at a row fails
+    assert [sample.json()["id"] for sample in dataset.samples(all_refs(dataset))] == list(range(118))
+    dataset.announce(all_refs(dataset))
+    assert server.requests == asked
+    dataset._present = dataset._cached.present.data
+    evict(dataset, 2)
+    assert [sample.json()["id"] for sample in dataset.samples(all_refs(dataset))] == list(range(118))
+    assert dataset.ahead and server.requests > asked
+    dataset.announce(all_refs(dataset))
+    assert not dataset.ahead  # all is here again
 
 
 def test_two_workers_fetch_each_byte_once(server: ToyServer, local: Path) -> None:

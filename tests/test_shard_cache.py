@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -198,6 +199,49 @@ def test_a_lock_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
     os.close(fd)
 
 
+def test_an_eviction_takes_rows_away_then_counts_then_drops_their_bytes(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 7, 16)
+    seen: list[tuple[str, bool, int]] = []
+
+    class Count:
+        """Stands in for the counter."""
+
+        value = 0
+
+        def __getitem__(self, at: int) -> int:
+            return self.value
+
+        def __setitem__(self, at: int, value: int) -> None:
+            seen.append(("counts", is_right(cached, shards, 8), len(here(cached))))
+            self.value = value
+
+    def punch(fd: int, start: int, stop: int) -> None:
+        seen.append(("drops", is_right(cached, shards, 8), len(here(cached))))
+
+    counter = Count()
+    monkeypatch.setattr(cached, "evictions", counter)
+    monkeypatch.setattr(shard_cache, "punch_hole", punch)
+    evict(cached, 2, wanted=True)
+    assert seen == [("counts", True, 0), ("drops", True, 0)]
+    assert counter.value == 1
+
+
+def test_shards_are_all_present_only_if_each_of_their_rows_is(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    for shard, first, last in ((0, 0, 6), (1, 6, 7), (2, 7, 16)):
+        bring(cached, shards, first, last - 1) if last - 1 > first else None
+        assert not cached.all_present(np.array([shard]))
+        bring(cached, shards, first, last)
+        assert cached.all_present(np.array([shard]))
+        assert cached.all_present(np.arange(3)) == (shard == 2)
+    evict(cached, 1, wanted=True)
+    assert [cached.all_present(np.array(some)) for some in ([0, 2], [0, 1], [1], [2])] == [True, False, False, True]
+    assert CachedShards(cached.folder).evictions[0] == 1
+
+
 def test_after_a_start_of_the_machine_only_synced_shards_are_trusted(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +250,7 @@ def test_after_a_start_of_the_machine_only_synced_shards_are_trusted(
     bring(cached, shards, 8, 12)
     create_flags(cached.folder)
     assert here(CachedShards(cached.folder)) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
-    monkeypatch.setattr(shard_cache, "boot_id", lambda: b"another".ljust(64, b"\0"))
+    monkeypatch.setattr(shard_cache, "boot_id", lambda: b"another".ljust(56, b"\0"))
     create_flags(cached.folder)
     assert here(CachedShards(cached.folder)) == [0, 1, 2, 3, 4, 5]
     assert not cached.path(2).exists()
