@@ -86,7 +86,6 @@ class RemoteDataset(Dataset):
             np.searchsorted(self._cached.firsts, rows, side="right") - 1
         )  # in the index, of shards with rows
         self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
-        self._touched: dict[int, float] = {}  # by the index's number of a shard: when it was said to be in use
         self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
 
     def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
@@ -115,7 +114,7 @@ class RemoteDataset(Dataset):
         rows = self._locate(refs)[1]
         here = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
-        self._touch(rows[here])
+        self._cached.touch(rows[here])
         if here.all():
             self._see_whether_all_is_here(now)
             return
@@ -236,14 +235,6 @@ class RemoteDataset(Dataset):
         while len(self._handles) > OPEN_SHARDS:
             os.close(self._handles.popitem(last=False)[1])
         return fd
-
-    def _touch(self, rows: NDArray[np.int64]) -> None:
-        """Let shards that are read stay longer than those that are not."""
-        now = time.monotonic()
-        for shard in np.unique(np.searchsorted(self._cached.firsts, rows, side="right") - 1).tolist():
-            if now - self._touched.get(shard, -_TOUCH_S) >= _TOUCH_S:
-                self._touched[shard] = now
-                self._cached.touch(shard)
 
     def _requests(self, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
         """What to ask for to get these ascending rows: runs of rows of one shard, of about a piece at most."""

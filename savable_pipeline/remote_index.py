@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +253,7 @@ def _keep(cached: CachedShards, scanned: Path) -> None:
         (scanned / entry.name).replace(cached.path(shard))
         rows = slice(int(cached.firsts[shard]), int(cached.firsts[shard + 1]))
         cached.present[rows] |= 1
+        cached.touched[shard] = time.time()
         fd = cached.open(shard)
         cached.sync_if_complete(shard, fd)
         os.close(fd)

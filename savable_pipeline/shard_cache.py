@@ -4,8 +4,8 @@
     CACHE/DATASET/lock              held while an index is fetched or made
     CACHE/DATASET/scan/…            shards that are being indexed
     CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum
-    CACHE/DATASET/VERSION/flags     boot id 56 │ evictions u64 │ present u8 (rows,) │ used u8 (rows,)
-                                    │ synced u8 (shards,)
+    CACHE/DATASET/VERSION/flags     boot id 56 │ evictions u64 │ touched f64 (shards,) │ present u8 (rows,)
+                                    │ used u8 (rows,) │ synced u8 (shards,)
     CACHE/DATASET/VERSION/N.tar     shard number N of the index: only the samples that were needed, the rest are holes
 
 A row is a sample of the index. Its bytes are written first, and then its `present` becomes odd; when it is evicted
@@ -14,7 +14,8 @@ before and after has read the right bytes; no one reads a part. `evictions` coun
 eviction: whoever finds it, then all rows present, and after reading any of them the same count again, needs to look at
 no row. Both changes are made under a lock on these very bytes
 of the shard's file, which dies with the process that holds it. `used` says whether a plan still needs the row: WANTED,
-USED, or LEFT_OUT when it was announced and there was no room for it.
+USED, or LEFT_OUT when it was announced and there was no room for it. `touched` is when a shard was last in use, in
+seconds since 1970: files have such a time too, but setting it takes a disk milliseconds.
 
 A machine that goes down may lose what it had not written to disk: after a start (another boot id) only the shards
 stay that were complete and had been synced.
@@ -28,12 +29,14 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.errors import ShardError
 from savable_pipeline.shard_index import ShardIndex
 from savable_pipeline.tar import padded
 
@@ -55,7 +58,11 @@ class CachedShards:
         self.firsts = np.cumsum([0, *(entry.samples for entry in self.index.shards)])  # int64 (shards + 1,)
         self._file = (folder / "flags").open("r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
-        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD)
+        if len(self._map) != flags_bytes(self.index):
+            raise ValueError(f"{folder}/flags: {len(self._map)} bytes, which do not fit its index")
+        shards = len(self.index.shards)
+        self.touched: NDArray[np.float64] = np.frombuffer(self._map, np.float64, shards, offset=_HEAD)
+        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD + 8 * shards)
         self.evictions = memoryview(self._map)[_BOOT:_HEAD].cast("Q")  # uint64 (1,)
         self.present: Flags = flags[: self.rows]
         self.used: Flags = flags[self.rows : 2 * self.rows]
@@ -64,6 +71,10 @@ class CachedShards:
     def hold(self) -> None:
         """Say that a reader needs what it has announced here, until this process and those forked from it are gone."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def is_current(self) -> bool:
+        """Whether the flags are still those in the folder. Raises OSError if none are there."""
+        return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / "flags").stat())
 
     def is_held(self) -> bool:
         """Whether a reader holds this version."""
@@ -100,10 +111,9 @@ class CachedShards:
         absent = np.append(np.cumsum(self.present & 1 == 0), 0)  # absent[i]: in the rows up to i; absent[-1]: 0
         return bool((absent[self.firsts[shards + 1] - 1] == absent[self.firsts[shards] - 1]).all())
 
-    def touch(self, shard: int) -> None:
-        """Take note that a shard is in use."""
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(self.path(shard))
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """Take note that the shards of some rows are in use."""
+        self.touched[np.searchsorted(self.firsts, rows, side="right") - 1] = time.time()
 
     def open(self, shard: int) -> int:
         """A descriptor of a shard's file, of its full size and empty if it was not there."""
@@ -116,6 +126,7 @@ class CachedShards:
     def arrived(self, row: int, stop: int) -> None:
         """Take note that these rows were absent and have been written; the caller holds the lock on their bytes."""
         self.used[row:stop] = WANTED
+        self.touched[self.shard_of(row)] = time.time()
         self.present[row:stop] += 1
 
     def sync_if_complete(self, shard: int, fd: int) -> None:
@@ -162,15 +173,20 @@ class CachedShards:
 
 
 def create_flags(folder: Path) -> None:
-    """Make the flags of a version, or after a start of the machine drop what may not have reached the disk."""
+    """Make the flags of a version, or after a start of the machine drop what may not have reached the disk.
+
+    Flags that are not of the right size are made anew, and what they told of is dropped. Raises `ShardError` if a
+    process reads by them.
+    """
     path, boot = folder / "flags", boot_id()
     index = ShardIndex(folder / "index")
-    rows, shards = len(index.starts), len(index.shards)
-    if not path.exists():
+    shards = len(index.shards)
+    if not path.exists() or path.stat().st_size != flags_bytes(index):
+        _drop_damaged(folder)
         aside = path.with_name("flags.tmp")
         with aside.open("wb") as file:
             file.write(boot)
-            file.truncate(_HEAD + 2 * rows + shards)
+            file.truncate(flags_bytes(index))
         aside.replace(path)
         return
     with path.open("r+b") as file:
@@ -183,6 +199,24 @@ def create_flags(folder: Path) -> None:
             cached.path(shard).unlink(missing_ok=True)
     with path.open("r+b") as file:
         file.write(boot)
+
+
+def flags_bytes(index: ShardIndex) -> int:
+    """How large the flags of an index's rows and shards are."""
+    return _HEAD + 9 * len(index.shards) + 2 * len(index.starts)
+
+
+def _drop_damaged(folder: Path) -> None:
+    """Delete the shards of a version whose flags are damaged or gone: no one knows any more what is in them."""
+    with contextlib.suppress(FileNotFoundError), (folder / "flags").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ShardError(
+                f"{folder}: this cache is damaged; end the runs that read from it, and remove it"
+            ) from None
+    for shard in folder.glob("*.tar"):
+        shard.unlink()
 
 
 def boot_id() -> bytes:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from savable_pipeline import shard_cache
 from savable_pipeline.cache_room import Room, bytes_in_use, cache_bytes, cache_folder, write_at
 from savable_pipeline.dataset import Dataset
+from savable_pipeline.errors import ShardError
 from savable_pipeline.indexing import INDEX_NAME
 from savable_pipeline.shard_cache import (
     USED,
@@ -127,7 +128,8 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     bring(cached, shards, 0, 6)
     bring(cached, shards, 7, 16)
     cached.used[[1, 2, 3, 9, 10, 11, 12]] = USED
-    os.utime(cached.path(2), (1, 1))  # the shard used least recently
+    cached.touch(np.array([0, 5, 6]))  # shard 2 is the one used least recently
+    os.utime(cached.path(0), (1, 1))  # which says nothing
     limit = bytes_in_use(tmp_path)
     room = Room(tmp_path, limit)
     room.take(1000)
@@ -254,6 +256,37 @@ def test_after_a_start_of_the_machine_only_synced_shards_are_trusted(
     create_flags(cached.folder)
     assert here(CachedShards(cached.folder)) == [0, 1, 2, 3, 4, 5]
     assert not cached.path(2).exists()
+
+
+@pytest.mark.parametrize("size", [0, 10, 64, 100_000])
+def test_flags_of_a_wrong_size_are_made_anew_and_nothing_they_told_of_is_trusted(
+    shards: Path, tmp_path: Path, size: int
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    room = Room(tmp_path, 1 << 30)
+    assert room._cached(cached.folder) is not None
+    (cached.folder / "other").write_bytes(bytes(size))
+    (cached.folder / "other").replace(cached.folder / "flags")
+    with pytest.raises((ValueError, OSError)):
+        CachedShards(cached.folder)
+    assert not room.free(1000)  # nobody knows what that version holds
+    create_flags(cached.folder)
+    again = CachedShards(cached.folder)
+    assert here(again) == []
+    assert not again.path(0).exists()
+    bring(again, shards, 0, 6)
+    assert room.free(1000)
+    assert here(again) == []
+
+
+def test_flags_of_a_wrong_size_that_a_reader_holds_are_an_error(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    with (cached.folder / "flags").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ShardError, match="this cache is damaged; end the runs that read from it, and remove it"):
+        create_flags(cached.folder)
 
 
 def test_a_full_disk_is_given_room_and_is_an_error_when_there_is_none(
