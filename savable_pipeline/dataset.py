@@ -89,6 +89,11 @@ class Dataset:
         """Where the shards lie, for errors."""
         return str(self.root)
 
+    @property
+    def index_path(self) -> Path:
+        """Where the index lies, unless it is in the user's cache."""
+        return self.root / INDEX_NAME
+
     def announce(self, refs: RefArray) -> None:
         """Hear what will be read soon: the kernel is told."""
         announce(self, (refs["index"] & _UNTAGGED).astype(np.int64))
@@ -255,7 +260,7 @@ class Dataset:
 
     def _damaged_index(self, what: str) -> ShardError:
         return ShardError(
-            f"{self.root}: the index of {what} is damaged; remove {self.root / INDEX_NAME} and start again",
+            f"{self.address}: the index of {what} is damaged; remove {self.index_path} and start again",
             reason="damaged index",
         )
 
@@ -296,7 +301,7 @@ class Dataset:
         if not self._index.ends_as_written(entry.name, fd):
             raise ShardError(
                 f"{path}: as large as when it was indexed, but its last sample lies elsewhere: the shard was rewritten "
-                f"since; remove {self.root / INDEX_NAME} and start again to index it, or put the old shard back",
+                f"since; remove {self.index_path} and start again to index it, or put the old shard back",
                 reason="changed shard",
             )
         self._whole.add(shard)

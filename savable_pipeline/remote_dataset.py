@@ -82,9 +82,7 @@ class RemoteDataset(Dataset):
         self._all_here_since = -1  # what `evictions` counted when the whole dataset was here; -1: it is not
         self._look_at = self._touch_at = 0.0
         rows = self._rows[np.diff(self.firsts) > 0]
-        self._numbers = (
-            np.searchsorted(self._cached.firsts, rows, side="right") - 1
-        )  # in the index, of shards with rows
+        self._numbers = self._cached.shards_of(rows)  # in the index, of shards with rows
         self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
         self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
 
@@ -99,6 +97,11 @@ class RemoteDataset(Dataset):
     def address(self) -> str:
         """The URL."""
         return self._url
+
+    @property
+    def index_path(self) -> Path:
+        """Where the index lies in the cache."""
+        return self._cached.folder / "index"
 
     def __del__(self) -> None:
         super().__del__()
@@ -225,12 +228,17 @@ class RemoteDataset(Dataset):
         raise self._evicted(shard)
 
     def _open(self, shard: int) -> int:
-        """A handle of a shard's file in the cache, which is there as soon as one of its rows is."""
-        path = self._cached.path(self._cached.shard_of(int(self._rows[shard])))
+        """A handle of a shard's file in the cache. What is damaged there is fetched again. Raises `ShardError`."""
+        name, number = self.shard_name(shard), self._cached.shard_of(int(self._rows[shard]))
+        if shard not in self._whole and not self._index.is_whole(name):
+            raise self._damaged_index(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._cached.open(number)
         except OSError as error:
-            raise RemoteError(f"{path}: {error.strerror}; was the cache cleared? Start again to fill it") from error
+            raise RemoteError(f"{self._cached.path(number)}: {error.strerror}; see that the cache is there") from error
+        if shard not in self._whole:
+            self._whole.add(shard)
+            self._cached.forget_holes(number, fd)
         self._handles[shard] = fd
         while len(self._handles) > OPEN_SHARDS:
             os.close(self._handles.popitem(last=False)[1])

@@ -261,10 +261,11 @@ def _keep(cached: CachedShards, scanned: Path) -> None:
 
 def _pointed(pointer: Path, stamp: str) -> Path | None:
     """The version that a pointer names, if it was made for this stamp and is there."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, ValueError, ShardError):
         made = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
         version = pointer.parent / made.version
-        if made.stamp == stamp and (version / "index").exists():
+        if made.stamp == stamp and _checksum(version / "index") == version.name:
+            ShardIndex(version / "index")  # is whole, at least its header
             return version
     return None
 
@@ -275,12 +276,16 @@ def _install(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
     damaged = [entry.name for entry in index.shards if not index.is_whole(entry.name)]
     if damaged:
         raise ShardError(f"the part of {damaged[0]} is damaged")
-    with fresh.open("rb") as file:
-        version = folder / file.read(16)[8:].hex()
+    version = folder / _checksum(fresh)
     version.mkdir(exist_ok=True)
     fresh.replace(version / "index")
     replace_file(pointer, [msgspec.json.encode(_Pointer(stamp, version.name))])
     return version
+
+
+def _checksum(index: Path) -> str:
+    with index.open("rb") as file:
+        return file.read(16)[8:].hex()
 
 
 class _Pointer(msgspec.Struct):

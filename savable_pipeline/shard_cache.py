@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -39,6 +40,8 @@ from numpy.typing import NDArray
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shard_index import ShardIndex
 from savable_pipeline.tar import padded
+
+log = logging.getLogger(__name__)
 
 WANTED, USED, LEFT_OUT = 0, 1, 2
 _BOOT, _HEAD = 56, 64
@@ -93,6 +96,10 @@ class CachedShards:
         """The number of the shard that holds a row."""
         return int(np.searchsorted(self.firsts, row, side="right")) - 1
 
+    def shards_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers of the shards that hold some rows."""
+        return np.searchsorted(self.firsts, rows, side="right") - 1
+
     def extent(self, row: int, stop: int) -> tuple[int, int]:
         """The first byte of a row, and the one after row `stop - 1` of the same shard."""
         index, last = self.index, stop - 1
@@ -113,15 +120,31 @@ class CachedShards:
 
     def touch(self, rows: NDArray[np.int64]) -> None:
         """Take note that the shards of some rows are in use."""
-        self.touched[np.searchsorted(self.firsts, rows, side="right") - 1] = time.time()
+        self.touched[self.shards_of(rows)] = time.time()
 
     def open(self, shard: int) -> int:
-        """A descriptor of a shard's file, of its full size and empty if it was not there."""
+        """A descriptor of a shard's file, of its full size; empty if it was not there, or of another size."""
         fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         size = self.index.shards[shard].size
-        if os.fstat(fd).st_size != size:
+        found = os.fstat(fd).st_size
+        if found != size:
+            if found or len(self._here(shard)):
+                self._empty(shard, fd, size)
             os.ftruncate(fd, size)
         return fd
+
+    def _here(self, shard: int) -> NDArray[np.int64]:
+        """The rows of a shard that are here."""
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        return first + np.flatnonzero(self.present[first:end] & 1)
+
+    def _empty(self, shard: int, fd: int, size: int) -> None:
+        """Take away all rows of a shard whose file someone has deleted, cut or lengthened."""
+        with locked(fd, 0, size):
+            if os.fstat(fd).st_size != size:  # else another has done it
+                for row, stop in runs(self._here(shard)):
+                    self._gone(shard, slice(row, stop))
+                os.ftruncate(fd, 0)
 
     def arrived(self, row: int, stop: int) -> None:
         """Take note that these rows were absent and have been written; the caller holds the lock on their bytes."""
@@ -146,10 +169,35 @@ class CachedShards:
             around = self._rows_around(shard, row, stop)
             with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
                 if not self.missing(row, stop):
-                    self.synced[shard] = 0
-                    self.present[row:stop] += 1
-                    self.evictions[0] += 1  # by one process at a time: the cache is locked while room is made
+                    self._gone(shard, slice(row, stop))
                     punch_hole(fd, *self._hole(row, stop, *around))
+
+    def _gone(self, shard: int, rows: slice) -> None:
+        """Take note, in this order, that some rows are not here any more; the caller holds the lock on their bytes."""
+        self.synced[shard] = 0
+        self.present[rows] += 1
+        with (self.folder / "flags").open("r+b") as file, locked(file.fileno(), _BOOT, _HEAD):  # one at a time
+            self.evictions[0] += 1
+
+    def forget_holes(self, shard: int, fd: int) -> None:
+        """Take away the rows that should be here and lie in holes of the file, which someone has emptied.
+
+        Only whole blocks are holes: a small sample of which a part is gone is not noticed.
+        """
+        here = self._here(shard)
+        if not len(here):
+            return
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        starts = np.frombuffer(self.index.starts, np.uint64)[first:end].astype(np.int64)
+        lost = np.zeros(end - first, dtype=bool)
+        for begin, past in holes(fd):
+            low = max(int(np.searchsorted(starts, begin, side="right")) - 1, 0)
+            lost[low : np.searchsorted(starts, past)] |= begin < self.extent(end - 1, end)[1]
+        for row, stop in runs(here[lost[here - first]]):
+            with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(row, stop), wait=False):
+                if not self.missing(row, stop):
+                    log.warning("%s: samples are not there any more, and are fetched again", self.path(shard))
+                    self._gone(shard, slice(row, stop))
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
         """The rows that share a block of the disk with rows `row` to `stop - 1`, those included."""
@@ -247,6 +295,19 @@ def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[Non
         yield
     finally:
         fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, stop - start, 0))
+
+
+def holes(fd: int) -> Iterator[tuple[int, int]]:
+    """The holes of a file, first byte and the one after the last; that at its end is none."""
+    size = os.fstat(fd).st_size
+    begin = os.lseek(fd, 0, os.SEEK_HOLE) if size else 0
+    while begin < size:
+        try:
+            past = os.lseek(fd, begin, os.SEEK_DATA)
+        except OSError:  # there is no more
+            past = size
+        yield begin, past
+        begin = os.lseek(fd, past, os.SEEK_HOLE) if past < size else size
 
 
 def punch_hole(fd: int, start: int, stop: int) -> None:

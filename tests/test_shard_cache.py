@@ -231,6 +231,44 @@ def test_an_eviction_takes_rows_away_then_counts_then_drops_their_bytes(
     assert counter.value == 1
 
 
+def test_rows_that_lie_in_holes_are_forgotten_and_no_others(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 8, 15)  # the first and the last row of the shard are holes, and should be
+    for shard in (0, 2):
+        fd = cached.open(shard)
+        cached.forget_holes(shard, fd)
+        os.close(fd)
+    assert here(cached) == [0, 1, 2, 3, 4, 5, *range(8, 15)]
+    fd = cached.open(2)
+    start, stop = cached.extent(9, 13)
+    shard_cache.punch_hole(fd, start + 4096, stop - 4096)
+    cached.forget_holes(2, fd)
+    os.close(fd)
+    assert {0, 1, 2, 3, 4, 5, 8, 13, 14} <= set(here(cached))
+    assert not {10, 11} & set(here(cached))
+    assert cached.evictions[0] == 1
+
+
+@pytest.mark.parametrize("size", [None, 0, 9000, 100_000])
+def test_the_rows_of_a_file_that_was_deleted_cut_or_lengthened_are_forgotten(
+    shards: Path, tmp_path: Path, size: int | None
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 8, 12)
+    if size is None:
+        cached.path(0).unlink()
+    else:
+        os.truncate(cached.path(0), size)
+    os.close(cached.open(0))
+    assert here(cached) == [8, 9, 10, 11]
+    assert cached.evictions[0] == 1
+    bring(cached, shards, 0, 6)
+    assert [row for row in here(cached) if not is_right(cached, shards, row)] == []
+    assert len(here(cached)) == 10
+
+
 def test_shards_are_all_present_only_if_each_of_their_rows_is(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
     for shard, first, last in ((0, 0, 6), (1, 6, 7), (2, 7, 16)):
