@@ -16,7 +16,7 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.indexing import find_index
 from savable_pipeline.nv_meta import listed, read_counts, read_field_map, read_split, split_names
 from savable_pipeline.remote import is_remote
-from savable_pipeline.remote_index import look_up
+from savable_pipeline.remote_lookup import look_up
 from savable_pipeline.shard_index import ShardEntry
 from savable_pipeline.shard_jobs import Answer, each_shard
 from savable_pipeline.shard_paths import Shards, find_shards

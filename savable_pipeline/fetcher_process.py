@@ -21,8 +21,9 @@ from typing import Any
 from savable_pipeline.cache_room import Room, write_at
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 from savable_pipeline.fetcher import PIECE
-from savable_pipeline.shard_cache import LEFT_OUT, CachedShards, locked
+from savable_pipeline.shard_cache import LEFT_OUT, CachedShards
 from savable_pipeline.shard_index import ShardEntry
+from savable_pipeline.sparse_file import locked
 from savable_pipeline.stores import Stores
 
 _THREADS = 16

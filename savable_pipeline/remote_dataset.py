@@ -18,7 +18,8 @@ from savable_pipeline.errors import RemoteError, ShardError
 from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
 from savable_pipeline.on_error import OnError
 from savable_pipeline.remote import is_remote
-from savable_pipeline.remote_index import METADATA, open_remote
+from savable_pipeline.remote_index import open_remote
+from savable_pipeline.remote_lookup import METADATA
 from savable_pipeline.sample import RefArray, Sample, matching
 from savable_pipeline.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.shard_index import ShardIndex

@@ -6,14 +6,12 @@ What needs the network here is done by a fetcher process that ends when the inde
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,9 +19,9 @@ import msgspec
 from savable_pipeline.cache_room import cache_bytes, cache_folder
 from savable_pipeline.errors import ShardError
 from savable_pipeline.fetcher import Fetcher
-from savable_pipeline.indexing import INDEX_NAME, Progress
-from savable_pipeline.nv_meta import META
-from savable_pipeline.remote import RemoteShards, find_remote
+from savable_pipeline.indexing import Progress
+from savable_pipeline.remote import RemoteShards
+from savable_pipeline.remote_lookup import install_index, looked_up, pointed_version
 from savable_pipeline.scan import scan
 from savable_pipeline.shard_cache import CachedShards, create_flags
 from savable_pipeline.shard_index import ShardEntry, ShardIndex, ShardTable, replace_file, write_index
@@ -31,9 +29,6 @@ from savable_pipeline.shard_paths import Shards
 
 log = logging.getLogger(__name__)
 
-METADATA = "metadata"  # a folder beside the versions of a dataset
-_INFO_NAME = f"{META}/.info.json"
-_METADATA = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 _AT_ONCE = 8  # shards fetched at a time to be indexed
 
 
@@ -47,7 +42,7 @@ def open_remote(
     """
     with (
         contextlib.closing(Fetcher(cache, limit)) as fetcher,
-        _looked_up(shards, cache, fetcher) as (found, folder, version),
+        looked_up(shards, cache, fetcher) as (found, folder, version),
     ):
         if version is None or not _knows(version, found, tolerant):
             version = _made_index(found, folder, fetcher, limit, tolerant, progress)
@@ -66,100 +61,11 @@ def index_remote(shards: Shards, progress: Progress = lambda done, total: None) 
     return cached.folder / "index", [entry for entry in cached.index.shards if entry.fault and entry.name in names]
 
 
-def look_up(shards: Shards) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """The shards that these URLs mean, a folder with what Energon says of them, and what their own index says."""
-    cache = cache_folder(None)
-    with (
-        contextlib.closing(Fetcher(cache, cache_bytes(None, cache))) as fetcher,
-        _looked_up(shards, cache, fetcher) as (found, folder, version),
-    ):
-        entries = [] if version is None else ShardIndex(version / "index").shards
-        return found, folder / METADATA, {entry.name: entry for entry in entries}
-
-
-@contextlib.contextmanager
-def _looked_up(shards: Shards, cache: Path, fetcher: Fetcher) -> Iterator[tuple[RemoteShards, Path, Path | None]]:
-    """The shards, their dataset's folder in the cache, locked meanwhile, and the version of its own index, if any."""
-    found = find_remote(shards, fetcher)
-    folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
-    with _locked(folder):
-        for litter in folder.glob("*.tmp"):
-            litter.unlink()
-        version = _own_index(found, folder, fetcher)
-        if not found.names:
-            found = _named(found, version, fetcher)
-        _check_names(found)
-        _fetch_metadata(found.root, folder / METADATA, fetcher)
-        yield found, folder, version
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _named(found: RemoteShards, version: Path | None, fetcher: Fetcher) -> RemoteShards:
-    """With the names that the dataset's own index or Energon's `.info.json` gives."""
-    if version is not None:
-        names = [entry.name for entry in ShardIndex(version / "index").shards]
-        return RemoteShards(found.root, sorted(names), {})
-    raw = fetcher.ask("read", found.root, _INFO_NAME)
-    if raw is None:
-        raise ShardError(
-            f"{found.root}: a web server cannot be listed, and there is neither {INDEX_NAME} nor {_INFO_NAME}; name "
-            f"the shards, as in {found.root}/{{000..099}}.tar"
-        )
-    try:
-        return RemoteShards(found.root, sorted(msgspec.json.decode(raw, type=_Info).shard_counts), {})
-    except msgspec.DecodeError as error:
-        raise ShardError(f"{found.root}/{_INFO_NAME}: {error}") from error
-
-
-def _check_names(found: RemoteShards) -> None:
-    """Raise `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
-    for name in found.names:
-        if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
-            raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
-
-
-def _fetch_metadata(root: str, local: Path, fetcher: Fetcher) -> None:
-    """Bring what Energon has written beside the shards to where a dataset looks for it."""
-    (local / META).mkdir(parents=True, exist_ok=True)
-    tickets = {name: fetcher.begin("read", root, f"{META}/{name}") for name in _METADATA}
-    for name, ticket in tickets.items():
-        raw = fetcher.wait(ticket)
-        if raw is None:
-            (local / META / name).unlink(missing_ok=True)
-        else:
-            replace_file(local / META / name, [raw])
-
-
 def _knows(version: Path, found: RemoteShards, tolerant: bool) -> bool:
     """Whether an index has all the shards, as large as they are now, and whole unless `tolerant`."""
     entries = ShardIndex(version / "index").shards
     known = {entry.name: entry.size for entry in entries if tolerant or not entry.fault}
     return all(name in known and found.sizes.get(name, known[name]) == known[name] for name in found.names)
-
-
-def _own_index(found: RemoteShards, folder: Path, fetcher: Fetcher) -> Path | None:
-    """The version that the dataset's own index describes; fetched if it is another than last time."""
-    stat = fetcher.ask("stat", found.root, INDEX_NAME)
-    if stat is None:
-        return None
-    size, stamp = stat
-    version = _pointed(folder / "own.json", stamp)
-    if version is not None:
-        return version
-    fresh = folder / "fetched.index"
-    fetcher.ask("whole", found.root, INDEX_NAME, size, str(fresh))
-    try:
-        return _install(folder, fresh, folder / "own.json", stamp)
-    except (ShardError, ValueError) as error:
-        log.warning("%s/%s: %s; another is made", found.root, INDEX_NAME, error)
-        return None
 
 
 def _made_index(
@@ -168,7 +74,7 @@ def _made_index(
     """The version of an index made here, from shards fetched whole; they stay in the cache if it holds them all."""
     names = hashlib.sha256("\0".join(found.names).encode()).hexdigest()[:32]
     pointer = folder / f"made-{names}.json"
-    version = _pointed(pointer, names)
+    version = pointed_version(pointer, names)
     if version is not None and _knows(version, found, tolerant):
         return version
     sizes = {name: found.sizes.get(name) or _size(found.root, name, fetcher) for name in found.names}
@@ -181,7 +87,7 @@ def _made_index(
     )
     fresh = folder / "fetched.index"
     write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep, tolerant, progress))
-    version = _install(folder, fresh, pointer, names)
+    version = install_index(folder, fresh, pointer, names)
     create_flags(version)
     if keep:
         _keep(CachedShards(version), folder / "scan")
@@ -257,41 +163,3 @@ def _keep(cached: CachedShards, scanned: Path) -> None:
         fd = cached.open(shard)
         cached.sync_if_complete(shard, fd)
         os.close(fd)
-
-
-def _pointed(pointer: Path, stamp: str) -> Path | None:
-    """The version that a pointer names, if it was made for this stamp and is there."""
-    with contextlib.suppress(OSError, ValueError, ShardError):
-        made = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
-        version = pointer.parent / made.version
-        if made.stamp == stamp and _checksum(version / "index") == version.name:
-            ShardIndex(version / "index")  # is whole, at least its header
-            return version
-    return None
-
-
-def _install(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
-    """Move an index to where its checksum says, and let the pointer name it. Raises `ShardError` if it is damaged."""
-    index = ShardIndex(fresh)
-    damaged = [entry.name for entry in index.shards if not index.is_whole(entry.name)]
-    if damaged:
-        raise ShardError(f"the part of {damaged[0]} is damaged")
-    version = folder / _checksum(fresh)
-    version.mkdir(exist_ok=True)
-    fresh.replace(version / "index")
-    replace_file(pointer, [msgspec.json.encode(_Pointer(stamp, version.name))])
-    return version
-
-
-def _checksum(index: Path) -> str:
-    with index.open("rb") as file:
-        return file.read(16)[8:].hex()
-
-
-class _Pointer(msgspec.Struct):
-    stamp: str  # what it was made for: the server's stamp of the index, or a hash of the names
-    version: str
-
-
-class _Info(msgspec.Struct):
-    shard_counts: dict[str, int]

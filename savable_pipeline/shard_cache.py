@@ -24,14 +24,11 @@ stay that were complete and had been synced.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import logging
 import mmap
 import os
-import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +36,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shard_index import ShardIndex
+from savable_pipeline.sparse_file import holes, locked, punch_hole
 from savable_pipeline.tar import padded
 
 log = logging.getLogger(__name__)
@@ -46,7 +44,6 @@ log = logging.getLogger(__name__)
 WANTED, USED, LEFT_OUT = 0, 1, 2
 _BOOT, _HEAD = 56, 64
 _BLOCK = 4096  # what disks give and take
-_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 Flags = NDArray[np.uint8]
 
@@ -281,38 +278,3 @@ def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
     first = rows[np.r_[0, breaks + 1]]
     last = rows[np.r_[breaks, len(rows) - 1]] + 1
     return list(zip(first.tolist(), last.tolist(), strict=True))
-
-
-@contextlib.contextmanager
-def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
-    """Hold the bytes `start` to `stop - 1` of an open file; other descriptors wait, or get BlockingIOError.
-
-    The lock is the descriptor's: it goes when the process dies. Each thread needs a descriptor of its own.
-    """
-    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
-    try:
-        yield
-    finally:
-        fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, stop - start, 0))
-
-
-def holes(fd: int) -> Iterator[tuple[int, int]]:
-    """The holes of a file, first byte and the one after the last; that at its end is none."""
-    size = os.fstat(fd).st_size
-    begin = os.lseek(fd, 0, os.SEEK_HOLE) if size else 0
-    while begin < size:
-        try:
-            past = os.lseek(fd, begin, os.SEEK_DATA)
-        except OSError:  # there is no more
-            past = size
-        yield begin, past
-        begin = os.lseek(fd, past, os.SEEK_HOLE) if past < size else size
-
-
-def punch_hole(fd: int, start: int, stop: int) -> None:
-    """Give the bytes of a file back to the disk. Raises OSError where the file system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, _PUNCH, ctypes.c_long(start), ctypes.c_long(stop - start)):
-        code = ctypes.get_errno()
-        raise OSError(code, f"{os.strerror(code)}: the cache needs a file system that can punch holes, such as ext4")

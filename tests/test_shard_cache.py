@@ -20,12 +20,8 @@ from savable_pipeline.cache_room import Room, bytes_in_use, cache_bytes, cache_f
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.errors import ShardError
 from savable_pipeline.indexing import INDEX_NAME
-from savable_pipeline.shard_cache import (
-    USED,
-    CachedShards,
-    create_flags,
-    locked,
-)
+from savable_pipeline.shard_cache import USED, CachedShards, create_flags
+from savable_pipeline.sparse_file import locked, punch_hole
 from tests.conftest import write_numbered_shards
 
 SIZES = [6, 1, 9]
@@ -242,7 +238,7 @@ def test_rows_that_lie_in_holes_are_forgotten_and_no_others(shards: Path, tmp_pa
     assert here(cached) == [0, 1, 2, 3, 4, 5, *range(8, 15)]
     fd = cached.open(2)
     start, stop = cached.extent(9, 13)
-    shard_cache.punch_hole(fd, start + 4096, stop - 4096)
+    punch_hole(fd, start + 4096, stop - 4096)
     cached.forget_holes(2, fd)
     os.close(fd)
     assert {0, 1, 2, 3, 4, 5, 8, 13, 14} <= set(here(cached))
