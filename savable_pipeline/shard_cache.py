@@ -186,10 +186,11 @@ class CachedShards:
             return
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
         starts = np.frombuffer(self.index.starts, np.uint64)[first:end].astype(np.int64)
-        lost = np.zeros(end - first, dtype=bool)
+        lost, behind = np.zeros(end - first, dtype=bool), self.extent(end - 1, end)[1]
         for begin, past in holes(fd):
-            low = max(int(np.searchsorted(starts, begin, side="right")) - 1, 0)
-            lost[low : np.searchsorted(starts, past)] |= begin < self.extent(end - 1, end)[1]
+            if begin < behind:
+                low = max(int(np.searchsorted(starts, begin, side="right")) - 1, 0)
+                lost[low : np.searchsorted(starts, past)] = True
         for row, stop in runs(here[lost[here - first]]):
             with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(row, stop), wait=False):
                 if not self.missing(row, stop):
