@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from savable_pipeline.errors import ShardError
 from savable_pipeline.shard_cache import CachedShards
 
 DEFAULT_BYTES = 256 << 30
@@ -100,7 +101,8 @@ class Room:
 
     def _make(self, goal: int, needed: bool) -> int:
         """Evict until the files take `goal` bytes; gives what they take then."""
-        used = {path: stat.st_blocks for path, stat in sorted(_files(self._cache), key=lambda one: one[1].st_mtime_ns)}
+        files = sorted(_files(self._cache), key=lambda one: self._last_use(*one))
+        used = {path: stat.st_blocks for path, stat in files}
         in_use = self._evict(used, goal, int(goal * _LOW_WATER), wanted=False)
         return self._evict(used, goal, goal, wanted=True) if needed else in_use
 
@@ -120,23 +122,27 @@ class Room:
                 continue
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                before = os.fstat(fd)
                 cached.evict(int(path.stem), fd, wanted=wanted or not cached.is_held())
                 left = os.fstat(fd).st_blocks
-                os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # making holes is no use of it
             finally:
                 os.close(fd)
             in_use += 512 * (left - used[path])
             used[path] = left
         return in_use
 
+    def _last_use(self, path: Path, stat: os.stat_result) -> float:
+        """When a file was used, in seconds since 1970."""
+        cached = self._cached(path.parent)
+        return stat.st_mtime if cached is None else float(cached.touched[int(path.stem)])
+
     def _cached(self, folder: Path) -> CachedShards | None:
-        if folder not in self._known:
-            try:
+        """A version of a dataset as it is now; None if this is another folder, or it is damaged."""
+        try:
+            if folder not in self._known or not self._known[folder].is_current():
                 self._known[folder] = CachedShards(folder)
-            except (OSError, ValueError):
-                return None
-        return self._known[folder]
+            return self._known[folder]
+        except (OSError, ValueError, ShardError):
+            return None
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

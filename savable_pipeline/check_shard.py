@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -10,7 +11,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from savable_pipeline.cache_room import cache_bytes, cache_folder
 from savable_pipeline.content import content_fault, text_fault
+from savable_pipeline.errors import SavableError
+from savable_pipeline.fetcher import Fetcher
 from savable_pipeline.scan import printable, scan
 from savable_pipeline.tar import Extent, Member, samples
 
@@ -56,6 +60,23 @@ def check_shard(root: Path, name: str) -> ShardReport:
     if fault:
         problems.append(Problem("wrong .tar.idx", fault, name))
     return ShardReport(name, entry.size, entry.samples, entry.digest, problems)
+
+
+def check_remote_shard(url: str, folder: Path, name: str) -> ShardReport:
+    """The same of a shard behind a URL, which is fetched whole into an empty folder for that time."""
+    cache = cache_folder(None)
+    try:
+        with contextlib.closing(Fetcher(cache, cache_bytes(None, cache))) as fetcher:
+            for each in (name, str(Path(name).with_suffix(".tar.idx"))):
+                stat = fetcher.ask("stat", url, each)
+                if stat is not None:
+                    fetcher.ask("whole", url, each, stat[0], str(folder / each))
+        return check_shard(folder, name)
+    except SavableError as error:
+        return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
+    finally:
+        for path in (folder / name, (folder / name).with_suffix(".tar.idx")):
+            path.unlink(missing_ok=True)
 
 
 def _part_problems(root: Path, name: str, count: int) -> Iterator[Problem]:

@@ -33,6 +33,8 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.indexing import index_shards
 from savable_pipeline.info import dataset_info
 from savable_pipeline.named_object import named_pipeline, names_object
+from savable_pipeline.remote import is_remote
+from savable_pipeline.remote_index import index_remote
 from savable_pipeline.shard_index import replace_file
 from savable_pipeline.state_summary import differences, read_checkpoint, summarize
 from savable_pipeline.verify import Plan, verify
@@ -128,7 +130,7 @@ def convert(
 
 @app.command()
 def info(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern or one tar.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one tar, or a URL.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Say what a dataset holds: shards, samples, parts and their sizes, splits."""
@@ -138,7 +140,7 @@ def info(
 
 @app.command()
 def index(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern or one tar.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one tar, or a URL.")],
     workers: Annotated[int | None, typer.Option(help="Processes that read; by default one a processor.")] = None,
 ) -> None:
     """Index the shards of a dataset, so that the first run begins at once.
@@ -146,10 +148,16 @@ def index(
     The index lies beside the shards, or in a cache where they are read-only. Shards that are indexed as they are now
     are not read again; one that was stopped goes on where it stopped. What cannot be read to its end is listed, and
     the exit code is 1.
+
+    Shards behind a URL are fetched once for it, unless they have an index; it lies in the cache (SAVABLE_CACHE), and
+    spares every other node that when it is uploaded beside them as .nv-meta/savable.index.
     """
     with errors_as_lines():
         with progress_of(_err, "indexing", "shards") as progress:
-            place, faults = index_shards(path, processes=workers, progress=progress)
+            if is_remote(path):
+                place, faults = index_remote(path, progress)
+            else:
+                place, faults = index_shards(path, processes=workers, progress=progress)
         print_index(_out, place, faults)
     if faults:
         raise typer.Exit(1)
@@ -157,14 +165,14 @@ def index(
 
 @app.command()
 def check(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern or one tar.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one tar, or a URL.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that read; by default one a processor.")] = None,
 ) -> None:
     """Read all of a dataset and list what a run would stumble over: bad tars, images, JSON and text, wrong indexes.
 
     Nothing is changed. The exit code is 1 if something was found. A shard that was rewritten to the same size since it
-    was indexed is found here, and nowhere else.
+    was indexed is found here, and nowhere else. Shards behind a URL are fetched one by one, and not kept.
     """
     with errors_as_lines():
         with progress_of(_err, "checking", "shards") as progress:
@@ -177,7 +185,11 @@ def check(
 @app.command()
 def preview(
     what: Annotated[
-        str, typer.Argument(metavar="PATH|PIPELINE", help="Shards, or a pipeline: module:function, train.py:function.")
+        str,
+        typer.Argument(
+            metavar="PATH|PIPELINE",
+            help="Shards, also behind a URL, or a pipeline: module:function, train.py:function.",
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("preview.html"),
     samples: Annotated[int, typer.Option(help="Samples of a dataset to show.")] = 24,

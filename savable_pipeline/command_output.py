@@ -112,7 +112,7 @@ def print_info(console: Console, info: Info, *, as_json: bool) -> None:
         return
     smallest, largest = _extremes(info)
     facts = Table("", "", show_header=False, box=None)
-    facts.add_row("dataset", escape(str(info.root)))
+    facts.add_row("dataset", escape(info.root))
     facts.add_row("shards", f"{len(info.shards):,}")
     facts.add_row("samples", f"{info.samples:,}")
     facts.add_row("size", human_bytes(info.size))
@@ -140,7 +140,7 @@ def _shard_text(entry: ShardEntry) -> str:
 def _info_object(info: Info) -> dict[str, object]:
     smallest, largest = _extremes(info)
     return {
-        "root": str(info.root),
+        "root": info.root,
         "shards": len(info.shards),
         "samples": info.samples,
         "bytes": info.size,

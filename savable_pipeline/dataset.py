@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,13 +18,15 @@ from savable_pipeline.batch_memory import empty_bytes
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.indexing import INDEX_NAME, find_index, open_index
 from savable_pipeline.keys import key
-from savable_pipeline.nv_meta import FieldMap, read_counts, read_field_map, read_split
+from savable_pipeline.nv_meta import FieldMap, listed, read_counts, read_field_map, read_split
 from savable_pipeline.on_error import OnError, Quarantine
 from savable_pipeline.sample import TAG_SHIFT, RefArray, Sample, matching
 from savable_pipeline.selection import Rows, Selection, Subset
 from savable_pipeline.shard_index import Layout, ShardEntry, ShardIndex
 from savable_pipeline.shard_paths import Shards, find_shards
 from savable_pipeline.tar import members, split_name
+
+log = logging.getLogger(__name__)
 
 _UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 OPEN_SHARDS = 256  # handles kept open by one dataset in one process; the least recently opened is closed first
@@ -86,6 +89,11 @@ class Dataset:
         """Where the shards lie, for errors."""
         return str(self.root)
 
+    @property
+    def index_path(self) -> Path:
+        """Where the index lies, unless it is in the user's cache."""
+        return self.root / INDEX_NAME
+
     def announce(self, refs: RefArray) -> None:
         """Hear what will be read soon: the kernel is told."""
         announce(self, (refs["index"] & _UNTAGGED).astype(np.int64))
@@ -132,6 +140,8 @@ class Dataset:
             return Selection(names, self.firsts, subset=subset)
         parts = read_split(self.root, split, names)
         excluded = self._rows_of(parts.excluded)
+        if parts.unknown:
+            log.warning("%s: `exclude` names what is not there: %s", self.address, listed(parts.unknown))
         return Selection(names, self.firsts, shards=parts.shards, excluded=excluded, subset=subset)
 
     def _rows_of(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
@@ -141,8 +151,12 @@ class Dataset:
             wanted = keys.get(entry.name)
             if wanted:
                 first = int(self._rows[shard])
-                rows = [row for row in range(entry.samples) if self.key(shard, first + row) in wanted]
-                found[entry.name] = np.array(rows, dtype=np.int64)
+                keys_here = [self.key(shard, first + row) for row in range(entry.samples)]
+                found[entry.name] = np.array(
+                    [row for row, here in enumerate(keys_here) if here in wanted], dtype=np.int64
+                )
+                if lost := wanted.difference(keys_here):
+                    log.warning("%s: `exclude` names what is not in %s: %s", self.address, entry.name, listed(lost))
         return found
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -196,13 +210,7 @@ class Dataset:
 
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
-        fd = self.descriptor(shard)
-        path, offset = self.root / self.shard_name(shard), self.offset(row)
-        first = next(members(str(path), fd, offset), None)
-        parts = split_name(first.name) if first else None
-        if parts is None:
-            raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
-        return parts[0]
+        return key_at(str(self.root / self.shard_name(shard)), self.descriptor(shard), self.offset(row))
 
     @property
     def mean_bytes(self) -> float:
@@ -227,6 +235,10 @@ class Dataset:
         """The name of a shard relative to the root."""
         return self.entries[shard].name
 
+    def first_row(self, shard: int) -> int:
+        """The row of the shard's first sample in the index."""
+        return int(self._rows[shard])
+
     def offset(self, row: int) -> int:
         """The offset in bytes of a sample's first header in its shard."""
         return self._index.starts[row]
@@ -234,6 +246,11 @@ class Dataset:
     def extensions(self, row: int) -> list[str]:
         """The extensions of a sample, in the order of the tar."""
         return list(self._layout(row).position)
+
+    def sizes(self, row: int) -> dict[str, int]:
+        """The size in bytes of each part of a sample, by extension."""
+        layout = self._layout(row)
+        return {extension: self._place(row, member, layout)[1] for extension, member in layout.position.items()}
 
     def _layout(self, row: int) -> Layout:
         try:
@@ -243,7 +260,7 @@ class Dataset:
 
     def _damaged_index(self, what: str) -> ShardError:
         return ShardError(
-            f"{self.root}: the index of {what} is damaged; remove {self.root / INDEX_NAME} and start again",
+            f"{self.address}: the index of {what} is damaged; remove {self.index_path} and start again",
             reason="damaged index",
         )
 
@@ -284,7 +301,7 @@ class Dataset:
         if not self._index.ends_as_written(entry.name, fd):
             raise ShardError(
                 f"{path}: as large as when it was indexed, but its last sample lies elsewhere: the shard was rewritten "
-                f"since; remove {self.root / INDEX_NAME} and start again to index it, or put the old shard back",
+                f"since; remove {self.index_path} and start again to index it, or put the old shard back",
                 reason="changed shard",
             )
         self._whole.add(shard)
@@ -319,6 +336,15 @@ def _opened(path: Path) -> int:
         return os.open(path, flags | getattr(os, "O_NOATIME", 0))
     except PermissionError:  # only its owner may ask for that
         return os.open(path, flags)
+
+
+def key_at(path: str, fd: int, offset: int) -> str:
+    """The key of the sample whose first header is at `offset` of an open shard. Raises `ShardError` without one."""
+    first = next(members(path, fd, offset), None)
+    parts = split_name(first.name) if first else None
+    if parts is None:
+        raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
+    return parts[0]
 
 
 def _with_lost(root: Path, found: list[str], tolerant: bool) -> list[str]:

@@ -21,8 +21,9 @@ from typing import Any
 from savable_pipeline.cache_room import Room, write_at
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 from savable_pipeline.fetcher import PIECE
-from savable_pipeline.shard_cache import LEFT_OUT, CachedShards, locked
+from savable_pipeline.shard_cache import LEFT_OUT, CachedShards
 from savable_pipeline.shard_index import ShardEntry
+from savable_pipeline.sparse_file import locked
 from savable_pipeline.stores import Stores
 
 _THREADS = 16
@@ -51,12 +52,16 @@ class _Work:
             return None
         if stat[0] > PIECE:
             raise ShardError(f"{root}/{name}: {stat[0]} bytes, where {PIECE} are the most it may have")
-        raw = bytearray(stat[0])
+        return self.part(root, name, stat[0], 0, stat[0])
+
+    def part(self, root: str, name: str, size: int, start: int, stop: int) -> bytes:
+        """The bytes `start` to `stop - 1` of an object of `size` bytes, past the cache."""
+        raw = bytearray(stop - start)
 
         def keep(chunk: memoryview, offset: int) -> None:
-            raw[offset : offset + len(chunk)] = chunk
+            raw[offset - start : offset - start + len(chunk)] = chunk
 
-        self._stores.copy(root, name, 0, stat[0], stat[0], keep)
+        self._stores.copy(root, name, start, stop, size, keep)
         return bytes(raw)
 
     def whole(self, root: str, name: str, size: int, path: str) -> int:

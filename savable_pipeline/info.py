@@ -1,19 +1,17 @@
-"""What a dataset holds, read from its index: only the first shard is opened, for a first key."""
+"""What a dataset holds, read from its index: only one shard is opened, for a first key."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from savable_pipeline.errors import ShardError
-from savable_pipeline.indexing import open_index
 from savable_pipeline.nv_meta import read_counts, read_split, split_names
-from savable_pipeline.shard_index import ShardEntry, ShardIndex
-from savable_pipeline.shard_paths import Shards, find_shards
-from savable_pipeline.tar import samples
+from savable_pipeline.remote_dataset import open_dataset
+from savable_pipeline.shard_index import ShardEntry
+from savable_pipeline.shard_paths import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class PartInfo:
 class Info:
     """A dataset in numbers; sizes are in bytes."""
 
-    root: Path
+    root: str  # a folder or a URL
     shards: list[ShardEntry]
     parts: dict[str, PartInfo]  # by extension, the most frequent first
     first_key: str
@@ -52,32 +50,23 @@ class Info:
 
 
 def dataset_info(shards: Shards) -> Info:
-    """Describe a dataset. Raises `ShardError` if there is none or it holds no sample."""
-    root, names = find_shards(shards)
-    index = open_index(root, names)
-    tables = index.tables()
-    entries = [tables[name][0] for name in names]
-    rows = np.concatenate([np.arange(tables[name][1], tables[name][1] + tables[name][0].samples) for name in names])
-    if not len(rows):
-        raise ShardError(f"{root}: no sample in {len(names)} shards")
-    first = next(entry for entry in entries if entry.samples)
-    key, parts = _first_sample(root / first.name)
-    return Info(root, entries, _parts(index, rows), key, parts, split_counts(root, entries))
+    """Describe a dataset. Raises `ShardError` if there is none or it holds no sample, `RemoteError`."""
+    dataset = open_dataset(shards)
+    shard = next(number for number, entry in enumerate(dataset.entries) if entry.samples)
+    row = dataset.first_row(shard)
+    return Info(
+        dataset.address,
+        dataset.entries,
+        _parts(dataset.part_sizes()),
+        dataset.key(shard, row),
+        dataset.sizes(row),
+        split_counts(dataset.root, dataset.entries),
+    )
 
 
-def _parts(index: ShardIndex, rows: np.ndarray) -> dict[str, PartInfo]:
-    sizes = index.part_sizes(rows)
+def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
     ranked = sorted(sizes, key=lambda extension: (-len(sizes[extension]), extension))
     return {extension: PartInfo(len(sizes[extension]), int(sizes[extension].sum())) for extension in ranked}
-
-
-def _first_sample(path: Path) -> tuple[str, dict[str, int]]:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        extent = next(samples(str(path), fd))
-    finally:
-        os.close(fd)
-    return extent.key, {e: member.size for e, member in zip(extent.extensions, extent.members, strict=True)}
 
 
 def split_counts(root: Path, entries: list[ShardEntry]) -> dict[str, int]:

@@ -31,6 +31,7 @@ _INFOS = (".info.json", ".info.yaml")
 _SPLITS = ("split.yaml", "split.json")
 _LIMIT = 1 << 28  # bytes of one of these files
 _DEEPEST = 20
+_SHOWN = 5  # names told before the rest is counted
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 T = TypeVar("T")
@@ -38,10 +39,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The shards of a split, and what is left out of them: whole shards are gone already, samples by shard and key."""
+    """The shards of a split, and what is left out of them: whole shards are gone already, samples by shard and key.
+
+    `unknown` is what `exclude` names besides: shards, or samples of shards, that the dataset has not.
+    """
 
     shards: list[str]
     excluded: dict[str, set[str]]
+    unknown: list[str]
 
 
 def read_counts(root: Path) -> dict[str, int] | None:
@@ -80,11 +85,14 @@ def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
         raise ShardError(f"{path}: split {name!r} names {len(missing)} shards that are not there, such as {missing[0]}")
     left_out = set(_expand(path, excludes))
     excluded: dict[str, set[str]] = {}
-    for entry in left_out - shards:
+    unknown = []
+    for entry in sorted(left_out - shards):
         shard, key = _shard_and_key(entry, shards)
-        if shard in named:
+        if not shard:
+            unknown.append(entry)
+        elif shard in named:
             excluded.setdefault(shard, set()).add(key)
-    return Split([shard for shard in named if shard not in left_out], excluded)
+    return Split([shard for shard in named if shard not in left_out], excluded, unknown)
 
 
 def read_field_map(root: Path) -> FieldMap:
@@ -102,6 +110,13 @@ def _field_path(path: Path, place: str) -> FieldPath:
     if match is None:
         raise ShardError(f"{path}: `field_map` has {place!r}; expected a part, such as jpg, or json[caption]")
     return (match[1], *re.findall(r"\[([^\[\]]+)\]", match[2]))
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names of some, and how many there are besides."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return ", ".join(ordered[:_SHOWN]) + more
 
 
 def _shard_and_key(entry: str, shards: set[str]) -> tuple[str, str]:

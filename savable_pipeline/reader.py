@@ -166,7 +166,7 @@ class TarShardReader(Stage):
         self._used = 0
         if not ahead:
             self.dataset.announce(self._ahead)
-        elif (begin := self._announced) < (end := min(stop + ahead, self._length)):
+        elif (begin := max(self._announced, start)) < (end := min(stop + ahead, self._length)):
             self._announced = end
             self.dataset.announce(self._refs(begin, end))
         return True

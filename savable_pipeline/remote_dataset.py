@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 
 from savable_pipeline.batch_memory import empty_bytes
 from savable_pipeline.cache_room import AHEAD_SHARE, cache_bytes, cache_folder
-from savable_pipeline.dataset import OPEN_SHARDS, Dataset
+from savable_pipeline.dataset import OPEN_SHARDS, Dataset, key_at
 from savable_pipeline.errors import RemoteError, ShardError
 from savable_pipeline.fetcher import ANNOUNCED, PIECE, SOON, Fetcher
 from savable_pipeline.on_error import OnError
 from savable_pipeline.remote import is_remote
-from savable_pipeline.remote_index import METADATA, open_remote
-from savable_pipeline.sample import RefArray, Sample
+from savable_pipeline.remote_index import open_remote
+from savable_pipeline.remote_lookup import METADATA
+from savable_pipeline.sample import RefArray, Sample, matching
 from savable_pipeline.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.shard_index import ShardIndex
 from savable_pipeline.shard_paths import Shards
@@ -28,6 +30,9 @@ _AHEAD = 16, 2048  # refs announced before they are given, at least and at most
 _AHEAD_BYTES = 64 << 20  # and about so many bytes a lane
 _BLOCKS_KEPT = 1 << 18
 _TOUCH_S = 10.0
+_LOOK_S, _LOOK_SHARE = 1.0, 50  # whether all is here is seen to so often, and takes at most one part in so many
+
+_read_file = Dataset.read
 
 
 def open_dataset(
@@ -72,9 +77,14 @@ class RemoteDataset(Dataset):
         self._starts_of = np.frombuffer(self._cached.index.starts, np.uint64)  # (rows,)
         size = sum(entry.size for entry in self.entries)
         self._in_pieces = size <= self._limit * AHEAD_SHARE
-        self.ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
+        self._ahead = max(_AHEAD[0], min(_AHEAD[1], min(_AHEAD_BYTES, self._limit // 256) * self.count // size))
+        self.ahead = self._ahead
+        self._evictions = self._cached.evictions
+        self._all_here_since = -1  # what `evictions` counted when the whole dataset was here; -1: it is not
+        self._look_at = self._touch_at = 0.0
+        rows = self._rows[np.diff(self.firsts) > 0]
+        self._numbers = self._cached.shards_of(rows)  # in the index, of shards with rows
         self._blocks: dict[int, tuple[int, int]] = {}  # by row: first row and stop of the block it was announced in
-        self._touched: dict[int, float] = {}  # by the index's number of a shard: when it was said to be in use
         self._asked: set[tuple[int, int]] = set()  # pieces that were announced, where the whole dataset is to be kept
 
     def _find(self, shards: Shards) -> tuple[Path, list[str], ShardIndex]:
@@ -89,6 +99,11 @@ class RemoteDataset(Dataset):
         """The URL."""
         return self._url
 
+    @property
+    def index_path(self) -> Path:
+        """Where the index lies in the cache."""
+        return self._cached.folder / "index"
+
     def __del__(self) -> None:
         super().__del__()
         if getattr(self, "_fetcher", None) is not None:
@@ -96,37 +111,48 @@ class RemoteDataset(Dataset):
 
     def announce(self, refs: RefArray) -> None:
         """Let what these refs name be fetched, and kept until it has been read: a plan needs it."""
+        now = time.monotonic()
+        if self._is_all_here() and now < self._touch_at:
+            return
+        self._touch_at = now + _TOUCH_S
         rows = self._locate(refs)[1]
         here = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
-        self._touch(rows[here])
-        if not here.all():
-            blocks = self._requests(np.unique(rows[~here]))
-            if self._in_pieces:
-                blocks = [block for block in blocks if block not in self._asked]
-                self._asked.update(blocks)
-            else:
-                self._remember(blocks)
-            for block in blocks:
-                self._own_fetcher().tell(ANNOUNCED, "rows", *self._place_of(block), [], False)
+        self._cached.touch(rows[here])
+        if here.all():
+            self._see_whether_all_is_here(now)
+            return
+        blocks = self._requests(np.unique(rows[~here]))
+        if self._in_pieces:
+            blocks = [block for block in blocks if block not in self._asked]
+            self._asked.update(blocks)
+        else:
+            self._remember(blocks)
+        for block in blocks:
+            self._own_fetcher().tell(ANNOUNCED, "rows", *self._place_of(block), [], False)
 
     def samples(self, refs: RefArray) -> list[Sample]:
         """The samples that these refs name, unread; those that are not in the cache are asked for."""
-        rows = self._locate(refs)[1]
-        absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
-        blocks: dict[tuple[int, int], list[int]] = {}
-        for row in absent:
-            blocks.setdefault(self._block(row), []).append(row)
-        for block, needed in blocks.items():
-            self._own_fetcher().tell(SOON, "rows", *self._place_of(block), needed, False)
+        if not self._is_all_here():
+            rows = self._locate(refs)[1]
+            absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
+            blocks: dict[tuple[int, int], list[int]] = {}
+            for row in absent:
+                blocks.setdefault(self._block(row), []).append(row)
+            for block, needed in blocks.items():
+                self._own_fetcher().tell(SOON, "rows", *self._place_of(block), needed, False)
         return super().samples(refs)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The bytes of one part of a sample. Raises KeyError, `ShardError`, or `RemoteError`."""
+        if self._all_here_since >= 0:
+            data = _read_file(self, shard, row, extension)
+            if self._evictions[0] == self._all_here_since:  # else this may be a hole
+                return data
         for _ in range(_TRIES):
             seen = self._present[row]
             if seen & 1:
-                data = super().read(shard, row, extension)
+                data = _read_file(self, shard, row, extension)
                 if self._present[row] == seen:  # else it was evicted meanwhile, and this may be a hole
                     self._used[row] = USED
                     return data
@@ -135,18 +161,61 @@ class RemoteDataset(Dataset):
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """The bytes of one part, uint8 (bytes,), where batches are made. Raises what `read` raises."""
+        if self._all_here_since >= 0:
+            array = super().array(shard, row, extension)
+            if self._evictions[0] == self._all_here_since:
+                return array
         data = self.read(shard, row, extension)
         array = empty_bytes(len(data))
         array[:] = np.frombuffer(data, np.uint8)
         return array
 
+    def _is_all_here(self) -> bool:
+        """Whether the whole dataset was found in the cache, and nothing was evicted since."""
+        if self._evictions[0] == self._all_here_since:
+            return True
+        self._all_here_since, self.ahead = -1, self._ahead
+        return False
+
+    def _see_whether_all_is_here(self, now: float) -> None:
+        """Look, now and then, since it takes time; then nothing has to be announced, or looked at row by row."""
+        if not self._in_pieces or now < self._look_at:
+            return
+        evictions = self._evictions[0]
+        if self._cached.all_present(self._numbers):
+            self._all_here_since, self.ahead = evictions, 0
+        self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
+
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """The first bytes of a part, and how many it has; all of its sample is fetched."""
-        data = self.read(shard, row, extension)
-        return data[:limit], len(data)
+        """The first bytes of a part, and how many it has; of a sample longer than a piece no more is fetched."""
+        size = self.sizes(row)[matching(extension, self._layout(row).position)]
+        if not self._is_long(row):
+            return self.read(shard, row, extension)[:limit], size
+        layout = self._layout(row)
+        offset, _ = self._place(row, layout.position[matching(extension, layout.position)], layout)
+        return self._peek(shard, offset, min(size, limit)), size
+
+    def _is_long(self, row: int) -> bool:
+        start, stop = self._cached.extent(row, row + 1)
+        return stop - start > PIECE
+
+    def _peek(self, shard: int, offset: int, size: int) -> bytes:
+        """Bytes of a shard past the cache."""
+        entry = self.entries[shard]
+        where = self._url, entry.name, entry.size, offset, offset + size
+        return self._own_fetcher().ask("part", *where) if size else b""
+
+    def _peeked_key(self, shard: int, row: int) -> str:
+        start, stop = self._cached.extent(row, row + 1)
+        with tempfile.TemporaryFile() as file:
+            file.write(self._peek(shard, start, self._layout(row).gaps[0]))
+            file.truncate(stop - start)  # the headers, and a hole where the rest would be
+            return key_at(f"{self._url}/{self.shard_name(shard)}", file.fileno(), 0)
 
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member."""
+        if self._is_long(row):
+            return self._peeked_key(shard, row)
         for _ in range(_TRIES):
             seen = self._present[row]
             if seen & 1:
@@ -160,24 +229,21 @@ class RemoteDataset(Dataset):
         raise self._evicted(shard)
 
     def _open(self, shard: int) -> int:
-        """A handle of a shard's file in the cache, which is there as soon as one of its rows is."""
-        path = self._cached.path(self._cached.shard_of(int(self._rows[shard])))
+        """A handle of a shard's file in the cache. What is damaged there is fetched again. Raises `ShardError`."""
+        name, number = self.shard_name(shard), self._cached.shard_of(int(self._rows[shard]))
+        if shard not in self._whole and not self._index.is_whole(name):
+            raise self._damaged_index(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._cached.open(number)
         except OSError as error:
-            raise RemoteError(f"{path}: {error.strerror}; was the cache cleared? Start again to fill it") from error
+            raise RemoteError(f"{self._cached.path(number)}: {error.strerror}; see that the cache is there") from error
+        if shard not in self._whole:
+            self._whole.add(shard)
+            self._cached.forget_holes(number, fd)
         self._handles[shard] = fd
         while len(self._handles) > OPEN_SHARDS:
             os.close(self._handles.popitem(last=False)[1])
         return fd
-
-    def _touch(self, rows: NDArray[np.int64]) -> None:
-        """Let shards that are read stay longer than those that are not."""
-        now = time.monotonic()
-        for shard in np.unique(np.searchsorted(self._cached.firsts, rows, side="right") - 1).tolist():
-            if now - self._touched.get(shard, -_TOUCH_S) >= _TOUCH_S:
-                self._touched[shard] = now
-                self._cached.touch(shard)
 
     def _requests(self, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
         """What to ask for to get these ascending rows: runs of rows of one shard, of about a piece at most."""

@@ -6,99 +6,59 @@ What needs the network here is done by a fetcher process that ends when the inde
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
+import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from savable_pipeline.cache_room import cache_bytes, cache_folder
 from savable_pipeline.errors import ShardError
 from savable_pipeline.fetcher import Fetcher
-from savable_pipeline.indexing import INDEX_NAME
-from savable_pipeline.nv_meta import META
-from savable_pipeline.remote import RemoteShards, find_remote
+from savable_pipeline.indexing import Progress
+from savable_pipeline.remote import RemoteShards
+from savable_pipeline.remote_lookup import install_index, looked_up, pointed_version
 from savable_pipeline.scan import scan
 from savable_pipeline.shard_cache import CachedShards, create_flags
-from savable_pipeline.shard_index import ShardIndex, ShardTable, replace_file, write_index
+from savable_pipeline.shard_index import ShardEntry, ShardIndex, ShardTable, replace_file, write_index
 from savable_pipeline.shard_paths import Shards
 
 log = logging.getLogger(__name__)
 
-METADATA = "metadata"  # a folder beside the versions of a dataset
-_INFO_NAME = f"{META}/.info.json"
-_METADATA = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 _AT_ONCE = 8  # shards fetched at a time to be indexed
 
 
-def open_remote(shards: Shards, cache: Path, limit: int, *, tolerant: bool) -> tuple[RemoteShards, CachedShards]:
+def open_remote(
+    shards: Shards, cache: Path, limit: int, *, tolerant: bool, progress: Progress = lambda done, total: None
+) -> tuple[RemoteShards, CachedShards]:
     """The shards that these URLs mean, and the cache's version of them, indexed; and what Energon says of them.
 
-    Raises `ShardError`, for a damaged shard unless `tolerant`, and `RemoteError`.
+    `progress` hears of shards that are fetched to be indexed. Raises `ShardError`, for a damaged shard unless
+    `tolerant`, and `RemoteError`.
     """
-    with contextlib.closing(Fetcher(cache, limit)) as fetcher:
-        found = find_remote(shards, fetcher)
-        folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
-        with _locked(folder):
-            for litter in folder.glob("*.tmp"):
-                litter.unlink()
-            version = _own_index(found, folder, fetcher)
-            if not found.names:
-                found = _named(found, version, fetcher)
-            _check_names(found)
-            if version is None or not _knows(version, found, tolerant):
-                version = _made_index(found, folder, fetcher, limit, tolerant)
-            create_flags(version)
-            _fetch_metadata(found.root, folder / METADATA, fetcher)
+    with (
+        contextlib.closing(Fetcher(cache, limit)) as fetcher,
+        looked_up(shards, cache, fetcher) as (found, folder, version),
+    ):
+        if version is None or not _knows(version, found, tolerant):
+            version = _made_index(found, folder, fetcher, limit, tolerant, progress)
+        create_flags(version)
         return found, CachedShards(version)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def index_remote(shards: Shards, progress: Progress = lambda done, total: None) -> tuple[Path, list[ShardEntry]]:
+    """Index shards behind a URL, in the cache, unless the index beside them will do.
 
-
-def _named(found: RemoteShards, version: Path | None, fetcher: Fetcher) -> RemoteShards:
-    """With the names that the dataset's own index or Energon's `.info.json` gives."""
-    if version is not None:
-        names = [entry.name for entry in ShardIndex(version / "index").shards]
-        return RemoteShards(found.root, sorted(names), {})
-    raw = fetcher.ask("read", found.root, _INFO_NAME)
-    if raw is None:
-        raise ShardError(
-            f"{found.root}: a web server cannot be listed, and there is neither {INDEX_NAME} nor {_INFO_NAME}; name "
-            f"the shards, as in {found.root}/{{000..099}}.tar"
-        )
-    try:
-        return RemoteShards(found.root, sorted(msgspec.json.decode(raw, type=_Info).shard_counts), {})
-    except msgspec.DecodeError as error:
-        raise ShardError(f"{found.root}/{_INFO_NAME}: {error}") from error
-
-
-def _check_names(found: RemoteShards) -> None:
-    """Raise `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
-    for name in found.names:
-        if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
-            raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
-
-
-def _fetch_metadata(root: str, local: Path, fetcher: Fetcher) -> None:
-    """Bring what Energon has written beside the shards to where a dataset looks for it."""
-    (local / META).mkdir(parents=True, exist_ok=True)
-    tickets = {name: fetcher.begin("read", root, f"{META}/{name}") for name in _METADATA}
-    for name, ticket in tickets.items():
-        raw = fetcher.wait(ticket)
-        if raw is None:
-            (local / META / name).unlink(missing_ok=True)
-        else:
-            replace_file(local / META / name, [raw])
+    Gives the place of the index in the cache, and the shards that could not be read to their end.
+    """
+    cache = cache_folder(None)
+    found, cached = open_remote(shards, cache, cache_bytes(None, cache), tolerant=True, progress=progress)
+    names = set(found.names)
+    return cached.folder / "index", [entry for entry in cached.index.shards if entry.fault and entry.name in names]
 
 
 def _knows(version: Path, found: RemoteShards, tolerant: bool) -> bool:
@@ -108,29 +68,13 @@ def _knows(version: Path, found: RemoteShards, tolerant: bool) -> bool:
     return all(name in known and found.sizes.get(name, known[name]) == known[name] for name in found.names)
 
 
-def _own_index(found: RemoteShards, folder: Path, fetcher: Fetcher) -> Path | None:
-    """The version that the dataset's own index describes; fetched if it is another than last time."""
-    stat = fetcher.ask("stat", found.root, INDEX_NAME)
-    if stat is None:
-        return None
-    size, stamp = stat
-    version = _pointed(folder / "own.json", stamp)
-    if version is not None:
-        return version
-    fresh = folder / "fetched.index"
-    fetcher.ask("whole", found.root, INDEX_NAME, size, str(fresh))
-    try:
-        return _install(folder, fresh, folder / "own.json", stamp)
-    except (ShardError, ValueError) as error:
-        log.warning("%s/%s: %s; another is made", found.root, INDEX_NAME, error)
-        return None
-
-
-def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int, tolerant: bool) -> Path:
+def _made_index(
+    found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int, tolerant: bool, progress: Progress
+) -> Path:
     """The version of an index made here, from shards fetched whole; they stay in the cache if it holds them all."""
     names = hashlib.sha256("\0".join(found.names).encode()).hexdigest()[:32]
     pointer = folder / f"made-{names}.json"
-    version = _pointed(pointer, names)
+    version = pointed_version(pointer, names)
     if version is not None and _knows(version, found, tolerant):
         return version
     sizes = {name: found.sizes.get(name) or _size(found.root, name, fetcher) for name in found.names}
@@ -142,8 +86,8 @@ def _made_index(found: RemoteShards, folder: Path, fetcher: Fetcher, limit: int,
         sum(sizes.values()) / 1e9,
     )
     fresh = folder / "fetched.index"
-    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep, tolerant))
-    version = _install(folder, fresh, pointer, names)
+    write_index(fresh, _tables(found.root, sizes, folder / "scan", fetcher, keep, tolerant, progress))
+    version = install_index(folder, fresh, pointer, names)
     create_flags(version)
     if keep:
         _keep(CachedShards(version), folder / "scan")
@@ -159,15 +103,25 @@ def _size(root: str, name: str, fetcher: Fetcher) -> int:
 
 
 def _tables(
-    root: str, sizes: dict[str, int], scanned: Path, fetcher: Fetcher, keep: bool, tolerant: bool
+    root: str,
+    sizes: dict[str, int],
+    scanned: Path,
+    fetcher: Fetcher,
+    keep: bool,
+    tolerant: bool,
+    progress: Progress,
 ) -> list[ShardTable]:
-    """Fetch and scan each shard, some fetched ahead; what an interrupted call left is not fetched again."""
+    """Fetch and scan each shard, some fetched ahead; what an interrupted call left is not fetched again.
+
+    Without `keep` a shard is deleted when its table has been written in its place, as `NAME.table`.
+    """
     tables: list[ShardTable] = []
     coming: deque[tuple[str, int | None]] = deque()
     names = iter(sizes)
+    progress(0, len(sizes))
     while True:
         while len(coming) < _AT_ONCE and (name := next(names, None)) is not None:
-            here = (scanned / name).exists() and (scanned / name).stat().st_size == sizes[name]
+            here = _size_here(scanned / name) == sizes[name] or _left(scanned, name, sizes[name], keep) is not None
             whole = ("whole", root, name, sizes[name], str(scanned / name))
             coming.append((name, None if here else fetcher.begin(*whole)))
         if not coming:
@@ -175,12 +129,28 @@ def _tables(
         name, ticket = coming.popleft()
         if ticket is not None:
             fetcher.wait(ticket)
-        tables.append(scan(scanned, name))
-        if (fault := tables[-1].entry.fault) and not tolerant:
+        table = _left(scanned, name, sizes[name], keep) or scan(scanned, name)
+        if table.entry.fault and not tolerant:
             (scanned / name).unlink()
-            raise ShardError(f"{root}/{fault}")
+            raise ShardError(f"{root}/{table.entry.fault}")
         if not keep:
-            (scanned / name).unlink()
+            replace_file(scanned / f"{name}.table", [msgspec.msgpack.encode(table)])
+            (scanned / name).unlink(missing_ok=True)
+        tables.append(table)
+        progress(len(tables), len(sizes))
+
+
+def _left(scanned: Path, name: str, size: int, keep: bool) -> ShardTable | None:
+    """The table of a shard that an interrupted call has left, if the shard was whole and is as large now."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        table = msgspec.msgpack.decode((scanned / f"{name}.table").read_bytes(), type=ShardTable)
+        if not keep and table.entry.size == size and not table.entry.fault:
+            return table
+    return None
+
+
+def _size_here(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
 
 
 def _keep(cached: CachedShards, scanned: Path) -> None:
@@ -189,39 +159,7 @@ def _keep(cached: CachedShards, scanned: Path) -> None:
         (scanned / entry.name).replace(cached.path(shard))
         rows = slice(int(cached.firsts[shard]), int(cached.firsts[shard + 1]))
         cached.present[rows] |= 1
+        cached.touched[shard] = time.time()
         fd = cached.open(shard)
         cached.sync_if_complete(shard, fd)
         os.close(fd)
-
-
-def _pointed(pointer: Path, stamp: str) -> Path | None:
-    """The version that a pointer names, if it was made for this stamp and is there."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        made = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
-        version = pointer.parent / made.version
-        if made.stamp == stamp and (version / "index").exists():
-            return version
-    return None
-
-
-def _install(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
-    """Move an index to where its checksum says, and let the pointer name it. Raises `ShardError` if it is damaged."""
-    index = ShardIndex(fresh)
-    damaged = [entry.name for entry in index.shards if not index.is_whole(entry.name)]
-    if damaged:
-        raise ShardError(f"the part of {damaged[0]} is damaged")
-    with fresh.open("rb") as file:
-        version = folder / file.read(16)[8:].hex()
-    version.mkdir(exist_ok=True)
-    fresh.replace(version / "index")
-    replace_file(pointer, [msgspec.json.encode(_Pointer(stamp, version.name))])
-    return version
-
-
-class _Pointer(msgspec.Struct):
-    stamp: str  # what it was made for: the server's stamp of the index, or a hash of the names
-    version: str
-
-
-class _Info(msgspec.Struct):
-    shard_counts: dict[str, int]

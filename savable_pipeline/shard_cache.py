@@ -4,14 +4,18 @@
     CACHE/DATASET/lock              held while an index is fetched or made
     CACHE/DATASET/scan/…            shards that are being indexed
     CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum
-    CACHE/DATASET/VERSION/flags     boot id 64 │ present u8 (rows,) │ used u8 (rows,) │ synced u8 (shards,)
+    CACHE/DATASET/VERSION/flags     boot id 56 │ evictions u64 │ touched f64 (shards,) │ present u8 (rows,)
+                                    │ used u8 (rows,) │ synced u8 (shards,)
     CACHE/DATASET/VERSION/N.tar     shard number N of the index: only the samples that were needed, the rest are holes
 
 A row is a sample of the index. Its bytes are written first, and then its `present` becomes odd; when it is evicted
 `present` becomes even first, and then its bytes become a hole. So whoever reads it and finds the same odd number
-before and after has read the right bytes; no one reads a part. Both changes are made under a lock on these very bytes
+before and after has read the right bytes; no one reads a part. `evictions` counts up between the two steps of an
+eviction: whoever finds it, then all rows present, and after reading any of them the same count again, needs to look at
+no row. Both changes are made under a lock on these very bytes
 of the shard's file, which dies with the process that holds it. `used` says whether a plan still needs the row: WANTED,
-USED, or LEFT_OUT when it was announced and there was no room for it.
+USED, or LEFT_OUT when it was announced and there was no room for it. `touched` is when a shard was last in use, in
+seconds since 1970: files have such a time too, but setting it takes a disk milliseconds.
 
 A machine that goes down may lose what it had not written to disk: after a start (another boot id) only the shards
 stay that were complete and had been synced.
@@ -20,24 +24,26 @@ stay that were complete and had been synced.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
+import logging
 import mmap
 import os
-import struct
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.errors import ShardError
 from savable_pipeline.shard_index import ShardIndex
+from savable_pipeline.sparse_file import holes, locked, punch_hole
 from savable_pipeline.tar import padded
 
+log = logging.getLogger(__name__)
+
 WANTED, USED, LEFT_OUT = 0, 1, 2
-_HEAD = 64
+_BOOT, _HEAD = 56, 64
 _BLOCK = 4096  # what disks give and take
-_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 Flags = NDArray[np.uint8]
 
@@ -52,7 +58,12 @@ class CachedShards:
         self.firsts = np.cumsum([0, *(entry.samples for entry in self.index.shards)])  # int64 (shards + 1,)
         self._file = (folder / "flags").open("r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
-        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD)
+        if len(self._map) != flags_bytes(self.index):
+            raise ValueError(f"{folder}/flags: {len(self._map)} bytes, which do not fit its index")
+        shards = len(self.index.shards)
+        self.touched: NDArray[np.float64] = np.frombuffer(self._map, np.float64, shards, offset=_HEAD)
+        flags = np.frombuffer(self._map, np.uint8, offset=_HEAD + 8 * shards)
+        self.evictions = memoryview(self._map)[_BOOT:_HEAD].cast("Q")  # uint64 (1,)
         self.present: Flags = flags[: self.rows]
         self.used: Flags = flags[self.rows : 2 * self.rows]
         self.synced: Flags = flags[2 * self.rows :]
@@ -60,6 +71,10 @@ class CachedShards:
     def hold(self) -> None:
         """Say that a reader needs what it has announced here, until this process and those forked from it are gone."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def is_current(self) -> bool:
+        """Whether the flags are still those in the folder. Raises OSError if none are there."""
+        return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / "flags").stat())
 
     def is_held(self) -> bool:
         """Whether a reader holds this version."""
@@ -78,6 +93,10 @@ class CachedShards:
         """The number of the shard that holds a row."""
         return int(np.searchsorted(self.firsts, row, side="right")) - 1
 
+    def shards_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers of the shards that hold some rows."""
+        return np.searchsorted(self.firsts, rows, side="right") - 1
+
     def extent(self, row: int, stop: int) -> tuple[int, int]:
         """The first byte of a row, and the one after row `stop - 1` of the same shard."""
         index, last = self.index, stop - 1
@@ -91,22 +110,43 @@ class CachedShards:
         """The runs of rows from `row` to `stop - 1` that are not here."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
 
-    def touch(self, shard: int) -> None:
-        """Take note that a shard is in use."""
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(self.path(shard))
+    def all_present(self, shards: NDArray[np.int64]) -> bool:
+        """Whether every row of these shards is here."""
+        absent = np.append(np.cumsum(self.present & 1 == 0), 0)  # absent[i]: in the rows up to i; absent[-1]: 0
+        return bool((absent[self.firsts[shards + 1] - 1] == absent[self.firsts[shards] - 1]).all())
+
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """Take note that the shards of some rows are in use."""
+        self.touched[self.shards_of(rows)] = time.time()
 
     def open(self, shard: int) -> int:
-        """A descriptor of a shard's file, of its full size and empty if it was not there."""
+        """A descriptor of a shard's file, of its full size; empty if it was not there, or of another size."""
         fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         size = self.index.shards[shard].size
-        if os.fstat(fd).st_size != size:
+        found = os.fstat(fd).st_size
+        if found != size:
+            if found or len(self._here(shard)):
+                self._empty(shard, fd, size)
             os.ftruncate(fd, size)
         return fd
+
+    def _here(self, shard: int) -> NDArray[np.int64]:
+        """The rows of a shard that are here."""
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        return first + np.flatnonzero(self.present[first:end] & 1)
+
+    def _empty(self, shard: int, fd: int, size: int) -> None:
+        """Take away all rows of a shard whose file someone has deleted, cut or lengthened."""
+        with locked(fd, 0, size):
+            if os.fstat(fd).st_size != size:  # else another has done it
+                for row, stop in runs(self._here(shard)):
+                    self._gone(shard, slice(row, stop))
+                os.ftruncate(fd, 0)
 
     def arrived(self, row: int, stop: int) -> None:
         """Take note that these rows were absent and have been written; the caller holds the lock on their bytes."""
         self.used[row:stop] = WANTED
+        self.touched[self.shard_of(row)] = time.time()
         self.present[row:stop] += 1
 
     def sync_if_complete(self, shard: int, fd: int) -> None:
@@ -126,9 +166,36 @@ class CachedShards:
             around = self._rows_around(shard, row, stop)
             with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(*around), wait=False):
                 if not self.missing(row, stop):
-                    self.synced[shard] = 0
-                    self.present[row:stop] += 1
+                    self._gone(shard, slice(row, stop))
                     punch_hole(fd, *self._hole(row, stop, *around))
+
+    def _gone(self, shard: int, rows: slice) -> None:
+        """Take note, in this order, that some rows are not here any more; the caller holds the lock on their bytes."""
+        self.synced[shard] = 0
+        self.present[rows] += 1
+        with (self.folder / "flags").open("r+b") as file, locked(file.fileno(), _BOOT, _HEAD):  # one at a time
+            self.evictions[0] += 1
+
+    def forget_holes(self, shard: int, fd: int) -> None:
+        """Take away the rows that should be here and lie in holes of the file, which someone has emptied.
+
+        Only whole blocks are holes: a small sample of which a part is gone is not noticed.
+        """
+        here = self._here(shard)
+        if not len(here):
+            return
+        first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
+        starts = np.frombuffer(self.index.starts, np.uint64)[first:end].astype(np.int64)
+        lost, behind = np.zeros(end - first, dtype=bool), self.extent(end - 1, end)[1]
+        for begin, past in holes(fd):
+            if begin < behind:
+                low = max(int(np.searchsorted(starts, begin, side="right")) - 1, 0)
+                lost[low : np.searchsorted(starts, past)] = True
+        for row, stop in runs(here[lost[here - first]]):
+            with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(row, stop), wait=False):
+                if not self.missing(row, stop):
+                    log.warning("%s: samples are not there any more, and are fetched again", self.path(shard))
+                    self._gone(shard, slice(row, stop))
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
         """The rows that share a block of the disk with rows `row` to `stop - 1`, those included."""
@@ -152,19 +219,24 @@ class CachedShards:
 
 
 def create_flags(folder: Path) -> None:
-    """Make the flags of a version, or after a start of the machine drop what may not have reached the disk."""
+    """Make the flags of a version, or after a start of the machine drop what may not have reached the disk.
+
+    Flags that are not of the right size are made anew, and what they told of is dropped. Raises `ShardError` if a
+    process reads by them.
+    """
     path, boot = folder / "flags", boot_id()
     index = ShardIndex(folder / "index")
-    rows, shards = len(index.starts), len(index.shards)
-    if not path.exists():
+    shards = len(index.shards)
+    if not path.exists() or path.stat().st_size != flags_bytes(index):
+        _drop_damaged(folder)
         aside = path.with_name("flags.tmp")
         with aside.open("wb") as file:
             file.write(boot)
-            file.truncate(_HEAD + 2 * rows + shards)
+            file.truncate(flags_bytes(index))
         aside.replace(path)
         return
     with path.open("r+b") as file:
-        if file.read(_HEAD) == boot:
+        if file.read(_BOOT) == boot:
             return
     cached = CachedShards(folder)
     for shard in range(shards):
@@ -175,10 +247,28 @@ def create_flags(folder: Path) -> None:
         file.write(boot)
 
 
+def flags_bytes(index: ShardIndex) -> int:
+    """How large the flags of an index's rows and shards are."""
+    return _HEAD + 9 * len(index.shards) + 2 * len(index.starts)
+
+
+def _drop_damaged(folder: Path) -> None:
+    """Delete the shards of a version whose flags are damaged or gone: no one knows any more what is in them."""
+    with contextlib.suppress(FileNotFoundError), (folder / "flags").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ShardError(
+                f"{folder}: this cache is damaged; end the runs that read from it, and remove it"
+            ) from None
+    for shard in folder.glob("*.tar"):
+        shard.unlink()
+
+
 def boot_id() -> bytes:
-    """What names the running of this machine since it was started: 64 bytes."""
+    """What names the running of this machine since it was started: 56 bytes."""
     path = Path("/proc/sys/kernel/random/boot_id")
-    return (path.read_bytes().strip() if path.exists() else b"unknown").ljust(_HEAD, b"\0")
+    return (path.read_bytes().strip() if path.exists() else b"unknown").ljust(_BOOT, b"\0")
 
 
 def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -189,25 +279,3 @@ def runs(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
     first = rows[np.r_[0, breaks + 1]]
     last = rows[np.r_[breaks, len(rows) - 1]] + 1
     return list(zip(first.tolist(), last.tolist(), strict=True))
-
-
-@contextlib.contextmanager
-def locked(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
-    """Hold the bytes `start` to `stop - 1` of an open file; other descriptors wait, or get BlockingIOError.
-
-    The lock is the descriptor's: it goes when the process dies. Each thread needs a descriptor of its own.
-    """
-    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
-    try:
-        yield
-    finally:
-        fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, stop - start, 0))
-
-
-def punch_hole(fd: int, start: int, stop: int) -> None:
-    """Give the bytes of a file back to the disk. Raises OSError where the file system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, _PUNCH, ctypes.c_long(start), ctypes.c_long(stop - start)):
-        code = ctypes.get_errno()
-        raise OSError(code, f"{os.strerror(code)}: the cache needs a file system that can punch holes, such as ext4")

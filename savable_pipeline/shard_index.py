@@ -155,7 +155,10 @@ class ShardIndex:
     def _sizes_of(self, rows: slice) -> memoryview[int] | None:
         """The sizes of the members of these samples, in order; None where `firsts` and `layouts` do not fit."""
         if self.members:
-            return self.sizes[rows.start * self.members : rows.stop * self.members]
+            used = np.unique(np.asarray(self.layout_of)[rows]).tolist() if self.layout_of else [0]
+            fits = all(n < len(self.layouts) and len(self.layouts[n].gaps) == self.members for n in used)
+            fits = fits and rows.stop * self.members <= len(self.sizes)
+            return self.sizes[rows.start * self.members : rows.stop * self.members] if fits else None
         layout_of, firsts = np.asarray(self.layout_of)[rows], np.asarray(self.firsts)[rows].astype(np.int64)
         if not len(firsts):
             return self.sizes[:0]
@@ -163,7 +166,7 @@ class ShardIndex:
             return None
         lengths = np.array([len(layout.gaps) for layout in self.layouts])[layout_of]
         ends = firsts[0] + np.cumsum(lengths)
-        fits = bool((firsts[1:] == ends[:-1]).all())
+        fits = bool((firsts[1:] == ends[:-1]).all()) and ends[-1] <= len(self.sizes)
         return self.sizes[int(firsts[0]) : int(ends[-1])] if fits else None
 
     def ends_as_written(self, name: str, fd: int) -> bool:
@@ -286,7 +289,7 @@ def _read_header(path: Path, view: memoryview) -> tuple[_Header, int]:
         header = msgspec.msgpack.decode(view[24 : 24 + length], type=_Header)
     except msgspec.DecodeError as error:
         raise ShardError(f"{path}: the index is damaged: {error}") from error
-    if len(header.checks) != len(header.shards) or header.size_bytes not in (4, 8):
+    if len(header.checks) != len(header.shards) or header.size_bytes not in (4, 8) or not all(header.layouts):
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
     outside = next((entry.name for entry in header.shards if not is_inside(entry.name)), None)
     if outside is not None:

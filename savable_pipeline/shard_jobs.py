@@ -30,22 +30,27 @@ _CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from savable_
 _STOP: Any = object()
 
 
-def do(task: Task, root: Path, name: str) -> msgspec.Struct:
-    """What `task` gives of a shard: a `ShardTable` or a `ShardReport`."""
+def do(task: Task, root: Path, name: str, url: str = "") -> msgspec.Struct:
+    """What `task` gives of a shard: a `ShardTable` or a `ShardReport`; see `each_shard`."""
     if task == "scan":
         return scan(root, name)
-    from savable_pipeline.check_shard import check_shard
+    from savable_pipeline.check_shard import check_remote_shard, check_shard
 
-    return check_shard(root, name)
+    return check_remote_shard(url, root, name) if url else check_shard(root, name)
 
 
-def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Generator[Answer, None, None]:
-    """The answers for all shards, in the order in which they come; None where the process died over the shard."""
+def each_shard(
+    task: Task, root: Path, names: list[str], processes: int, *, url: str = ""
+) -> Generator[Answer, None, None]:
+    """The answers for all shards, in the order in which they come; None where the process died over the shard.
+
+    With a `url` the shards lie there, and `root` is an empty folder to bring them to, one at a time.
+    """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
         waiting.put(name)
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    children = [_Child(task, root) for _ in range(min(processes, len(names)))]
+    children = [_Child(task, root, url) for _ in range(min(processes, len(names)))]
     for child in children:
         threading.Thread(target=child.drive, args=(waiting, answers), daemon=True).start()
     try:
@@ -59,9 +64,9 @@ def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Gene
 class _Child:
     """A process that does one shard at a time, and the thread here that feeds it."""
 
-    def __init__(self, task: Task, root: Path) -> None:
-        self._command = [sys.executable, "-c", f"{_CHILD}jobs.serve(sys.argv[2], sys.argv[3])"]
-        self._command += [json.dumps(sys.path), task, os.fspath(root)]
+    def __init__(self, task: Task, root: Path, url: str) -> None:
+        self._command = [sys.executable, "-c", f"{_CHILD}jobs.serve(*sys.argv[2:])"]
+        self._command += [json.dumps(sys.path), task, os.fspath(root), url]
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -106,11 +111,11 @@ class _Child:
         self._end()
 
 
-def serve(task: Task, root: str) -> None:
+def serve(task: Task, root: str, url: str) -> None:
     """What a child runs: do one shard after the other, until the input ends."""
     answers: BinaryIO = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is printed goes with the errors
     for line in sys.stdin.buffer:
-        body = msgspec.msgpack.encode(do(task, Path(root), json.loads(line)))
+        body = msgspec.msgpack.encode(do(task, Path(root), json.loads(line), url))
         answers.write(len(body).to_bytes(8, "little") + body)
         answers.flush()

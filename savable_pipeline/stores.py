@@ -6,6 +6,7 @@ Only the fetcher's own process imports this: obstore hangs in a process forked f
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,6 +31,7 @@ _FINAL = (
     NotImplementedError,
     PermissionError,
 )
+_REFUSED = re.compile(r"status code: 40[134]\b|incorrectly configured region")  # in what obstore says of a listing
 _CHUNK = 1 << 18  # bytes handed on at a time: few enough to stay in the processor's cache
 T = TypeVar("T")
 Write: TypeAlias = Callable[[memoryview, int], None]  # of bytes, and of their offset in the object
@@ -110,11 +112,11 @@ class Stores:
                 raise
             except _MISSING as error:
                 raise ShardError(f"{url}: no such object on the server", reason="missing shard") from error
-            except _FINAL as error:
-                raise RemoteError(
-                    f"{url}: {_short(error)}; see that the address and the credentials are right"
-                ) from error
             except Exception as error:
+                if isinstance(error, _FINAL) or _REFUSED.search(str(error)):
+                    raise RemoteError(
+                        f"{url}: {_short(error)}; see that the address and the credentials are right"
+                    ) from error
                 spent = time.monotonic() - begin
                 if spent + wait_s > self._retry_s:
                     raise RemoteError(

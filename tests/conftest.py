@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Whoever starts the tests in the background may have Ctrl-C ignored; then so have the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A machine may be busy with other things: no example is too slow.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 MakeShards = Callable[..., Path]
 

@@ -107,6 +107,10 @@ DAMAGES: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
         edited(".nv-meta/split.yaml", lambda raw: raw.replace(b"2.tar", b"9.tar")),
         {("", "wrong metadata")},
     ),
+    "excluding what is not there": (
+        edited(".nv-meta/split.yaml", lambda raw: raw[:-1] + b', "exclude": ["0.tar/k0", "9.tar/k0"]}'),
+        {("", "wrong metadata")},
+    ),
     "a split that leads outside": (
         edited(".nv-meta/split.yaml", lambda raw: raw.replace(b"2.tar", b"../../etc/passwd")),
         {("", "wrong metadata")},
@@ -196,7 +200,9 @@ def test_the_command_indexes_and_lists_what_it_could_not_read(dataset: Path) -> 
 
 
 def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kill = "do = jobs.do; jobs.do = lambda task, root, name: do(task, root, name) if name != '1.tar' else exit(9); "
+    kill = (
+        "do = jobs.do; jobs.do = lambda task, root, name, url: do(task, root, name) if name != '1.tar' else exit(9); "
+    )
     monkeypatch.setattr(shard_jobs, "_CHILD", shard_jobs._CHILD + kill)
     report = check(dataset, processes=1)
     assert found(report) == {("1.tar", "cannot be checked")}

@@ -8,13 +8,15 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline.indexing import INDEX_NAME
+from savable_pipeline.scan import scan
 from savable_pipeline.shard_index import ShardIndex
 from tests.conftest import write_tar
 from tests.toy_faults import NumberEncoder
@@ -91,3 +93,43 @@ def test_a_state_with_any_value_anywhere_is_restored_or_refused(indexed: Path, v
 def test_the_index_of_the_fixture_is_whole(indexed: Path) -> None:
     index = ShardIndex(indexed / INDEX_NAME)
     assert all(index.is_whole(name) for name in ("a.tar", "b.tar"))
+
+
+@pytest.mark.parametrize("field", ["starts", "layout_of", "sizes"])
+@pytest.mark.parametrize("value", [1, 7, 2**31])
+def test_rows_that_somebody_forged_with_every_checksum_are_noticed_or_read(
+    tmp_path: Path, field: str, value: int
+) -> None:
+    """All samples have two members, in two layouts: these do not fit, point elsewhere, or happen to be right."""
+    write_tar(tmp_path / "a.tar", [("k0.a", b"123"), ("k0.b", b"12"), ("k1.c", b"1234"), ("k1.d", b"1")])
+    sp.TarShardReader(tmp_path, sp.Lane())
+    table = scan(tmp_path, "a.tar")
+    kind = "<u4" if field == "layout_of" else "<u8"
+    rows = np.frombuffer(getattr(table, field), kind).copy()
+    rows[-1] = value
+    index = ShardIndex(tmp_path / INDEX_NAME)
+    before = (tmp_path / INDEX_NAME).read_bytes()
+    old, new = (
+        np.asarray(getattr(index, field)).tobytes(),
+        rows.astype(np.asarray(getattr(index, field)).dtype).tobytes(),
+    )
+    arrays = {name: np.asarray(getattr(index, name)) for name in ("starts", "layout_of", "sizes")}
+    check, forged = (hash_of({**arrays, field: np.frombuffer(raw, arrays[field].dtype)}) for raw in (old, new))
+    assert before.count(old) == 1 and packed(check) in before
+    (tmp_path / INDEX_NAME).write_bytes(with_checksum(before.replace(old, new).replace(packed(check), packed(forged))))
+    possible = value == 1 or (value == 7 and field != "layout_of")  # there are two layouts, and 10,240 bytes
+    assert ShardIndex(tmp_path / INDEX_NAME).is_whole("a.tar") == possible
+    for sample in sp.TarShardReader(tmp_path, sp.Lane(), epochs=1, shuffle=False, on_error="skip"):
+        with contextlib.suppress(sp.ShardError):
+            assert all(len(data) < 20_000 for data in sample.values())
+
+
+def hash_of(arrays: dict[str, np.ndarray]) -> int:
+    digest = xxh3_64()
+    for array in arrays.values():
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.intdigest()
+
+
+def packed(number: int) -> bytes:
+    return msgspec.msgpack.encode(number)

@@ -202,6 +202,18 @@ def test_a_reader_gives_the_samples_of_its_split_with_the_numbers_of_the_whole_d
     assert sorted(number for lane in lanes for number in ids(lane)) == [0, 1, 2, 3, 7, 9, 11]
 
 
+def test_an_exclude_that_names_nothing_is_told_once_with_the_names(
+    prepared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared: dict[Any, Any] = {}
+    for lane in range(3):
+        sp.TarShardReader(prepared, sp.Lane(lane, 3, shared=shared), split="train")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{prepared}: `exclude` names what is not in b.tar: dir/k4",
+        f"{prepared}: `exclude` names what is not there: gone.tar/k",
+    ]
+
+
 def test_fields_are_found_where_the_field_map_says(prepared: Path) -> None:
     sample = next(sp.TarShardReader(prepared, sp.Lane(), shuffle=False))
     assert (sample.field("image"), sample.field("caption")) == (b"0", "caption 0")

@@ -123,6 +123,25 @@ def test_lanes_share_the_orders_of_a_few_epochs() -> None:
     assert len(one._orders) == 4
 
 
+def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times() -> None:
+    """It wants to be told 30 refs ahead, then only what is taken, in chunks of 2,048, then again."""
+    told: list[int] = []
+    dataset = NumberDataset([5000])
+    dataset.announce = lambda refs: told.extend(refs["index"].tolist())  # type: ignore[method-assign]
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): dataset}
+    reader = sp.TarShardReader("numbers", sp.Lane(shared=shared), epochs=1, shuffle=False)
+    for ahead, taken, expected in [(30, 60, range(90)), (0, 60, range(60, 2108)), (30, 1990, range(2108, 2168))]:
+        dataset.ahead = ahead
+        told.clear()
+        reader.take_refs(taken)
+        assert told == list(expected), ahead
+    reader.restore_state({**reader.save_state(), "position": 400})
+    told.clear()
+    dataset.ahead = 30
+    reader.take_refs(1)
+    assert told == list(range(400, 460))
+
+
 def test_by_hand_it_gives_samples(make_shards: Any) -> None:
     reader = sp.TarShardReader(str(make_shards([3, 2])), sp.Lane(), shuffle=False, epochs=1)
     samples = list(reader)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import remote_index
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.indexing import INDEX_NAME
 from savable_pipeline.remote import RemoteShards, find_remote, is_remote
 from savable_pipeline.remote_dataset import open_dataset
-from tests.conftest import MakeShards
+from tests.conftest import MakeShards, write_numbered_shards
 from tests.toy_server import ToyServer, serving, use_as_s3
 
 
@@ -126,6 +127,45 @@ def test_what_was_fetched_for_an_index_that_was_not_finished_is_not_fetched_agai
     shutil.copy(good, bad)
     assert len(keys(open_dataset(url))) == 12
     assert server.sent() == sent + bad.stat().st_size
+
+
+def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_holds_no_shard(
+    server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{server.url}/shards/{{0000..0002}}.tar"
+    scan, told = remote_index.scan, list[tuple[int, int]]()
+
+    def killed_at_the_last(root: Path, name: str) -> Any:
+        if name == "0002.tar":
+            raise KeyboardInterrupt
+        return scan(root, name)
+
+    monkeypatch.setattr(remote_index, "scan", killed_at_the_last)
+    with pytest.raises(KeyboardInterrupt):
+        remote_index.open_remote(url, tmp_path / "cache", 5000, tolerant=False)
+    monkeypatch.setattr(remote_index, "scan", scan)
+    (scanned,) = (tmp_path / "cache").glob("*/scan")
+    assert [path.name for path in sorted(scanned.iterdir())] == ["0000.tar.table", "0001.tar.table", "0002.tar"]
+    sent = server.sent()
+    remote_index.open_remote(
+        url, tmp_path / "cache", 5000, tolerant=False, progress=lambda *numbers: told.append(numbers)
+    )
+    assert server.sent() == sent
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert not scanned.exists()
+    assert open_dataset(url, cache_size=5000).manifest() == Dataset(str(tmp_path / "shards")).manifest()
+
+
+def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToyServer, tmp_path: Path) -> None:
+    url = f"{server.url}/shards/{{0000..0002}}.tar"
+    truncated = (tmp_path / "shards" / "0002.tar").read_bytes()
+    (tmp_path / "shards" / "0002.tar").write_bytes(truncated[:100])
+    with pytest.raises(sp.ShardError, match=r"0002\.tar"):
+        open_dataset(url, cache_size=5000)
+    (scanned,) = (tmp_path / "cache").glob("*/scan")
+    (scanned / "0001.tar.table").write_bytes(b"damaged")
+    write_numbered_shards(tmp_path / "shards", [30, 4, 5])
+    assert open_dataset(url, cache_size=5000).manifest() == Dataset(str(tmp_path / "shards")).manifest()
 
 
 def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(server: ToyServer, tmp_path: Path) -> None:

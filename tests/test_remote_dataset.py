@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline import remote_dataset
 from savable_pipeline.cache_room import bytes_in_use
 from savable_pipeline.dataset import Dataset
 from savable_pipeline.remote_dataset import RemoteDataset, open_dataset
 from savable_pipeline.sample import REF, RefArray
+from savable_pipeline.scan import scan
+from savable_pipeline.shard_index import write_index
 from tests.conftest import MakeShards
 from tests.toy_server import ToyServer, serving, use_as_s3
 
@@ -168,10 +172,41 @@ def test_a_ref_of_another_dataset_is_refused_over_a_server_as_on_a_disk(server: 
             open_dataset(place).samples(beyond)
 
 
+def all_refs(dataset: Dataset) -> RefArray:
+    refs = np.zeros(dataset.count, REF)
+    refs["index"] = np.arange(dataset.count)
+    return refs
+
+
+def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> RemoteDataset:
+    """A dataset that has found all of itself in the cache."""
+    monkeypatch.setattr(remote_dataset, "_LOOK_S", 0.0)
+    monkeypatch.setattr(remote_dataset, "_LOOK_SHARE", 0)
+    dataset = open_dataset(f"{server.url}/shards/")
+    assert isinstance(dataset, RemoteDataset)
+    for sample in dataset.samples(all_refs(dataset)):
+        _ = sample["json"]
+    assert dataset.ahead
+    dataset.announce(all_refs(dataset)[:1])
+    assert not dataset.ahead
+    return dataset
+
+
+def evict(dataset: RemoteDataset, shard: int) -> None:
+    """Evict all of a shard; what a fetcher has locked at this moment, as soon as it lets go."""
+    fd = dataset._cached.open(shard)
+    rows = slice(*dataset._cached.firsts[shard : shard + 2])
+    while (dataset._cached.present[rows] & 1).any():
+        dataset._cached.evict(shard, fd, wanted=True)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("all_here", [False, True])
 def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
-    server: ToyServer, monkeypatch: pytest.MonkeyPatch
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch, all_here: bool
 ) -> None:
     dataset = open_dataset(f"{server.url}/shards/", cache_size=60_000)
+    dataset = filled(server, monkeypatch) if all_here else dataset
     assert isinstance(dataset, RemoteDataset)
     expected = dataset.read(0, 3, "json")
     assert b'"id": 3' in expected
@@ -180,15 +215,95 @@ def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
     def evict_first(fd: int, size: int, offset: int) -> bytes:
         if not evicted:
             evicted.append(True)
-            file = dataset._cached.open(0)
-            dataset._cached.evict(0, file, wanted=True)
-            os.close(file)
+            evict(dataset, 0)
             assert not any(pread(fd, size, offset))  # what is read now is a hole
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", evict_first)
     assert dataset.read(0, 3, "json") == expected
     assert evicted
+
+
+def emptied(path: Path) -> None:
+    size = path.stat().st_size
+    path.write_bytes(b"")
+    os.truncate(path, size)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a shard deleted": lambda version: (version / "1.tar").unlink(),
+    "a shard emptied": lambda version: os.truncate(version / "1.tar", 0),
+    "a shard cut": lambda version: os.truncate(version / "1.tar", 9000),
+    "a shard with holes": lambda version: emptied(version / "1.tar"),
+    "all shards deleted": lambda version: [path.unlink() for path in version.glob("*.tar")],
+    "flags deleted": lambda version: (version / "flags").unlink(),
+    "flags emptied": lambda version: os.truncate(version / "flags", 0),
+    "flags cut": lambda version: os.truncate(version / "flags", 100),
+    "index deleted": lambda version: (version / "index").unlink(),
+    "index emptied": lambda version: os.truncate(version / "index", 0),
+    "index cut": lambda version: os.truncate(version / "index", 300),
+    "index swapped": lambda version: write_index(version / "index", [scan(version, "0.tar")]),
+    "all deleted": lambda version: shutil.rmtree(version),
+    "pointer cut": lambda version: os.truncate(version.parent / "own.json", 5),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_whatever_happened_to_the_cache_between_two_runs_the_next_reads_what_a_disk_gives(
+    server: ToyServer, expected: list[Any], damage: str, tmp_path: Path
+) -> None:
+    with loader_of(f"{server.url}/shards/") as loader:
+        assert batches(loader) == expected
+    del loader
+    gc.collect()  # now no one reads from there any more
+    (flags,) = (tmp_path / "cache").glob("*/*/flags")
+    DAMAGES[damage](flags.parent)
+    with loader_of(f"{server.url}/shards/") as loader:
+        assert batches(loader) == expected
+
+
+@pytest.mark.parametrize("damage", ["a shard deleted", "a shard with holes", "all shards deleted"])
+def test_files_that_go_while_a_run_has_them_not_open_are_fetched_again(
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    before = filled(server, monkeypatch)
+    again = open_dataset(f"{server.url}/shards/")
+    again.announce(all_refs(again))  # finds all of itself there
+    DAMAGES[damage](before._cached.folder)
+    assert [sample.json()["id"] for sample in again.samples(all_refs(again))] == list(range(118))
+    assert [sample.json()["id"] for sample in before.samples(all_refs(before))] == list(range(118))
+
+
+def test_a_cached_index_with_a_damaged_row_is_an_error_that_says_what_to_remove(
+    server: ToyServer, tmp_path: Path
+) -> None:
+    open_dataset(f"{server.url}/shards/")
+    (index,) = (tmp_path / "cache").glob("*/*/index")
+    raw = bytearray(index.read_bytes())
+    raw[-200] ^= 1
+    index.write_bytes(raw)
+    dataset = open_dataset(f"{server.url}/shards/")
+    with pytest.raises(sp.ShardError, match=f"the index of 000.\\.tar is damaged; remove {index} and start again"):
+        [sample["json"] for sample in dataset.samples(all_refs(dataset))]
+    index.unlink()
+    assert len([sample["json"] for sample in open_dataset(f"{server.url}/shards/").samples(all_refs(dataset))]) == 118
+
+
+def test_a_dataset_that_is_all_here_asks_no_row_until_something_is_evicted(
+    server: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = filled(server, monkeypatch)
+    asked = server.requests
+    dataset._present = None  # type: ignore[assignment]  # whoever looks at a row fails
+    assert [sample.json()["id"] for sample in dataset.samples(all_refs(dataset))] == list(range(118))
+    dataset.announce(all_refs(dataset))
+    assert server.requests == asked
+    dataset._present = dataset._cached.present.data
+    evict(dataset, 2)
+    assert [sample.json()["id"] for sample in dataset.samples(all_refs(dataset))] == list(range(118))
+    assert dataset.ahead and server.requests > asked
+    dataset.announce(all_refs(dataset))
+    assert not dataset.ahead  # all is here again
 
 
 def test_two_workers_fetch_each_byte_once(server: ToyServer, local: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -17,13 +18,10 @@ from hypothesis import strategies as st
 from savable_pipeline import shard_cache
 from savable_pipeline.cache_room import Room, bytes_in_use, cache_bytes, cache_folder, write_at
 from savable_pipeline.dataset import Dataset
+from savable_pipeline.errors import ShardError
 from savable_pipeline.indexing import INDEX_NAME
-from savable_pipeline.shard_cache import (
-    USED,
-    CachedShards,
-    create_flags,
-    locked,
-)
+from savable_pipeline.shard_cache import USED, CachedShards, create_flags
+from savable_pipeline.sparse_file import locked, punch_hole
 from tests.conftest import write_numbered_shards
 
 SIZES = [6, 1, 9]
@@ -126,7 +124,8 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     bring(cached, shards, 0, 6)
     bring(cached, shards, 7, 16)
     cached.used[[1, 2, 3, 9, 10, 11, 12]] = USED
-    os.utime(cached.path(2), (1, 1))  # the shard used least recently
+    cached.touch(np.array([0, 5, 6]))  # shard 2 is the one used least recently
+    os.utime(cached.path(0), (1, 1))  # which says nothing
     limit = bytes_in_use(tmp_path)
     room = Room(tmp_path, limit)
     room.take(1000)
@@ -198,6 +197,87 @@ def test_a_lock_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
     os.close(fd)
 
 
+def test_an_eviction_takes_rows_away_then_counts_then_drops_their_bytes(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 7, 16)
+    seen: list[tuple[str, bool, int]] = []
+
+    class Count:
+        """Stands in for the counter."""
+
+        value = 0
+
+        def __getitem__(self, at: int) -> int:
+            return self.value
+
+        def __setitem__(self, at: int, value: int) -> None:
+            seen.append(("counts", is_right(cached, shards, 8), len(here(cached))))
+            self.value = value
+
+    def punch(fd: int, start: int, stop: int) -> None:
+        seen.append(("drops", is_right(cached, shards, 8), len(here(cached))))
+
+    counter = Count()
+    monkeypatch.setattr(cached, "evictions", counter)
+    monkeypatch.setattr(shard_cache, "punch_hole", punch)
+    evict(cached, 2, wanted=True)
+    assert seen == [("counts", True, 0), ("drops", True, 0)]
+    assert counter.value == 1
+
+
+def test_rows_that_lie_in_holes_are_forgotten_and_no_others(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 8, 15)  # the first and the last row of the shard are holes, and should be
+    for shard in (0, 2):
+        fd = cached.open(shard)
+        cached.forget_holes(shard, fd)
+        os.close(fd)
+    assert here(cached) == [0, 1, 2, 3, 4, 5, *range(8, 15)]
+    fd = cached.open(2)
+    start, stop = cached.extent(9, 13)
+    punch_hole(fd, start + 4096, stop - 4096)
+    cached.forget_holes(2, fd)
+    os.close(fd)
+    assert {0, 1, 2, 3, 4, 5, 8, 13, 14} <= set(here(cached))
+    assert not {10, 11} & set(here(cached))
+    assert cached.evictions[0] == 1
+
+
+@pytest.mark.parametrize("size", [None, 0, 9000, 100_000])
+def test_the_rows_of_a_file_that_was_deleted_cut_or_lengthened_are_forgotten(
+    shards: Path, tmp_path: Path, size: int | None
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 8, 12)
+    if size is None:
+        cached.path(0).unlink()
+    else:
+        os.truncate(cached.path(0), size)
+    os.close(cached.open(0))
+    assert here(cached) == [8, 9, 10, 11]
+    assert cached.evictions[0] == 1
+    bring(cached, shards, 0, 6)
+    assert [row for row in here(cached) if not is_right(cached, shards, row)] == []
+    assert len(here(cached)) == 10
+
+
+def test_shards_are_all_present_only_if_each_of_their_rows_is(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    for shard, first, last in ((0, 0, 6), (1, 6, 7), (2, 7, 16)):
+        bring(cached, shards, first, last - 1) if last - 1 > first else None
+        assert not cached.all_present(np.array([shard]))
+        bring(cached, shards, first, last)
+        assert cached.all_present(np.array([shard]))
+        assert cached.all_present(np.arange(3)) == (shard == 2)
+    evict(cached, 1, wanted=True)
+    assert [cached.all_present(np.array(some)) for some in ([0, 2], [0, 1], [1], [2])] == [True, False, False, True]
+    assert CachedShards(cached.folder).evictions[0] == 1
+
+
 def test_after_a_start_of_the_machine_only_synced_shards_are_trusted(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,10 +286,41 @@ def test_after_a_start_of_the_machine_only_synced_shards_are_trusted(
     bring(cached, shards, 8, 12)
     create_flags(cached.folder)
     assert here(CachedShards(cached.folder)) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
-    monkeypatch.setattr(shard_cache, "boot_id", lambda: b"another".ljust(64, b"\0"))
+    monkeypatch.setattr(shard_cache, "boot_id", lambda: b"another".ljust(56, b"\0"))
     create_flags(cached.folder)
     assert here(CachedShards(cached.folder)) == [0, 1, 2, 3, 4, 5]
     assert not cached.path(2).exists()
+
+
+@pytest.mark.parametrize("size", [0, 10, 64, 100_000])
+def test_flags_of_a_wrong_size_are_made_anew_and_nothing_they_told_of_is_trusted(
+    shards: Path, tmp_path: Path, size: int
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    room = Room(tmp_path, 1 << 30)
+    assert room._cached(cached.folder) is not None
+    (cached.folder / "other").write_bytes(bytes(size))
+    (cached.folder / "other").replace(cached.folder / "flags")
+    with pytest.raises((ValueError, OSError)):
+        CachedShards(cached.folder)
+    assert not room.free(1000)  # nobody knows what that version holds
+    create_flags(cached.folder)
+    again = CachedShards(cached.folder)
+    assert here(again) == []
+    assert not again.path(0).exists()
+    bring(again, shards, 0, 6)
+    assert room.free(1000)
+    assert here(again) == []
+
+
+def test_flags_of_a_wrong_size_that_a_reader_holds_are_an_error(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    with (cached.folder / "flags").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ShardError, match="this cache is damaged; end the runs that read from it, and remove it"):
+        create_flags(cached.folder)
 
 
 def test_a_full_disk_is_given_room_and_is_an_error_when_there_is_none(

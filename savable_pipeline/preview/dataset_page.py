@@ -15,6 +15,7 @@ from savable_pipeline.keys import Bijection, key
 from savable_pipeline.preview.page import render
 from savable_pipeline.preview.parts import sample_card
 from savable_pipeline.preview.shown import first_line
+from savable_pipeline.remote_dataset import open_dataset
 from savable_pipeline.sample import REF
 from savable_pipeline.shard_paths import Shards
 
@@ -44,7 +45,7 @@ def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0) -> byte
     """
     if not 1 <= samples <= MOST_SAMPLES:
         raise ValueError(f"a page shows 1 to {MOST_SAMPLES} samples, not {samples}")
-    dataset = Dataset(shards, on_error="skip")
+    dataset = open_dataset(shards, on_error="skip")
     numbers = np.sort(Bijection(key(seed, "preview"), dataset.count)(np.arange(min(samples, dataset.count))))
     refs = np.zeros(len(numbers), dtype=REF)
     refs["index"] = numbers
@@ -54,8 +55,8 @@ def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0) -> byte
     rows = _part_rows(dataset.part_sizes())
     return render(
         "dataset.html.jinja",
-        title=dataset.root.name,
-        root=str(dataset.root),
+        title=dataset.address.rpartition("/")[2],
+        root=dataset.address,
         shards=len(dataset.entries),
         samples=dataset.count,
         size=sum(sizes),
