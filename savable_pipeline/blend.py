@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.blend_order import TokenTurns, Turns, TurnsState, Weight, integer_weights, lags_at
+from savable_pipeline.blend_lanes import LaneCounts
+from savable_pipeline.blend_order import LaneTurns, TokenTurns, Turns, TurnsState, Weight, integer_weights, lags_at
 from savable_pipeline.encoder import TaskEncoder
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.global_rng import kinds
-from savable_pipeline.keys import key
+from savable_pipeline.keys import key, permutation
 from savable_pipeline.lane import Lane
 from savable_pipeline.rng import Rng
 from savable_pipeline.sample import REF, TAG_SHIFT, Ref, RefArray, Sample, tag_of
@@ -43,8 +44,9 @@ class Blend(Stage):
     The sources are readers, with or without a `ShuffleBuffer`, or branches that end in items or packs, each with its
     own encoder; Blends too. `by="samples"` counts what comes, `by="tokens"` the encoder's `length` of it. In each lane
     the share of a source among the first n samples, for every n, is within 1.5 samples of its weight's; by tokens,
-    within about two of the longest items. Over the lanes of a round it is so too where each takes `stride` samples:
-    give the batch's size.
+    within about two of the longest items. Where each lane has taken n samples, n a multiple of `stride`, the sum over
+    all lanes is as near, but for rare sources in great number: give the batch's size where that is no multiple of 8.
+    In a process with few lanes, sums over many cost some time, the more the smaller `stride` is.
 
     A source that repeats has `epochs=None`; one that ends leaves its turns to the others, or ends the Blend where
     `until` is "first". A source is known by its name, which keys the order of its shards and the random numbers of its
@@ -58,7 +60,7 @@ class Blend(Stage):
         weights: Mapping[str, Weight],
         by: By = "samples",
         until: Until = "all",
-        stride: int = 1,
+        stride: int = 8,
     ) -> None:
         _check(sources, weights)
         for name, value, choices in [("by", by, get_args(By)), ("until", until, get_args(Until))]:
@@ -199,19 +201,30 @@ class Blend(Stage):
     def _turns(self) -> Turns | TokenTurns:
         """The turns of the sources that have more, from the lane's own place on."""
         weights = [self.weights[name] for name in self._active]
-        lags = self._lags if len(weights) == len(self._stages) else [0] * len(weights)
-        return Turns(weights, lags) if self.by == "samples" else TokenTurns(weights, lags)
+        alone = self.lane.count == 1 or len(weights) < len(self._stages)  # a source ends at another step in each lane
+        if self.by == "tokens":
+            return TokenTurns(weights, [0] * len(weights) if alone else self._lags)
+        if alone:
+            return Turns(weights)
+        lane, stride = self.lane, self.stride
+        counts = lane.shared(
+            ("blend counts", tuple(weights), lane.count, stride), lambda: LaneCounts(weights, lane.count, stride=stride)
+        )
+        return LaneTurns(weights, counts, int(permutation(self._lanes_key, lane.count)[lane.index]))
 
     @property
     def _lags(self) -> list[int]:
-        """How far each source is behind where this lane begins."""
-        lane, weights = self.lane, tuple(self.weights.values())
-        phase = key(lane.seed, "blend", lane.epoch, self.depth, self.branch) % _PHASES
-        steps = [phase + index * self.stride for index in range(lane.count)]
+        """How far each source is behind where this lane begins: each does at another place of one sequence."""
+        lane, weights, phase = self.lane, tuple(self.weights.values()), self._lanes_key % _PHASES
         found: list[list[int]] = lane.shared(
-            ("blend", weights, phase, self.stride, lane.count), lambda: lags_at(weights, steps)
+            ("blend lags", weights, lane.count, phase), lambda: lags_at(weights, range(phase, phase + lane.count))
         )
         return found[lane.index]
+
+    @property
+    def _lanes_key(self) -> int:
+        """The key of what all lanes draw together."""
+        return key(self.lane.seed, "blend", self.lane.epoch, self.depth, self.branch)
 
     def _end(self, name: str) -> None:
         self._ended.add(name)
@@ -273,9 +286,8 @@ class Blend(Stage):
             "turns": {
                 "names": list(self._active),
                 "weights": list(turns.weights),
-                "lags": list(turns.lags),
                 "counts": list(turns.counts),
-                "unit": turns.unit if isinstance(turns, TokenTurns) else 1,
+                **({"lags": list(turns.lags), "unit": turns.unit} if isinstance(turns, TokenTurns) else {}),
             },
         }
 
@@ -293,9 +305,9 @@ class Blend(Stage):
         self._drop_turns()
         turns = self._turns
         if saved.turns.names == self._active and saved.turns.weights == turns.weights:
-            turns.lags, turns.counts = saved.turns.lags, saved.turns.counts
+            turns.counts = saved.turns.counts
             if isinstance(turns, TokenTurns):
-                turns.unit = saved.turns.unit
+                turns.lags, turns.unit = saved.turns.lags, saved.turns.unit
         else:
             log.info("Blend of %s: the shares are counted anew from here", self.lane)
 

@@ -66,7 +66,7 @@ class Mixture(msgspec.Struct, frozen=True):
     weight: int | float | str | None = None
 
     def samples(
-        self, lane: Lane, *, shuffle: bool = True, block_size: int = 8, window: int | None = 32, stride: int = 1
+        self, lane: Lane, *, shuffle: bool = True, block_size: int = 8, window: int | None = 32, stride: int = 8
     ) -> Stage:
         """A `Blend` of the readers of all the datasets, each made with these settings."""
         how: dict[str, Any] = {"shuffle": shuffle, "block_size": block_size, "window": window}
