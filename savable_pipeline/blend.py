@@ -373,6 +373,14 @@ class _Several(TaskEncoder):
         """Raises ValueError."""
         raise self._unclear("length")
 
+    def images(self, item: Any) -> int:
+        """Raises ValueError."""
+        raise self._unclear("images")
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        """Raises ValueError."""
+        raise self._unclear("cut")
+
     def pack(self, items: list[Any], rng: Rng) -> Any:
         """Raises ValueError."""
         raise self._unclear("pack")

@@ -9,6 +9,7 @@ from typing import Any
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.document import parse_document
 from task_encoders.mixed_tokens import MixedTokens, Vision, batch_mixed, cut_mixed, image_places, pack_mixed
+from task_encoders.packing import with_target
 from task_encoders.sample_images import SampleImages
 from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
@@ -38,11 +39,12 @@ class InterleavedEncoder(TaskEncoder):
         self.max_length = max_length
         self.part = part
 
-    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any]]:
+    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """One item, as `MixedTokens.item`, or an iterator of them for a long document.
 
         Skips a sample without the part as "no json" (or what `part` is), one with neither text nor image as "empty",
-        and one of whose images a single one has more than `max_length` tokens as "image longer than max_length".
+        an item of images alone as "no target", and a sample of whose images one has more than `max_length` tokens as
+        "image longer than max_length".
         Raises ValueError that names the field which is not as it should be, and what Pillow and json raise.
         """
         if self.part not in sample:
@@ -60,7 +62,7 @@ class InterleavedEncoder(TaskEncoder):
         mixed.add_ids(self.tokenizer.after, target=True)
         item = mixed.item()
         if self.max_length is None or len(item["tokens"]) <= self.max_length:
-            return item
+            return with_target(item)
         return self._cut(item, self.max_length)
 
     def length(self, item: dict[str, Any]) -> int:
@@ -89,7 +91,7 @@ class InterleavedEncoder(TaskEncoder):
         own = {"max_length": self.max_length, "part": self.part}
         return {**self.tokenizer.settings(), **self.vision.settings(), **own}
 
-    def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any]]:
+    def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any] | Skip]:
         borders, start = [0], 0
         images = image_places(item, self.vision)
         if any(end - begin > max_length for begin, end in images):
@@ -98,4 +100,4 @@ class InterleavedEncoder(TaskEncoder):
             stop = min(start + max_length, len(item["tokens"]))
             start = next((begin for begin, end in images if begin < stop < end), stop)
             borders.append(start)
-        return (self.cut(item, *cut) for cut in pairwise(borders))
+        return (with_target(self.cut(item, *cut)) for cut in pairwise(borders))
