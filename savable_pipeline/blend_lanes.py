@@ -12,8 +12,7 @@ In between it would take samples back. So a block is halved, and again, until it
     0 . m . middle .. block        then lanes, and after them the sums over lanes, are put right by single samples
 
 The counts at a step follow from the step alone, in as many halvings as it takes to come there. That no lane is more
-than 1.5 samples off was found by search (tools/search_blend.py), not proven. So are the sums over lanes for most
-weights; where a few large sources have a dozen of a thousandth each beside them they may be off by up to ten or so.
+than 1.5 samples off, and no sum over lanes much more, was found by search (tools/search_blend.py), not proven.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class LaneCounts:
         self._block = stride
         while self._block * min(weights) < self._total and len(weights) > 2:
             self._block *= 2
-        # How far off a lane may be for the sake of the sums. Less where a source comes often: of several that are that
-        # far behind only one has the next turn, and the others must not be more than 1.5 behind after it.
-        swings = np.array([min(weight, self._total - weight) * _ONE // self._total for weight in weights])
-        self._limits = 5 * _ONE // 4 - swings // 2, 3 * _ONE // 2 - swings
+        self._dues = np.array([weight * _ONE // self._total for weight in weights])  # with a step
         self._kept: OrderedDict[int, Ints] = OrderedDict()
 
     def at(self, step: int) -> Ints:
@@ -90,18 +86,19 @@ class LaneCounts:
         due = [divmod(step * weight, self._total) for weight in self._weights]
         behind = (np.array([whole for whole, _ in due]) - counts) * _ONE
         behind += np.array([rest * _ONE // self._total for _, rest in due])
-        _settle_lanes(step, counts, behind, left, right, self._limits[0])
-        _settle_sums(counts, behind, left, right, self._limits[0], most=_ONE)
-        _settle_sums(counts, behind, left, right, self._limits[1], most=2 * _ONE)
+        _settle_lanes(step, counts, behind, left, right, self._dues)
+        _settle_sums(counts, behind, left, right, self._dues, limit=5 * _ONE // 4, most=_ONE)
+        _settle_sums(counts, behind, left, right, self._dues, limit=3 * _ONE // 2, most=2 * _ONE)
         return counts
 
 
-def _settle_lanes(step: int, counts: Ints, behind: Ints, left: Ints, right: Ints, limit: Ints) -> None:
+def _settle_lanes(step: int, counts: Ints, behind: Ints, left: Ints, right: Ints, dues: Ints) -> None:
     """Have each lane take `step` samples in all: more of sources that are behind, or fewer of those ahead.
 
-    Of the sources by which a lane stays within `limit`, the one whose sum over lanes is furthest off; some lanes after
-    some, so that they do not all choose the same.
+    Of the sources by which a lane stays within 1.25 samples, or less where they come often, the one whose sum over
+    lanes is furthest off; some lanes after some, so that they do not all choose the same.
     """
+    limit = 5 * _ONE // 4 - np.minimum(dues, _ONE - dues) // 2
     missing = step - counts.sum(axis=1)
     some = max(8, np.count_nonzero(missing) // 4)
     while len(rows := np.flatnonzero(missing)[:some]):
@@ -116,10 +113,10 @@ def _settle_lanes(step: int, counts: Ints, behind: Ints, left: Ints, right: Ints
         missing[rows] -= change
 
 
-def _settle_sums(counts: Ints, behind: Ints, left: Ints, right: Ints, limit: Ints, *, most: int) -> None:
+def _settle_sums(counts: Ints, behind: Ints, left: Ints, right: Ints, dues: Ints, *, limit: int, most: int) -> None:
     """Have lanes take one source instead of another, until no two sums over lanes are further than `most` apart.
 
-    Of the lanes that stay within `limit`, those that gain most.
+    Of the lanes that stay within `limit` and can go on from there, those that gain most.
     """
     sums = behind.sum(axis=0)
     closed = np.zeros((len(sums), len(sums)), bool)
@@ -130,7 +127,12 @@ def _settle_sums(counts: Ints, behind: Ints, left: Ints, right: Ints, limit: Int
             return
         wanted = max(1, int(min(-sums[source], sums[other])) // _ONE)
         free = (counts[:, source] > left[:, source]) & (counts[:, other] < right[:, other])
-        free &= (behind[:, source] <= limit[source] - _ONE) & (behind[:, other] >= _ONE - limit[other])
+        free &= (behind[:, source] <= limit - _ONE) & (behind[:, other] >= _ONE - limit)
+        lanes = np.flatnonzero(free)
+        after = behind[lanes]
+        after[:, source] += _ONE
+        after[:, other] -= _ONE
+        free[lanes] = _can_go_on(after, dues)
         gain = np.where(free, behind[:, other] - behind[:, source], _NEVER)
         lanes = np.argsort(-gain, kind="stable")[: min(wanted, int(free.sum()))]
         closed[source, other] = len(lanes) < wanted
@@ -138,3 +140,12 @@ def _settle_sums(counts: Ints, behind: Ints, left: Ints, right: Ints, limit: Int
             counts[lanes, column] += change
             behind[lanes, column] -= change * _ONE
             sums[column] -= change * _ONE * len(lanes)
+
+
+def _can_go_on(behind: Ints, dues: Ints) -> NDArray[np.bool_]:
+    """Whether lanes can be within 1.5 samples one step later, and two, and were one step before, and two."""
+    most, able = 3 * _ONE // 2, np.ones(len(behind), bool)
+    for steps in (1, 2):
+        able &= (behind + steps * dues > most).sum(axis=1) <= steps
+        able &= (behind - steps * dues < -most).sum(axis=1) <= steps
+    return able

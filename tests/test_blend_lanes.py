@@ -39,7 +39,7 @@ def test_a_small_case_is_what_it_was() -> None:
 def test_many_lanes_are_what_they_were() -> None:
     counts = LaneCounts([123, 45, 678, 9, 10], 96, stride=8)
     found = np.array([counts.at(step) for step in range(0, 1024, 8)])
-    assert xxh3_64_hexdigest(found.astype("<i8").tobytes()) == "e72b5c694171aa09"
+    assert xxh3_64_hexdigest(found.astype("<i8").tobytes()) == "d30ba0a83cfb7ce5"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)  # a bound found by search
