@@ -299,6 +299,9 @@ class Blend(Stage):
                 stage.restore_state(saved.sources[name])
         self._ended = {name for name in saved.ended if name in self._stages}
         self._ahead = {name: np.frombuffer(saved.ahead.get(name, b""), REF) for name in self._stages}
+        for name, refs in self._ahead.items():
+            if len(refs):
+                self._stages[name].announce(refs)
         self._taken = None
         if saved.taken is not None and saved.taken[0] in self._stages:
             self._taken = saved.taken[0], _MISSING, as_ref(saved.taken[1])

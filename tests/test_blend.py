@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ import savable_pipeline as sp
 from savable_pipeline.blend_lanes import LaneCounts
 from savable_pipeline.blend_order import LaneTurns
 from savable_pipeline.keys import key
-from savable_pipeline.sample import TAG_SHIFT, tag_of, untagged
+from savable_pipeline.sample import REF, TAG_SHIFT, tag_of, untagged
 from tests.conftest import write_numbered_shards
 from tests.streams import take, through_a_file
 from tests.toy_dataset import NumberDataset, drained, first, pairs
@@ -217,6 +218,20 @@ def test_an_item_whose_length_fails_is_tried_again(shards: Path, restore: bool) 
                 stage.restore_state(state)
     assert errors == 3
     assert items == expected
+
+
+def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> sp.Blend:
+        return sp.Blend(make_readers({"a": 40, "b": 2}, epochs=1), weights={"a": 1, "b": 1})
+
+    stage = make()
+    stage.take_refs(30)  # b ends before that, and some of a that were to follow are not given
+    state, again = stage.save_state(), make()
+    ahead = pairs(np.frombuffer(state["ahead"]["a"], REF))
+    announced: list[tuple[int, int]] = []
+    monkeypatch.setattr(again.sources[0], "announce", lambda refs: announced.extend(pairs(refs)))
+    again.restore_state(state)
+    assert ahead == announced != []
 
 
 # Settings.
