@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -13,6 +15,7 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.global_rng import seeder
 from savable_pipeline.pack import OnlinePacker
 from savable_pipeline.rng import Rng
+from savable_pipeline.sample import TAG_SHIFT
 from savable_pipeline.stage import ItemRef, Stage, State, as_ref, parse_state
 
 
@@ -140,10 +143,9 @@ class Batcher(BatchStage):
 
     def _any_item(self) -> Any:
         """An item that some sample of the dataset gives, for a lane that has none of its own."""
-        for number in range(min(self.population, _TRIED)):
-            ref: ItemRef = (number, 0, 0)
+        for ref in islice(_refs_given_by(self.source), _TRIED):
             with contextlib.suppress(EncodeError):
-                item = self.source.fetch((0, ref) if isinstance(self.source, OnlinePacker) else ref)
+                item = self.source.fetch(ref)
                 if type(item) is not Skip:
                     return item
         raise EncodeError(f"tail='pad': the first {_TRIED} samples give no item to fill up a batch of {self.lane}")
@@ -216,3 +218,13 @@ class Batcher(BatchStage):
     def settings(self) -> dict[str, Any]:
         """Every argument; the encoder only if it is not the one upstream."""
         return {"size": self.size, "drop_last": self.drop_last, **self._encoder_settings()}
+
+
+def _refs_given_by(stage: Stage) -> Iterator[ItemRef]:
+    """Refs of what a stage might give: of each sample alone, those of one source after those of another."""
+    if not stage.sources:
+        (tag,) = stage.tags
+        yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.population))
+    for source in stage.sources:
+        for ref in _refs_given_by(source):
+            yield (0, ref) if isinstance(stage, OnlinePacker) else ref

@@ -9,17 +9,14 @@ from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from savable_pipeline.blend_order import TokenTurns, Turns, TurnsState, Weight, integer_weights, lags_at
-from savable_pipeline.encoder import TaskEncoder
-from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.global_rng import kinds
-from savable_pipeline.keys import key
-from savable_pipeline.lane import Lane
-from savable_pipeline.rng import Rng
-from savable_pipeline.sample import REF, TAG_SHIFT, Ref, RefArray, Sample, tag_of
-from savable_pipeline.stage import ItemRef, Stage, State, as_ref, parse_state, sample_indices
+from savable_pipeline.blend_lanes import LaneCounts
+from savable_pipeline.blend_order import LaneTurns, TokenTurns, Turns, TurnsState, Weight, integer_weights, lags_at
+from savable_pipeline.blend_sources import Merged
+from savable_pipeline.errors import EncodeError
+from savable_pipeline.keys import key, permutation
+from savable_pipeline.sample import REF, RefArray
+from savable_pipeline.stage import ItemRef, Stage, State, as_ref, parse_state
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +34,15 @@ class _BlendState(msgspec.Struct):
     turns: TurnsState
 
 
-class Blend(Stage):
+class Blend(Merged):
     """Gives what its sources give, by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
     The sources are readers, with or without a `ShuffleBuffer`, or branches that end in items or packs, each with its
     own encoder; Blends too. `by="samples"` counts what comes, `by="tokens"` the encoder's `length` of it. In each lane
     the share of a source among the first n samples, for every n, is within 1.5 samples of its weight's; by tokens,
-    within about two of the longest items. Over the lanes of a round it is so too where each takes `stride` samples:
-    give the batch's size.
+    within about two of the longest items. Where each lane has taken n samples, n a multiple of `stride`, the sum over
+    all lanes is as near, but for rare sources in great number: give the batch's size where that is no multiple of 8.
+    In a process with few lanes, sums over many cost some time, the more the smaller `stride` is.
 
     A source that repeats has `epochs=None`; one that ends leaves its turns to the others, or ends the Blend where
     `until` is "first". A source is known by its name, which keys the order of its shards and the random numbers of its
@@ -58,47 +56,29 @@ class Blend(Stage):
         weights: Mapping[str, Weight],
         by: By = "samples",
         until: Until = "all",
-        stride: int = 1,
+        stride: int = 8,
     ) -> None:
-        _check(sources, weights)
+        super().__init__(sources)
+        if sources.keys() != weights.keys():
+            missing, unknown = sorted(sources.keys() - weights.keys()), sorted(weights.keys() - sources.keys())
+            raise ValueError(
+                f"Blend: every source needs a weight: none is given for {missing}; no source for {unknown}"
+            )
         for name, value, choices in [("by", by, get_args(By)), ("until", until, get_args(Until))]:
             if value not in choices:
                 raise ValueError(f"Blend: {name} must be one of {', '.join(choices)}, not {value!r}")
         if stride < 1:
             raise ValueError(f"Blend: stride must be at least 1, not {stride}")
-        self._stages = dict(sorted(sources.items()))  # a source's turn does not depend on where it was written
         self.weights = integer_weights({name: weights[name] for name in self._stages})
         self.by = by
         self.until = until
         self.stride = stride
-        self._name_sources("")
-        self._encoder = self._common_encoder()
         if by == "tokens" and self._encoder is None:
             raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
         self._ended: set[str] = set()
         self._ahead = dict.fromkeys(self._stages, _NONE)  # refs taken from a source whose turn has not come
         self._taken: tuple[str, Any, ItemRef] | None = None  # an item whose length is not known yet
         self._ref: ItemRef = ()
-
-    def _name_sources(self, branch: str) -> None:
-        for name, stage in self._stages.items():
-            stage.name_branch(f"{branch}/{name}" if branch else name)
-        self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.tags}
-        if len(self._stage_of) < sum(len(stage.tags) for stage in self._stages.values()):
-            raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
-
-    def name_branch(self, name: str) -> None:
-        """Belong to a source of another `Blend`."""
-        self.branch = name
-        self._name_sources(name)
-
-    def _common_encoder(self) -> TaskEncoder | None:
-        encoders = [stage.encoder for stage in self._stages.values()]
-        if all(encoder is encoders[0] for encoder in encoders):
-            return encoders[0]
-        if any(encoder is None for encoder in encoders):
-            raise ValueError("Blend: some sources give samples and others items; end all before or all after Encode")
-        return _Several([encoder for encoder in encoders if encoder is not None])
 
     # What the lane takes.
 
@@ -199,19 +179,30 @@ class Blend(Stage):
     def _turns(self) -> Turns | TokenTurns:
         """The turns of the sources that have more, from the lane's own place on."""
         weights = [self.weights[name] for name in self._active]
-        lags = self._lags if len(weights) == len(self._stages) else [0] * len(weights)
-        return Turns(weights, lags) if self.by == "samples" else TokenTurns(weights, lags)
+        alone = self.lane.count == 1 or len(weights) < len(self._stages)  # a source ends at another step in each lane
+        if self.by == "tokens":
+            return TokenTurns(weights, [0] * len(weights) if alone else self._lags)
+        if alone:
+            return Turns(weights)
+        lane, stride = self.lane, self.stride
+        counts = lane.shared(
+            ("blend counts", tuple(weights), lane.count, stride), lambda: LaneCounts(weights, lane.count, stride=stride)
+        )
+        return LaneTurns(weights, counts, int(permutation(self._lanes_key, lane.count)[lane.index]))
 
     @property
     def _lags(self) -> list[int]:
-        """How far each source is behind where this lane begins."""
-        lane, weights = self.lane, tuple(self.weights.values())
-        phase = key(lane.seed, "blend", lane.epoch, self.depth, self.branch) % _PHASES
-        steps = [phase + index * self.stride for index in range(lane.count)]
+        """How far each source is behind where this lane begins: each does at another place of one sequence."""
+        lane, weights, phase = self.lane, tuple(self.weights.values()), self._lanes_key % _PHASES
         found: list[list[int]] = lane.shared(
-            ("blend", weights, phase, self.stride, lane.count), lambda: lags_at(weights, steps)
+            ("blend lags", weights, lane.count, phase), lambda: lags_at(weights, range(phase, phase + lane.count))
         )
         return found[lane.index]
+
+    @property
+    def _lanes_key(self) -> int:
+        """The key of what all lanes draw together."""
+        return key(self.lane.seed, "blend", self.lane.epoch, self.depth, self.branch)
 
     def _end(self, name: str) -> None:
         self._ended.add(name)
@@ -220,41 +211,6 @@ class Blend(Stage):
     def _drop_turns(self) -> None:
         self.__dict__.pop("_active", None)
         self.__dict__.pop("_turns", None)
-
-    # What refs name.
-
-    def samples(self, refs: RefArray) -> list[Sample]:
-        """The samples that these refs name, unread."""
-        tags = _tags_of(refs)
-        found: list[Any] = [None] * len(refs)
-        for tag in np.unique(tags).tolist():
-            mine = np.flatnonzero(tags == tag)
-            for place, sample in zip(mine.tolist(), self._of_tag(tag).samples(refs[mine]), strict=True):
-                found[place] = sample
-        return found
-
-    def announce(self, refs: RefArray) -> None:
-        """Let each source fetch ahead what is its own."""
-        tags = _tags_of(refs)
-        for tag in np.unique(tags).tolist():
-            self._of_tag(tag).announce(refs[tags == tag])
-
-    def fetch(self, ref: ItemRef | Ref) -> Any:
-        """Make the thing that a ref names again."""
-        if isinstance(ref, Ref):
-            for stage in self._stages.values():
-                if stage.reads(ref.source):
-                    return stage.fetch(ref)
-            raise CheckpointMismatchError(f"Blend: {ref} is of none of the sources {', '.join(self._stages)}")
-        return self._of_tag(tag_of(next(sample_indices(ref)))).fetch(ref)
-
-    def _of_tag(self, tag: int) -> Stage:
-        if tag not in self._stage_of:
-            raise CheckpointMismatchError(
-                f"Blend of {', '.join(self._stages)}: a ref has tag {tag}, which is that of none of them: was a source "
-                "removed or renamed since?"
-            )
-        return self._stage_of[tag]
 
     # State.
 
@@ -273,9 +229,8 @@ class Blend(Stage):
             "turns": {
                 "names": list(self._active),
                 "weights": list(turns.weights),
-                "lags": list(turns.lags),
                 "counts": list(turns.counts),
-                "unit": turns.unit if isinstance(turns, TokenTurns) else 1,
+                **({"lags": list(turns.lags), "unit": turns.unit} if isinstance(turns, TokenTurns) else {}),
             },
         }
 
@@ -287,15 +242,18 @@ class Blend(Stage):
                 stage.restore_state(saved.sources[name])
         self._ended = {name for name in saved.ended if name in self._stages}
         self._ahead = {name: np.frombuffer(saved.ahead.get(name, b""), REF) for name in self._stages}
+        for name, refs in self._ahead.items():
+            if len(refs):
+                self._stages[name].announce(refs)
         self._taken = None
         if saved.taken is not None and saved.taken[0] in self._stages:
             self._taken = saved.taken[0], _MISSING, as_ref(saved.taken[1])
         self._drop_turns()
         turns = self._turns
         if saved.turns.names == self._active and saved.turns.weights == turns.weights:
-            turns.lags, turns.counts = saved.turns.lags, saved.turns.counts
+            turns.counts = saved.turns.counts
             if isinstance(turns, TokenTurns):
-                turns.unit = saved.turns.unit
+                turns.lags, turns.unit = saved.turns.lags, saved.turns.unit
         else:
             log.info("Blend of %s: the shares are counted anew from here", self.lane)
 
@@ -309,12 +267,7 @@ class Blend(Stage):
             "stride": self.stride,
         }
 
-    # What it is made of.
-
-    @property
-    def sources(self) -> tuple[Stage, ...]:
-        """The sources, by name."""
-        return tuple(self._stages.values())
+    # What it is.
 
     @property
     def ref(self) -> ItemRef:
@@ -322,74 +275,9 @@ class Blend(Stage):
         return self._ref
 
     @property
-    def lane(self) -> Lane:
-        """The lane of all the sources."""
-        return self.sources[0].lane
-
-    @property
-    def depth(self) -> int:
-        """One more than the deepest source."""
-        return 1 + max(stage.depth for stage in self.sources)
-
-    @property
     def endless(self) -> bool:
         """Whether some source never ends; until the first, whether none does."""
         return (any if self.until == "all" else all)(stage.endless for stage in self.sources)
-
-    @property
-    def population(self) -> int:
-        """How many samples all the sources have."""
-        return sum(stage.population for stage in self.sources)
-
-    @property
-    def encoder(self) -> TaskEncoder | None:
-        """The encoder of all sources; one that only says so if they have several."""
-        return self._encoder
-
-
-def _tags_of(refs: RefArray) -> NDArray[np.int64]:
-    return (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
-
-
-class _Several(TaskEncoder):
-    """Stands for the encoders of several branches, of which a later stage cannot know whose to use."""
-
-    def __init__(self, encoders: list[TaskEncoder]) -> None:
-        self.global_rng = tuple(sorted({kind for encoder in encoders for kind in kinds(encoder.global_rng)}))
-
-    def length(self, item: Any) -> int:
-        """Raises ValueError."""
-        raise self._unclear("length")
-
-    def pack(self, items: list[Any], rng: Rng) -> Any:
-        """Raises ValueError."""
-        raise self._unclear("pack")
-
-    def batch(self, items: list[Any], rng: Rng) -> Any:
-        """Raises ValueError."""
-        raise self._unclear("batch")
-
-    def _unclear(self, method: str) -> ValueError:
-        return ValueError(
-            f"the branches of the Blend upstream have encoders of their own, and it is not clear whose {method} to "
-            "use: give the stage encoder="
-        )
-
-
-def _check(sources: Mapping[str, Stage], weights: Mapping[str, Weight]) -> None:
-    if not sources:
-        raise ValueError("Blend needs at least one source")
-    if sources.keys() != weights.keys():
-        missing, unknown = sorted(sources.keys() - weights.keys()), sorted(weights.keys() - sources.keys())
-        raise ValueError(f"Blend: every source needs a weight: none is given for {missing}; no source for {unknown}")
-    for name, stage in sources.items():
-        if not isinstance(name, str) or not name or set("/#") & set(name):
-            raise ValueError(f"Blend: a source's name is a word without / and #, not {name!r}")
-        if not isinstance(stage, Stage):
-            raise ValueError(f"Blend: the source {name!r} must be a stage, not {type(stage).__name__}")
-    lanes = [stage.lane for stage in sources.values()]
-    if any(lane is not lanes[0] for lane in lanes):
-        raise ValueError("Blend: all sources must be built for the same lane")
 
 
 _MISSING: Any = object()  # stands for an item that is made again from its ref

@@ -7,10 +7,8 @@ the source is less than a sample ahead and behind; of the windows that are open,
     step     1 2 3 4 5 6 7 8
     source   0 0 1 0 2 0 0 1
 
-All lanes walk along this one sequence, lane l from step `phase + l * stride` on. So each lane begins at another place,
-and a round in which each of the lanes takes `stride` samples is one piece of it. A lane counts its share from where it
-begins; windows are cut so that it is never more than 1.5 samples off. With up to three sources that changes nothing,
-and the same bound holds over a round; with more, lanes that begin far off leave the sequence now and then.
+The lanes of a run do so between counts that are right over all lanes (blend_lanes.py): every `stride` steps a lane has
+taken what is written there for it. Windows are as wide as it takes, up to one and a half samples ahead and behind.
 """
 
 from __future__ import annotations
@@ -18,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from itertools import count
 from math import gcd, lcm
 from typing import TypeAlias
 
 import msgspec
+
+from savable_pipeline.blend_lanes import LaneCounts
 
 Weight: TypeAlias = int | float | str | Fraction | Decimal
 
@@ -31,8 +32,8 @@ class TurnsState(msgspec.Struct):
 
     names: list[str]
     weights: list[int]
-    lags: list[int]
     counts: list[int]
+    lags: list[int] = []
     unit: int = 1
 
 
@@ -61,7 +62,7 @@ def reduced(weights: Mapping[str, int]) -> dict[str, int]:
 
 def lags_at(weights: Sequence[int], steps: Iterable[int]) -> list[list[int]]:
     """How far each source is behind at these steps of the sequence, ascending, in samples times the sum of weights."""
-    turns, total, found = Turns(weights, [0] * len(weights)), sum(weights), []
+    turns, total, found = Turns(weights), sum(weights), []
     for step in steps:
         turns.take(turns.plan(step - turns.taken))
         found.append([step * w - count * total for w, count in zip(weights, turns.counts, strict=True)])
@@ -69,14 +70,11 @@ def lags_at(weights: Sequence[int], steps: Iterable[int]) -> list[list[int]]:
 
 
 class Turns:
-    """Turns by number of samples."""
+    """Turns by number of samples, of a lane that is alone."""
 
-    def __init__(self, weights: Sequence[int], lags: Sequence[int]) -> None:
+    def __init__(self, weights: Sequence[int]) -> None:
         self.weights = list(weights)
-        self.lags = list(lags)
         self.counts = [0] * len(self.weights)
-        self._total = sum(self.weights)
-        self._unit = max(2, 2 * len(self.weights) - 2)
 
     @property
     def taken(self) -> int:
@@ -85,19 +83,9 @@ class Turns:
 
     def plan(self, n: int) -> list[int]:
         """Whose turn each of the next `n` steps is; nothing changes."""
-        counts, step, chosen = list(self.counts), self.taken, []
-        windows = [self._window(source, count) for source, count in enumerate(counts)]
-        for _ in range(n):
-            step += 1
-            source, first = -1, 0
-            for candidate, (opens, closes) in enumerate(windows):
-                if opens <= step and (source < 0 or closes < first):
-                    source, first = candidate, closes
-            if source < 0:
-                source = min(range(len(windows)), key=lambda candidate: windows[candidate][1])
-            counts[source] += 1
-            windows[source] = self._window(source, counts[source])
-            chosen.append(source)
+        unit = max(2, 2 * len(self.weights) - 2)
+        chosen = _in_turn(self.weights, self.counts, n, off=(unit - 1, unit))
+        assert chosen is not None  # Tijdeman's theorem
         return chosen
 
     def take(self, chosen: Iterable[int]) -> None:
@@ -105,17 +93,68 @@ class Turns:
         for source in chosen:
             self.counts[source] += 1
 
-    def _window(self, source: int, count: int) -> tuple[int, int]:
-        """The first and the last step at which a source may take its sample number `count`.
 
-        On the sequence it is at most h = 1 - 1/(2k - 2) of a sample ahead or behind, k being the number of sources; as
-        the lane counts, at most 1.5. Worked out in units of 1/(2k - 2) of 1/W.
-        """
-        weight, lag, unit = self.weights[source], self.lags[source], self._unit
-        whole, h, limit = self._total * unit, self._total * (unit - 1), 3 * self._total * unit // 2
-        ahead, behind = min(h + unit * lag, limit), min(h - unit * lag, limit)
-        opens = -((ahead - (count + 1) * whole) // (weight * unit))
-        return opens, (count * whole + behind) // (weight * unit) + 1
+class LaneTurns(Turns):
+    """Turns by number of samples of lane number `place` of the closed form, among all lanes of a run."""
+
+    def __init__(self, weights: Sequence[int], lanes: LaneCounts, place: int) -> None:
+        super().__init__(weights)
+        self._lanes = lanes
+        self._place = place
+        self._piece: tuple[int, list[int]] = (
+            -1,
+            [],
+        )  # the number of a piece of `stride` steps, and whose turns these are
+
+    def plan(self, n: int) -> list[int]:
+        """Whose turn each of the next `n` steps is; nothing changes."""
+        chosen: list[int] = []
+        number, done = divmod(self.taken, self._lanes.stride)
+        while len(chosen) < n:
+            chosen += self._turns_of(number)[done : done + n - len(chosen)]
+            number, done = number + 1, 0
+        return chosen
+
+    def _turns_of(self, number: int) -> list[int]:
+        if self._piece[0] != number:
+            stride = self._lanes.stride
+            begin, end = (
+                self._lanes.at(step)[self._place].tolist() for step in (number * stride, (number + 1) * stride)
+            )
+            tries = (_in_turn(self.weights, begin, stride, off=(quarters, 4), end=end) for quarters in count(4))
+            self._piece = number, next(turns for turns in tries if turns is not None)
+        return self._piece[1]
+
+
+def _in_turn(
+    weights: Sequence[int], counts: Sequence[int], n: int, *, off: tuple[int, int], end: Sequence[int] | None = None
+) -> list[int] | None:
+    """The next `n` turns, no source further off than the fraction `off` of a sample, and none beyond `end`.
+
+    None where there are none.
+    """
+    ahead, unit = off
+    total, counts, step, chosen = sum(weights), list(counts), sum(counts), []
+
+    def window(source: int) -> tuple[int, int]:
+        """The first and the last step at which a source may take its next sample."""
+        taken, weight = counts[source], weights[source] * unit
+        if end is not None and taken == end[source]:
+            return step + n + 1, step + n + 1
+        return -((ahead - (taken + 1) * unit) * total // weight), (taken * unit + ahead) * total // weight + 1
+
+    windows = [window(source) for source in range(len(weights))]
+    for now in range(step + 1, step + n + 1):
+        source, first = -1, 0
+        for candidate, (opens, closes) in enumerate(windows):
+            if opens <= now and (source < 0 or closes < first):
+                source, first = candidate, closes
+        if source < 0 or first < now:
+            return None
+        counts[source] += 1
+        windows[source] = window(source)
+        chosen.append(source)
+    return chosen
 
 
 class TokenTurns:

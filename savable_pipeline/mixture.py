@@ -36,6 +36,16 @@ from savable_pipeline.reader import TarShardReader
 from savable_pipeline.stage import Stage
 
 
+class _How(msgspec.Struct, frozen=True):
+    """The settings that all readers of a mixture have in common."""
+
+    shuffle: bool
+    block_size: int
+    window: int | None
+    cache: str | os.PathLike[str] | None
+    cache_bytes: int | None
+
+
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One dataset: where its shards lie, how often it comes, and what is taken of it."""
 
@@ -45,17 +55,14 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split: str | None = None
     subset: int | float | tuple[float, float] | None = None
 
-    def samples(self, lane: Lane, *, shuffle: bool = True, block_size: int = 8, window: int | None = 32) -> Stage:
-        """The reader of the dataset."""
-        chosen: dict[str, Any] = {"split": self.split, "subset": self.subset}
+    def _stage(self, lane: Lane, how: _How, stride: int) -> Stage:
         return TarShardReader(
             self.path,
             lane,
             epochs=self.repetitions,
-            shuffle=shuffle,
-            block_size=block_size,
-            window=window,
-            **{name: value for name, value in chosen.items() if value is not None},
+            split=self.split,
+            subset=self.subset,
+            **msgspec.structs.asdict(how),
         )
 
 
@@ -66,11 +73,21 @@ class Mixture(msgspec.Struct, frozen=True):
     weight: int | float | str | None = None
 
     def samples(
-        self, lane: Lane, *, shuffle: bool = True, block_size: int = 8, window: int | None = 32, stride: int = 1
+        self,
+        lane: Lane,
+        *,
+        shuffle: bool = True,
+        block_size: int = 8,
+        window: int | None = 128,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        stride: int = 8,
     ) -> Stage:
-        """A `Blend` of the readers of all the datasets, each made with these settings."""
-        how: dict[str, Any] = {"shuffle": shuffle, "block_size": block_size, "window": window}
-        stages = {name: source.samples(lane, **how) for name, source in self.sources.items()}
+        """A `Blend` of the readers of all the datasets, each made with these settings of `TarShardReader`."""
+        return self._stage(lane, _How(shuffle, block_size, window, cache, cache_bytes), stride)
+
+    def _stage(self, lane: Lane, how: _How, stride: int) -> Stage:
+        stages = {name: source._stage(lane, how, stride) for name, source in self.sources.items()}
         weights = {
             name: source.repetitions * stages[name].population
             if isinstance(source, Source) and source.repetitions

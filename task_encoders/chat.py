@@ -8,15 +8,16 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from savable_pipeline import Rng, Sample, Skip, TaskEncoder
+from savable_pipeline import Rng, Sample, Skip
 from task_encoders.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.conversation import Message, parse_conversation
-from task_encoders.mixed_tokens import MixedTokens, Vision, batch_mixed, cut_mixed, pack_mixed
+from task_encoders.mixed_encoder import MixedEncoder
+from task_encoders.mixed_tokens import MixedTokens, Vision
 from task_encoders.sample_images import SampleImages
-from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.tokenizer import Tokenize, Tokenizer
 
 
-class ChatEncoder(TaskEncoder):
+class ChatEncoder(MixedEncoder):
     """Learns to answer as the assistant of a conversation does, which may show images and ask about them.
 
     Conversations are JSON, as LLaVA or OpenAI write them (conversation.py), beside the images. `tokenizer` is as for
@@ -27,8 +28,6 @@ class ChatEncoder(TaskEncoder):
     and end and at images, and each piece tokenized by itself, as it is when a model answers. `max_length` is the
     longest conversation taken, and the length of a batch's rows.
     """
-
-    global_rng = False  # draws nothing
 
     def __init__(
         self,
@@ -42,14 +41,9 @@ class ChatEncoder(TaskEncoder):
     ) -> None:
         if answers not in ("all", "last"):
             raise ValueError(f"answers is 'all' or 'last', not {answers!r}")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
-        self.tokenizer = as_tokenizer(tokenizer)
-        self.vision = vision
+        super().__init__(tokenizer, vision=vision, max_length=max_length, part=part)
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
-        self.max_length = max_length
-        self.part = part
         marks = sorted(self.tokenizer.special_texts() - {vision.text if vision else ""})
         self._special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
@@ -79,32 +73,9 @@ class ChatEncoder(TaskEncoder):
             return Skip("longer than max_length")
         return item
 
-    def length(self, item: dict[str, Any]) -> int:
-        """The number of tokens, those of images among them."""
-        return len(item["tokens"])
-
-    def images(self, item: dict[str, Any]) -> int:
-        """The number of tiles: what a vision model sees."""
-        return len(item["grids"]) if self.vision else 0
-
-    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The tokens `start` to `stop - 1` of an item, as an item. Raises ValueError where that cuts an image."""
-        return cut_mixed(item, start, stop, self.vision)
-
-    def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """One pack, as `pack_mixed` makes it: T tokens, and all images."""
-        return pack_mixed(items)
-
-    def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """B packs, as `batch_mixed` makes them; or B items, each then a pack of its own."""
-        packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
-        return batch_mixed(packs, pad=self.tokenizer.pad, length=self.max_length, vision=self.vision)
-
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer and the template by hashes of what they are."""
-        own = {"template": self.template.settings(), "answers": self.answers, "max_length": self.max_length}
-        vision = self.vision.settings() if self.vision else {"tiles": None}
-        return {**self.tokenizer.settings(), **own, **vision, "part": self.part}
+        return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
 
     def _spans(self, messages: Sequence[Message], learned: Sequence[int]) -> list[tuple[str, bool]]:
         """The text of a conversation to its last learned answer, in turns what is given and what is learned."""

@@ -8,7 +8,7 @@ from typing import Any
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.field import Field
 from task_encoders.mixed_tokens import MixedTokens
-from task_encoders.packing import batch_tokens, document, pack_tokens
+from task_encoders.packing import batch_tokens, document, pack_tokens, with_target
 from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
@@ -17,9 +17,9 @@ class LanguageModelingEncoder(TaskEncoder):
 
     `tokenizer` is a function from str to ids, an object with `encode(text)` such as Hugging Face's, or a
     `Tokenizer` where special ids are wanted; None takes the UTF-8 bytes, between a beginning (257) and an end
-    (258). A document of more than `max_length` tokens becomes several items of at most that many. All tokens
-    are kept and all but the first are targets: the last label of an item is the first token of the next.
-    Batches are `max_length` long too; without it, as long as their longest row.
+    (258). A document of more than `max_length` tokens becomes several items of at most that many, of which those
+    without a target are left out. All tokens but the first are targets: the last label of an item is the first token
+    of the next. Batches are `max_length` long too; without it, as long as their longest row.
 
     `part` is the part, or the field of a JSON part, that holds the text: "txt", "json[text]". For fine-tuning,
     `prompt` is another, whose text stands before it and is no target; both are tokenized by themselves, with nothing
@@ -43,11 +43,11 @@ class LanguageModelingEncoder(TaskEncoder):
         self.text = Field(part)
         self.prompt = None if prompt is None else Field(prompt)
 
-    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any]]:
+    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """One item, `tokens` and `labels`, both int64 (n,); or an iterator of them for a long document.
 
         Skips a sample without the part or the prompt as "no txt" (or what it is called), one without a token, or
-        with a prompt but no text, as "empty".
+        with a prompt but no text, as "empty", and a piece of a long document that has no target as "no target".
         Raises UnicodeDecodeError or JSONDecodeError where a part cannot be decoded, and ValueError that names the
         field where it is no text.
         """
@@ -55,7 +55,7 @@ class LanguageModelingEncoder(TaskEncoder):
         if text is None:
             return Skip(f"no {self.text.name}")
         if self.prompt is None:
-            item = document(self.tokenizer(text))
+            item: dict[str, Any] = document(self.tokenizer(text))
         else:
             prompt = self.prompt.read_text(sample)
             if prompt is None:
@@ -64,9 +64,9 @@ class LanguageModelingEncoder(TaskEncoder):
         length = len(item["tokens"])
         if not text or length == 0:
             return Skip("empty")
-        return (
-            item if self.max_length is None or length <= self.max_length else self._cut(item, length, self.max_length)
-        )
+        if self.max_length is None or length <= self.max_length:
+            return item if self.prompt is None else with_target(item)
+        return self._cut(item, length, self.max_length)
 
     def length(self, item: dict[str, Any]) -> int:
         """The number of tokens."""
@@ -105,5 +105,5 @@ class LanguageModelingEncoder(TaskEncoder):
         mixed.add_ids(self.tokenizer.after, target=True)
         return mixed.item()
 
-    def _cut(self, item: dict[str, Any], length: int, size: int) -> Iterator[dict[str, Any]]:
-        return (self.cut(item, start, start + size) for start in range(0, length, size))
+    def _cut(self, item: dict[str, Any], length: int, size: int) -> Iterator[dict[str, Any] | Skip]:
+        return (with_target(self.cut(item, start, start + size)) for start in range(0, length, size))

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from savable_pipeline import Skip
+
 IGNORED = -100  # the label that torch's cross entropy leaves out by default
 
 
@@ -28,6 +30,11 @@ def document(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
     return {"tokens": tokens, "labels": labels}
+
+
+def with_target(item: dict[str, Any]) -> dict[str, Any] | Skip:
+    """The item; or `Skip("no target")` where all its labels are ignored: a loss over nothing is not a number."""
+    return item if (item["labels"] != IGNORED).any() else Skip("no target")
 
 
 def pack_tokens(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:

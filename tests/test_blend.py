@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.blend_order import Turns, lags_at
+from savable_pipeline.blend_lanes import LaneCounts
+from savable_pipeline.blend_order import LaneTurns
 from savable_pipeline.keys import key
-from savable_pipeline.sample import TAG_SHIFT, tag_of, untagged
+from savable_pipeline.sample import REF, TAG_SHIFT, tag_of, untagged
 from tests.conftest import write_numbered_shards
 from tests.streams import take, through_a_file
 from tests.toy_dataset import NumberDataset, drained, first, pairs
@@ -87,16 +88,18 @@ def test_it_is_endless_where_it_never_ends() -> None:
     assert not sp.Blend(readers, weights={"a": 1, "b": 1}, until="first").endless
 
 
-def test_lanes_walk_along_one_sequence_each_from_its_own_place() -> None:
+def test_each_lane_has_a_place_of_its_own_among_the_lanes() -> None:
     shared: dict[Any, Any] = {}
     plans = []
     for index in range(6):
         readers = make_readers({"a": 100, "b": 100, "c": 100}, sp.Lane(index, 6, 9, shared=shared))
         names = named(first(sp.Blend(readers, weights={"a": 5, "b": 2, "c": 1}, stride=4), 40), ["a", "b", "c"])
         plans.append(["abc".index(name) for name in names])
-    phase = key(9, "blend", 0, 1, "") % 1024
-    assert plans == [Turns([5, 2, 1], lags).plan(40) for lags in lags_at([5, 2, 1], range(phase, phase + 24, 4))]
-    assert all(plan[4:] == after[:-4] for plan, after in pairwise(plans))  # one piece of a sequence
+    counts = LaneCounts([5, 2, 1], 6, stride=4)
+    assert sorted(plans) == sorted(LaneTurns([5, 2, 1], counts, place).plan(40) for place in range(6))
+    for n in range(4, 41, 4):
+        taken = Counter(source for plan in plans for source in plan[:n])
+        assert all(abs(8 * taken[source] - 6 * n * weight) <= 8 for source, weight in enumerate([5, 2, 1]))
 
 
 class Draws(sp.TaskEncoder):
@@ -215,6 +218,20 @@ def test_an_item_whose_length_fails_is_tried_again(shards: Path, restore: bool) 
                 stage.restore_state(state)
     assert errors == 3
     assert items == expected
+
+
+def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> sp.Blend:
+        return sp.Blend(make_readers({"a": 40, "b": 2}, epochs=1), weights={"a": 1, "b": 1})
+
+    stage = make()
+    stage.take_refs(30)  # b ends before that, and some of a that were to follow are not given
+    state, again = stage.save_state(), make()
+    ahead = pairs(np.frombuffer(state["ahead"]["a"], REF))
+    announced: list[tuple[int, int]] = []
+    monkeypatch.setattr(again.sources[0], "announce", lambda refs: announced.extend(pairs(refs)))
+    again.restore_state(state)
+    assert ahead == announced != []
 
 
 # Settings.

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from savable_pipeline.blend_order import TokenTurns, Turns, integer_weights, lags_at, reduced
+from savable_pipeline.blend_lanes import LaneCounts
+from savable_pipeline.blend_order import LaneTurns, TokenTurns, Turns, integer_weights, lags_at, reduced
 
 WEIGHTS = st.lists(st.integers(1, 10) | st.integers(1, 2000), min_size=1, max_size=9)
 
@@ -26,66 +27,70 @@ def worst(chosen: Sequence[int], weights: Sequence[int]) -> Fraction:
 
 
 def test_a_small_sequence_is_what_it_was() -> None:
-    assert Turns([5, 2, 1], [0, 0, 0]).plan(16) == [0, 0, 1, 0, 2, 0, 0, 1] * 2
-    assert Turns([1], [0]).plan(3) == [0, 0, 0]
-    assert Turns([1, 1, 1], [0, 0, 0]).plan(6) == [0, 1, 2, 0, 1, 2]
+    assert Turns([5, 2, 1]).plan(16) == [0, 0, 1, 0, 2, 0, 0, 1] * 2
+    assert Turns([1]).plan(3) == [0, 0, 0]
+    assert Turns([1, 1, 1]).plan(6) == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("weights", "golden"),
     [
-        ([7, 2, 1], "27c5ed0ee2eea1b1"),
-        ([123, 45, 678, 9, 10], "33f7db6a907b5642"),
-        ([1, 999], "fe7dcdb614b8f9cd"),
+        ([7, 2, 1], "815e1f4bfae83eb9"),
+        ([123, 45, 678, 9, 10], "392adecdb88a7aa4"),
+        ([1, 999], "403cacf09f498f25"),
     ],
 )
-def test_a_thousand_turns_of_three_lanes_are_what_they_were(weights: list[int], golden: str) -> None:
-    chosen: list[int] = []
-    for lags in lags_at(weights, [0, 17, 401]):
-        chosen += Turns(weights, lags).plan(1000)
+def test_a_thousand_turns_alone_and_of_three_lanes_are_what_they_were(weights: list[int], golden: str) -> None:
+    chosen = Turns(weights).plan(1000)
+    lanes = LaneCounts(weights, 96, stride=8)
+    for place in (0, 17, 95):
+        chosen += LaneTurns(weights, lanes, place).plan(1000)
     assert xxh3_64_hexdigest(bytes(chosen)) == golden
 
 
 @settings(max_examples=150, deadline=None)
-@given(WEIGHTS, st.integers(0, 1500))
-def test_in_every_lane_every_prefix_is_within_one_and_a_half_samples(weights: list[int], begin: int) -> None:
-    (lags,) = lags_at(weights, [begin])
-    assert sum(lags) == 0
-    assert worst(Turns(weights, lags).plan(400), weights) <= Fraction(3, 2)
-    assert worst(Turns(weights, [0] * len(weights)).plan(400), weights) <= 1
+@given(WEIGHTS)
+def test_alone_every_prefix_is_within_one_sample(weights: list[int]) -> None:
+    assert worst(Turns(weights).plan(400), weights) <= 1
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=3), st.integers(0, 1023), st.sampled_from([1, 3, 16]))
-def test_up_to_three_sources_are_within_that_over_the_lanes_of_every_round(
-    weights: list[int], phase: int, stride: int
+@settings(max_examples=60, deadline=None, derandomize=True)  # a bound found by search
+@given(WEIGHTS, st.integers(1, 40), st.sampled_from([1, 3, 8]), st.data())
+def test_in_every_lane_every_prefix_is_within_one_and_a_half_samples(
+    weights: list[int], lanes: int, stride: int, data: st.DataObject
 ) -> None:
-    lanes, rounds = 24, 8
-    plans = [
-        Turns(weights, lags).plan(rounds * stride)
-        for lags in lags_at(weights, range(phase, phase + lanes * stride, stride))
-    ]
-    for start in range(0, rounds * stride, stride):
-        taken = [source for plan in plans for source in plan[start : start + stride]]
-        for source, weight in enumerate(weights):
-            assert abs(taken.count(source) - Fraction(len(taken) * weight, sum(weights))) <= Fraction(3, 2)
+    turns = LaneTurns(weights, LaneCounts(weights, lanes, stride=stride), data.draw(st.integers(0, lanes - 1)))
+    assert worst(turns.plan(400), weights) <= Fraction(3, 2)
 
 
 def test_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
-    plans = [Turns([999, 1], lags).plan(2000) for lags in lags_at([999, 1], range(96))]
+    lanes = LaneCounts([999, 1], 96, stride=1)
+    plans = [LaneTurns([999, 1], lanes, place).plan(2000) for place in range(96)]
     rounds = [sum(column) for column in zip(*plans, strict=True)]
     assert max(rounds) == 1
     assert sum(rounds) == 2 * 96
 
 
-@given(WEIGHTS, st.lists(st.integers(0, 30), max_size=8))
-def test_however_many_turns_are_planned_at_a_time_they_are_the_same(weights: list[int], pieces: list[int]) -> None:
-    turns, chosen = Turns(weights, [0] * len(weights)), []
+@settings(max_examples=50, deadline=None)
+@given(WEIGHTS, st.lists(st.integers(0, 30), max_size=8), st.booleans())
+def test_however_many_turns_are_planned_at_a_time_they_are_the_same(
+    weights: list[int], pieces: list[int], alone: bool
+) -> None:
+    lanes = LaneCounts(weights, 7, stride=4)
+
+    def make() -> Turns:
+        return Turns(weights) if alone else LaneTurns(weights, lanes, 3)
+
+    turns, chosen = make(), []
     for n in pieces:
         plan = turns.plan(n + 5)[:n]
         turns.take(plan)
         chosen += plan
-    assert chosen == Turns(weights, [0] * len(weights)).plan(sum(pieces))
+    assert chosen == make().plan(sum(pieces))
+
+
+def test_a_lag_is_how_far_a_source_is_behind_at_a_step() -> None:
+    assert lags_at([5, 2, 1], [0, 1, 2, 4]) == [[0, 0, 0], [-3, 2, 1], [-6, 4, 2], [-4, 0, 4]]
 
 
 @given(WEIGHTS, st.lists(st.integers(1, 100), min_size=300, max_size=300))

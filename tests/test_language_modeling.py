@@ -105,14 +105,20 @@ def test_a_pack_that_is_longer_than_max_length_names_both_lengths() -> None:
 
 
 @given(text=st.text(min_size=1), max_length=st.integers(1, 9))
-def test_the_chunks_of_a_long_document_are_its_tokens_and_labels(text: str, max_length: int) -> None:
+def test_the_chunks_of_a_long_document_are_its_tokens_and_labels_but_for_a_last_token_alone(
+    text: str, max_length: int
+) -> None:
     (whole,) = items(LanguageModelingEncoder(), text)
     made = LanguageModelingEncoder(max_length=max_length).encode(sample(txt=text), RNG)
-    assert hasattr(made, "__next__") == (len(whole["tokens"]) > max_length)
-    chunks = [made] if isinstance(made, dict) else list(made)  # type: ignore[arg-type]
+    total = len(whole["tokens"])
+    assert hasattr(made, "__next__") == (total > max_length)
+    chunks: list[Any] = [made] if isinstance(made, dict) else list(made)  # type: ignore[arg-type]
+    if total > max_length and (total - 1) % max_length == 0:
+        assert chunks.pop().reason == "no target"
+        total -= 1
     assert all(1 <= len(chunk["tokens"]) <= max_length for chunk in chunks)
     for name in ("tokens", "labels"):
-        assert torch.equal(torch.cat([chunk[name] for chunk in chunks]), whole[name])
+        assert torch.equal(torch.cat([chunk[name] for chunk in chunks]), whole[name][:total])
 
 
 def test_a_sample_without_text_is_skipped_by_its_reason() -> None:
@@ -164,6 +170,16 @@ def test_a_prompt_is_read_and_not_learned() -> None:
         "tokens": [8, 1, 2, 3, 4, 9],
         "labels": [-100, -100, 3, 4, 9, -100],
     }
+
+
+def test_what_is_prompt_alone_of_a_long_sample_is_left_out() -> None:
+    encoder = LanguageModelingEncoder(words, part="json[completion]", prompt="json[prompt]", max_length=2)
+    record = json.dumps({"prompt": "a bb ccc dddd eeeee", "completion": "ffffff ggggggg"})
+    first, second, third, last = encoder.encode(sample(json=record), RNG)  # type: ignore[misc]
+    assert [each.reason for each in (first, second, last) if isinstance(each, Skip)] == ["no target"] * 3
+    assert plain(third) == {"tokens": [5, 6], "labels": [6, 7]}  # type: ignore[arg-type]
+    nothing = json.dumps({"prompt": "a", "completion": " "})
+    assert isinstance(encoder.encode(sample(json=nothing), RNG), Skip)
 
 
 @pytest.mark.parametrize(

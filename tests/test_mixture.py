@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.mixture import Source
+from savable_pipeline.testing import assert_exact_resume
+from tests.toy_server import serving
 
 
 @pytest.fixture
@@ -64,17 +68,80 @@ def test_repetitions_end_together(write: Any) -> None:
     assert of_each(mixture.samples(sp.Lane()), 1000) == {"a": 30, "b": 20}
 
 
-def test_split_and_subset_are_the_readers(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
+def ids(stage: sp.Stage, n: int) -> list[tuple[str, int]]:
+    """Dataset and number of the first `n` samples, sorted."""
+    made = [sample.json() for sample, _ in zip(stage, range(n), strict=False)]
+    return sorted((each["of"], each["id"]) for each in made)
 
-    def reader(path: Any, lane: sp.Lane, **settings: Any) -> sp.Stage:
-        given.append({name: settings.pop(name, None) for name in ("split", "subset")})
-        return sp.TarShardReader(path, lane, **settings)
 
-    monkeypatch.setattr("savable_pipeline.mixture.TarShardReader", reader)
-    path = write("sources: {a: {path: a, weight: 1, split: train, subset: [0.1, 0.3]}, b: {path: b, weight: 2}}")
-    sp.read_mixture(path).samples(sp.Lane())
-    assert given == [{"split": "train", "subset": (0.1, 0.3)}, {"split": None, "subset": None}]
+def test_split_and_subset_choose_the_samples(write: Any, make_shards: Any) -> None:
+    prepared = make_shards([4, 4, 2], folder="prepared", of="prepared")
+    splits = {"split_parts": {"train": ["000{0..1}.tar"], "val": ["0002.tar"]}, "exclude": ["0001.tar/s000006"]}
+    (prepared / ".nv-meta").mkdir()
+    (prepared / ".nv-meta/split.yaml").write_text(json.dumps(splits))
+    path = write(
+        """
+        sources:
+          train: {path: prepared, split: train, repetitions: 1}
+          val: {path: prepared, split: val, repetitions: 1}
+          few: {path: c, subset: 7, repetitions: 2}
+          low: {path: b, subset: [0, 0.5], repetitions: 1}
+          high: {path: b, subset: [0.5, 1.0], repetitions: 1}
+        """
+    )
+    stage = sp.read_mixture(path).samples(sp.Lane())
+    assert stage.population == 7 + 2 + 7 + 10 + 10
+    found = ids(stage, 1000)
+    assert [number for name, number in found if name == "prepared"] == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    assert [number for name, number in found if name == "b"] == list(range(20))  # both halves, and no sample twice
+    few = Counter(number for name, number in found if name == "c")
+    assert (len(few), set(few.values())) == (7, {2})
+    first = next(sp.read_mixture(path).samples(sp.Lane(seed=5)))
+    assert first.json()["of"] in {"prepared", "b", "c"}
+
+
+def test_a_mixture_with_splits_resumes_exactly(write: Any, make_shards: Any) -> None:
+    prepared = make_shards([9, 9], folder="prepared", of="prepared")
+    (prepared / ".nv-meta").mkdir()
+    (prepared / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": ["0000.tar"]}}))
+    mixture = sp.read_mixture(
+        write(
+            """
+            sources:
+              prepared: {path: prepared, split: train, weight: 2}
+              rest: {weight: 3, sources: {b: {path: b, subset: 0.5, weight: 1}, c: {path: c, weight: 2}}}
+            """
+        )
+    )
+    assert_exact_resume(partial(numbers, mixture), lanes=4, steps=12, workers=(0, 2), world_sizes=(1, 2), chains=1)
+
+
+def numbers(mixture: sp.Mixture, lane: sp.Lane) -> sp.Stage:
+    """Batches of dataset and number."""
+    samples = sp.ShuffleBuffer(mixture.samples(lane, block_size=2), size=7)
+    return sp.Batcher(sp.Encode(samples, Numbers()), size=3)
+
+
+class Numbers(sp.TaskEncoder):
+    """The dataset and the number of a sample."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["of"], sample.json()["id"], rng.random()
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def test_shards_behind_a_url_go_through_the_cache_that_is_given(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "not here"))
+    with serving(tmp_path) as server:
+        path = write(f"sources: {{a: {{path: '{server.url}/a/0000.tar', weight: 1}}}}")
+        stage = sp.read_mixture(path).samples(sp.Lane(), cache=tmp_path / "cache", cache_bytes=10**8)
+        assert ids(stage, 10) == [("a", number) for number in range(10)]
+    assert list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "not here").exists()
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,26 @@ def test_every_sample_comes_exactly_once_and_every_batch_has_the_same_shape(
         assert Counter(valid_ids(list(own))) == Counter(range(samples)), "the next epoch"
 
 
+def blended(shards: str, lane: sp.Lane, *, packed: bool) -> sp.Stage:
+    """Two branches with an encoder, in packs of their own or not."""
+    branches: dict[str, sp.Stage] = {}
+    for name in "ab":
+        samples = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1)
+        branches[name] = sp.Encode(samples, Packs() if packed else Ids())
+        if packed:
+            branches[name] = sp.OnlinePacker(branches[name], max_length=20, open_packs=2)
+    blend = sp.Blend(branches, weights={"a": 1, "b": 1})
+    return sp.Batcher(blend, size=4, encoder=Packs() if packed else Ids())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lanes_to_which_a_blend_gives_nothing_are_filled_up_too(make_shards: Any, packed: bool) -> None:
+    with loader(partial(blended, str(make_shards([2])), packed=packed)) as own:
+        batches = list(own)
+    assert len(batches) == 4
+    assert 1 <= sum(int(batch["valid"].sum()) for batch in batches) <= 4
+
+
 @pytest.mark.parametrize("samples", [3, 50])
 def test_ranks_together_give_what_one_gives(make_shards: Any, samples: int) -> None:
     pipeline = partial(evaluation, str(make_shards([samples])))
