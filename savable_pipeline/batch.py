@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.encoder_calls import EncoderCalls
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.global_rng import seeder
 from savable_pipeline.pack import OnlinePacker
 from savable_pipeline.rng import Rng
 from savable_pipeline.sample import TAG_SHIFT
@@ -46,20 +45,15 @@ class BatchStage(Stage):
 
     def __init__(self, source: Stage, *, drop_last: bool | None, encoder: TaskEncoder | None) -> None:
         super().__init__(source)
-        self._encoder = encoder or source.encoder or _Samples()
+        self._calls = EncoderCalls(self, encoder or source.encoder or _Samples(), "batch")
         self.drop_last = bool(drop_last)
-        self._seed_globals = seeder(self._encoder.global_rng)
         self._count = 0
         self._given: list[ItemRef] = []
-
-    @cached_property
-    def _key(self) -> int:
-        return self.stage_key("batch")
 
     @property
     def encoder(self) -> TaskEncoder:
         """The encoder whose `batch` is used."""
-        return self._encoder
+        return self._calls.encoder
 
     @property
     def ref(self) -> ItemRef:
@@ -70,29 +64,14 @@ class BatchStage(Stage):
         """Whether another batch will come, found by holding what it needs to be certain."""
         raise NotImplementedError
 
-    def _batch(self, items: list[Any], number: int) -> Any:
-        note = self.lane.note
-        if note is not None:
-            note[0] = self.depth
-        rng = Rng(self._key, (number, 0, 0))
-        if self._seed_globals is not None:
-            self._seed_globals(rng.key)
-        try:
-            return self._encoder.batch(items, rng)
-        except Exception as error:
-            raise EncodeError(
-                f"{type(self._encoder).__name__}.batch raised {type(error).__name__}: {error}; stage "
-                f"{type(self).__name__}, batch {number} of {self.lane}, {len(items)} items"
-            ) from error
-
     def fetch(self, ref: ItemRef) -> Any:
         """Make the batch that a ref names again, of what still can be made."""
         items = [item for item in map(self.source.fetch, ref[1:]) if type(item) is not Skip]
-        return self._batch(items, ref[0])
+        return self._calls.combined(items, ref[0])
 
     def _encoder_settings(self) -> dict[str, Any]:
         """The encoder's, only if it is not the one upstream."""
-        return {} if self._encoder is self.source.encoder else encoder_settings(self._encoder)
+        return {} if self.encoder is self.source.encoder else encoder_settings(self.encoder)
 
 
 class Batcher(BatchStage):
@@ -127,7 +106,7 @@ class Batcher(BatchStage):
         if self.lane.pad:
             self._first = self._first or self._refs[0]
             items = items + items[:1] * (self.size - len(items))
-        batch = self._batch(items, self._count)
+        batch = self._calls.combined(items, self._count)
         if self.lane.pad:
             batch = self._marked(batch, valid)
         self._let_go()
@@ -136,7 +115,7 @@ class Batcher(BatchStage):
     def filler(self) -> Any:
         """A batch of which no row counts, for a lane that has no more. Raises `EncodeError` if nothing can be made."""
         item = self.source.fetch(self._first) if self._first is not None else self._any_item()
-        batch = self._marked(self._batch([item] * self.size, self._count), 0)
+        batch = self._marked(self._calls.combined([item] * self.size, self._count), 0)
         self._given = []
         self._count += 1
         return batch
@@ -156,7 +135,7 @@ class Batcher(BatchStage):
 
         if not isinstance(batch, dict) or "valid" in batch:
             raise EncodeError(
-                f"tail='pad' adds a key 'valid' to batches: {type(self._encoder).__name__}.batch must give a dict "
+                f"tail='pad' adds a key 'valid' to batches: {type(self.encoder).__name__}.batch must give a dict "
                 f"without one, not {type(batch).__name__}"
             )
         return {**batch, "valid": torch.arange(self.size) < valid}

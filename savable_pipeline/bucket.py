@@ -73,7 +73,7 @@ class BucketBatcher(BatchStage):
             if item is MISSING:
                 items[i] = self._make(bucket, refs[i])
         made = [item for item in items[:size] if type(item) is not Skip]  # a `Skip` cannot be made again
-        batch = self._batch(made, self._count) if made else None
+        batch = self._calls.combined(made, self._count) if made else None
         self._let_go(bucket)
         return batch if made else next(self)
 
@@ -138,13 +138,7 @@ class BucketBatcher(BatchStage):
 
     def _bucket(self, item: Any) -> int:
         """The number of an item's bucket; beyond the last if it is too long."""
-        try:
-            return bisect_left(self.bounds, index(self._encoder.length(item)))
-        except Exception as error:
-            raise EncodeError(
-                f"{type(self._encoder).__name__}.length raised {type(error).__name__}: {error}; stage BucketBatcher of "
-                f"{self.lane}"
-            ) from error
+        return bisect_left(self.bounds, self._calls.length(item, least=0))
 
     def _skipped(self) -> None:
         self.counts["skipped/longer than the last bound"] += 1
@@ -160,7 +154,7 @@ class BucketBatcher(BatchStage):
         if type(item) is not Skip and self._bucket(item) != bucket:
             raise CheckpointMismatchError(
                 f"BucketBatcher of {self.lane}: the item {ref} lay in bucket {bucket}; made again it takes "
-                f"{self._encoder.length(item)}, which does not belong there: {type(self._encoder).__name__} or what it "
+                f"{self.encoder.length(item)}, which does not belong there: {type(self.encoder).__name__} or what it "
                 "reads changed since the state was saved, or its result depends on more than the sample and `rng`"
             )
         return item

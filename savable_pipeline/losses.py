@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Losses:
         check_on_error("Encode", on_error)
         if max_errors < 0 or (isinstance(max_errors, float) and not max_errors <= 1):
             raise ValueError(f"Encode: max_errors must be a count or a share of at most 1.0, not {max_errors!r}")
-        self._stage = stage
+        self._stage = weakref.proxy(stage)  # so that a stage is freed when it is dropped
         self._encoder = encoder
         self._on_error = on_error
         self._max_errors = max_errors

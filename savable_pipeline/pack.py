@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
-from operator import index
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from savable_pipeline.encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.encoder_calls import EncoderCalls
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.global_rng import seeder
 from savable_pipeline.held_items import ByteBudget, HeldItems, size_of
 from savable_pipeline.pack_policies import MISSING, OpenPack, Packing, Piece, Policy, make_packing
-from savable_pipeline.rng import Rng
 from savable_pipeline.stage import ItemRef, Stage, State, as_ref, dry_limit, parse_state
 
 log = logging.getLogger(__name__)
 
 TooLong = Literal["skip", "truncate", "split"]
+_LEAST = 1  # token an item takes: a pack of nothing would never be full
 
 
 class _Placed(msgspec.Struct, array_like=True):
@@ -82,7 +81,7 @@ class OnlinePacker(Stage):
         chosen = encoder or source.encoder
         if chosen is None:
             raise ValueError("OnlinePacker: no Encode stage upstream; give encoder=")
-        self._encoder = chosen
+        self._calls = EncoderCalls(self, chosen, "pack")
         self.max_length = max_length
         self.policy: Policy = policy
         self.open_packs = open_packs
@@ -91,13 +90,8 @@ class OnlinePacker(Stage):
         self._held = HeldItems(self.lane.shared("held items", ByteBudget), max_bytes=max_held_bytes)
         self._taken: Piece | None = None  # of the source, not yet placed, or not all of it
         self._count = 0  # packs given
-        self._seed_globals = seeder(chosen.global_rng)
         self._row_of_skips = 0
         self._ref: ItemRef = ()
-
-    @cached_property
-    def _key(self) -> int:
-        return self.stage_key("pack")
 
     @cached_property
     def _packing(self) -> Packing:
@@ -106,13 +100,13 @@ class OnlinePacker(Stage):
             max_length=self.max_length,
             max_images=self.max_images or 0,
             open_packs=self.open_packs,
-            key=self._key,
+            key=self._calls.key,
         )
 
     @property
     def encoder(self) -> TaskEncoder:
         """The encoder whose `length`, `images`, `cut` and `pack` are used."""
-        return self._encoder
+        return self._calls.encoder
 
     @property
     def ref(self) -> ItemRef:
@@ -152,7 +146,7 @@ class OnlinePacker(Stage):
             if type(taken.item) is Skip:  # it cannot be made again; counted where that was found
                 self._taken = None
                 return
-        stop = total = taken.total = self._length(taken.item)
+        stop = total = taken.total = self._calls.length(taken.item, least=_LEAST)
         if total > self.max_length:
             if self.too_long == "skip":
                 self._skipped("longer than max_length", total, total)
@@ -161,9 +155,9 @@ class OnlinePacker(Stage):
             stop = self.max_length if self.too_long == "truncate" else total
         start = taken.start
         piece = Piece(taken.ref, min(stop - start, self._packing.reach), 0, start, total)
-        item = self._cut(taken.item, piece)
+        item = self._part_of(taken.item, piece)
         if self.max_images is not None:
-            piece.images = self._images(item)
+            piece.images = self._calls.images(item)
         if not start and stop < total:
             self.counts["truncated"] += 1
             self.counts["truncated_tokens"] += total - stop
@@ -188,7 +182,7 @@ class OnlinePacker(Stage):
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
         items = [item for _, item in left]
         ref = (self._count, *(_piece_ref(piece) for piece, _ in left))
-        packed = self._pack(items, self._count) if items else None
+        packed = self._calls.combined(items, self._count) if items else None
         self._packing.packs.remove(pack)
         for piece in pack.pieces:
             if piece.item is not MISSING:
@@ -206,81 +200,33 @@ class OnlinePacker(Stage):
     def _make(self, piece: Piece) -> Any:
         """The item of a piece, made again; a `Skip` if it cannot be."""
         whole = self._fetch_whole(piece)
-        return whole if type(whole) is Skip else self._cut(whole, piece)
+        return whole if type(whole) is Skip else self._part_of(whole, piece)
 
     def _fetch_whole(self, piece: Piece) -> Any:
         """The item that a piece is of, made again; with it whatever else is held of the same item."""
         whole = self.source.fetch(piece.ref)
         if type(whole) is Skip:
             return whole
-        length = self._length(whole)
+        length = self._calls.length(whole, least=_LEAST)
         if piece.total and length != piece.total:
             raise self._changed(piece, length)
         if self._taken is not None and self._taken.ref == piece.ref:
             self._taken.item = whole
         for other in self._packing.pieces():
             if other is not piece and other.item is MISSING and other.ref == piece.ref:
-                self._hold(other, self._cut(whole, other))
+                self._hold(other, self._part_of(whole, other))
         return whole
 
     def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
         return CheckpointMismatchError(
             f"OnlinePacker of {self.lane}: the item {piece.ref} took {piece.total} when it was placed; made again it "
-            f"takes {length}: {type(self._encoder).__name__} or what it reads changed since the state was saved (go on "
+            f"takes {length}: {type(self.encoder).__name__} or what it reads changed since the state was saved (go on "
             "with the old one), or its result depends on more than the sample and `rng`"
         )
 
-    def _length(self, item: Any) -> int:
-        try:
-            length = index(self._encoder.length(item))  # NumPy's integers too, which a state could not hold
-            if length < 1:  # a pack of nothing would never be full
-                raise ValueError(f"a length of {length}; every item takes at least 1")
-        except Exception as error:
-            raise self._failed("length", error) from error
-        return length
-
-    def _images(self, item: Any) -> int:
-        try:
-            images = index(self._encoder.images(item))
-            if images < 0:
-                raise ValueError(f"{images} images")
-        except Exception as error:
-            raise self._failed("images", error) from error
-        return images
-
-    def _cut(self, whole: Any, piece: Piece) -> Any:
+    def _part_of(self, whole: Any, piece: Piece) -> Any:
         """The part of an item that a piece is."""
-        if not piece.is_cut:
-            return whole
-        try:
-            part = self._encoder.cut(whole, piece.start, piece.start + piece.length)
-            found = self._encoder.length(part)
-            if found != piece.length:
-                raise ValueError(f"{found} tokens, not the {piece.length} from {piece.start} on that were asked for")
-        except Exception as error:
-            raise self._failed("cut", error) from error
-        return part
-
-    def _failed(self, method: str, error: Exception) -> EncodeError:
-        return EncodeError(
-            f"{type(self._encoder).__name__}.{method} raised {type(error).__name__}: {error}; stage OnlinePacker of "
-            f"{self.lane}"
-        )
-
-    def _pack(self, items: list[Any], number: int) -> Any:
-        note = self.lane.note
-        if note is not None:
-            note[0] = self.depth
-        rng = Rng(self._key, (number, 0, 0))
-        if self._seed_globals is not None:
-            self._seed_globals(rng.key)
-        try:
-            return self._encoder.pack(items, rng)
-        except Exception as error:
-            raise EncodeError(
-                f"{type(self._encoder).__name__}.pack raised {type(error).__name__}: {error}; stage OnlinePacker, "
-                f"pack {number} of {self.lane}, {len(items)} items"
-            ) from error
+        return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
 
     def _skipped(self, why: str, tokens: int, measure: int) -> None:
         self.counts[f"skipped/{why}"] += 1
@@ -295,14 +241,14 @@ class OnlinePacker(Stage):
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack that a ref names again, of the items that still can be made; a `Skip` if none can."""
         items = [item for item in map(self._fetch_piece, ref[1:]) if type(item) is not Skip]
-        return self._pack(items, ref[0]) if items else Skip("a pack of nothing")
+        return self._calls.combined(items, ref[0]) if items else Skip("a pack of nothing")
 
     def _fetch_piece(self, ref: ItemRef) -> Any:
         if not isinstance(ref[0], tuple):
             return self.source.fetch(ref)
         whole_ref, start, stop = ref
         whole = self.source.fetch(whole_ref)
-        return whole if type(whole) is Skip else self._encoder.cut(whole, start, stop)
+        return whole if type(whole) is Skip else self._calls.cut(whole, start, stop)
 
     def save_state(self) -> State:
         """`packs`: per open pack, oldest first, the ref and length of each item; `count`: packs given so far.
@@ -359,7 +305,7 @@ class OnlinePacker(Stage):
 
     def settings(self) -> dict[str, Any]:
         """Every argument that has a part in the result; the encoder only if it is not the one upstream."""
-        own = {} if self._encoder is self.source.encoder else encoder_settings(self._encoder)
+        own = {} if self.encoder is self.source.encoder else encoder_settings(self.encoder)
         if self.max_images is not None:
             own["max_images"] = self.max_images
         if self.too_long != "skip":
