@@ -101,10 +101,8 @@ class LaneTurns(Turns):
         super().__init__(weights)
         self._lanes = lanes
         self._place = place
-        self._piece: tuple[int, list[int]] = (
-            -1,
-            [],
-        )  # the number of a piece of `stride` steps, and whose turns these are
+        # The number of a piece of `stride` steps, and whose turns these are.
+        self._piece: tuple[int, list[int]] = (-1, [])
 
     def plan(self, n: int) -> list[int]:
         """Whose turn each of the next `n` steps is; nothing changes."""
