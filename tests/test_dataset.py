@@ -163,3 +163,15 @@ def test_a_dataset_works_after_the_working_folder_changed(shards: Path, monkeypa
     dataset = Dataset("shards")
     monkeypatch.chdir("/")
     assert all_samples(dataset)[0]["txt"] == b"one"
+
+
+def test_shards_of_another_owner_are_read_too(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *more: Any) -> int:
+        if flags & getattr(os, "O_NOATIME", 0):
+            raise PermissionError(1, "not the owner")
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert Dataset(shards).read(0, 0, "json") == b"{}"

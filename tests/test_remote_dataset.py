@@ -306,6 +306,14 @@ def test_a_dataset_that_is_all_here_asks_no_row_until_something_is_evicted(
     assert not dataset.ahead  # all is here again
 
 
+def test_an_array_over_a_server_has_the_bytes_of_the_part(server: ToyServer) -> None:
+    dataset = open_dataset(f"{server.url}/shards/")
+    for _ in range(2):  # fetched, and found in the cache
+        array = dataset.array(0, 3, "json")
+        assert array.tobytes() == dataset.read(0, 3, "json")
+        assert array.flags.writeable
+
+
 def test_two_workers_fetch_each_byte_once(server: ToyServer, local: Path) -> None:
     for _ in range(2):  # the second time nothing is fetched
         with loader_of(f"{server.url}/shards/", num_workers=2) as loader:
