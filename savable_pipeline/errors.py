@@ -1,29 +1,62 @@
-"""The errors that the library raises about data, states and workers; wrong settings raise `ValueError`.
+"""The errors that the library raises about data, states and workers. Wrong settings raise `ValueError` instead.
 
 SavableError
-├── CheckpointMismatchError   a whole state, but of another run: other data, settings or stages
+├── CheckpointMismatchError   an intact state of another run: other data, settings or stages
 ├── StateError                bytes that are not a state: damaged, cut short, or of another version
-├── ShardError                a tar or an index that cannot be read as what it should be
-├── RemoteError               a server or the cache before it failed for so long that we gave up
-├── EncodeError               an encoder raised, or is not pure; says stage, shard, key and offset
+├── ShardError                a tar or an index that is missing or damaged
+├── RemoteError               a server, or the cache on this machine, still failed after all retries
+├── EncodeError               an encoder raised, or is not pure; with stage, shard, key and byte offset
 └── WorkerError               a worker process died, or did not answer in time
 """
 
 
 class SavableError(Exception):
-    """Base of every error that this library raises about data, states and workers."""
+    """Base of every error that this library raises about data, states and workers.
+
+    >>> try:
+    ...     sp.TarShardReader("shards/", sp.Lane(), split="test")
+    ... except sp.SavableError as error:
+    ...     print(type(error).__name__)
+    ShardError
+    """
 
 
 class CheckpointMismatchError(SavableError):
-    """The state was saved by a run whose data or settings differ; the message lists each field."""
+    """The state was saved by a run with other data, settings or stages; the message lists each differing field.
+
+    >>> reader = sp.TarShardReader("shards/", sp.Lane())
+    >>> try:
+    ...     sp.ShuffleBuffer(reader, size=10).restore_state(reader.save_state())
+    ... except sp.CheckpointMismatchError as error:
+    ...     print(str(error).split(":")[0])
+    this is no state of ShuffleBuffer
+    """
 
 
 class StateError(SavableError):
-    """The bytes are not a state that this version can read."""
+    """The bytes or the dict are no state that this release can read: damaged, cut short, or of another version.
+
+    >>> try:
+    ...     sp.merge_states([{"model": 0}])
+    ... except sp.StateError as error:
+    ...     print(str(error).split(":")[0])
+    this is no state of a SavableLoader
+    """
 
 
 class ShardError(SavableError):
-    """A shard or its index is missing, damaged, or not what the index says; `reason` says in few words which."""
+    """A shard or its index is missing, damaged, or changed since it was indexed.
+
+    `reason` says which in a few words, such as "missing shard" or, where nothing is at the path that was given, "no
+    such path"; skipped samples are counted under it.
+
+    >>> _ = Path("broken.tar").write_bytes(b"this is not a tar")
+    >>> try:
+    ...     sp.TarShardReader("broken.tar", sp.Lane())
+    ... except sp.ShardError as error:
+    ...     print(error.reason)
+    damaged shard
+    """
 
     def __init__(self, message: str = "", *, reason: str = "damaged shard") -> None:
         super().__init__(message)
@@ -31,12 +64,34 @@ class ShardError(SavableError):
 
 
 class RemoteError(SavableError):
-    """A server that holds shards, or the cache before it, failed for so long that we gave up; no fault of the data."""
+    """A server that holds shards, or the cache on this machine, still failed after all retries; no fault of the data.
+
+    >>> issubclass(sp.RemoteError, sp.SavableError)
+    True
+    """
 
 
 class EncodeError(SavableError):
-    """A task encoder raised, or gave two results for one sample; the message says where, `__cause__` is its error."""
+    """A method of a task encoder raised, or `encode` gave two results for one sample.
+
+    The message names the stage, and the sample's shard, key and byte offset. `__cause__` is the encoder's own error.
+
+    >>> class Broken(sp.TaskEncoder):
+    ...     def encode(self, sample, rng):
+    ...         return sample.json()["caption"]
+    >>> try:
+    ...     next(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Broken()))
+    ... except sp.EncodeError as error:
+    ...     print(str(error).split(", byte")[0])
+    Broken.encode raised KeyError: 'caption'; stage Encode, shard 0.tar, key 's000000'
+    """
 
 
 class WorkerError(SavableError):
-    """A worker process ended or stopped answering."""
+    """Worker processes died or exceeded `timeout` too often, or a stage raised an error of a foreign class in one.
+
+    The loader's state is whole: save it, or go on.
+
+    >>> issubclass(sp.WorkerError, sp.SavableError)
+    True
+    """

@@ -1,19 +1,20 @@
-"""`assert_exact_resume`: shows that a pipeline, yours too, resumes exactly, or says where it does not."""
+"""`assert_exact_resume`: a test that a pipeline, yours too, resumes exactly; it names the first difference."""
 
 from __future__ import annotations
 
 import io
 import random
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from savable_pipeline.compare import first_difference
-from savable_pipeline.host import Pipeline
-from savable_pipeline.loader import SavableLoader
-from savable_pipeline.ranks import Ranks
-from savable_pipeline.state import merge_states
+from savable_pipeline.loader.run import Run
+from savable_pipeline.loader.settings import LoaderSettings
+from savable_pipeline.stages.batch_difference import first_difference
+from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.state.state_dict import merge_states
 
 
 def assert_exact_resume(
@@ -28,102 +29,101 @@ def assert_exact_resume(
     after: int = 3,
     multiprocessing_context: str | None = None,
     tail: Literal["stop", "pad"] = "stop",
+    epoch_slots: int | None = None,
 ) -> int:
-    """Cut a pipeline at every step, go on from each cut in fresh objects, and compare every byte of every batch.
+    """Stop a pipeline after every step, resume it in fresh objects, and compare every byte of every batch.
 
-    The uninterrupted run takes `steps` batches (or to the end of the first epoch and the same again) in one process.
-    Then, from the state after each of them: the next `after` batches. Then `chains` runs that are stopped and resumed
-    again and again, 0 to 3 steps apart, with workers and ranks drawn from `workers` and `world_sizes`. States pass
-    through `torch.save` and `torch.load(weights_only=True)`. Gives the number of resumes that were compared.
+    The uninterrupted run takes `steps` steps in one process, through the ends of epochs. From the state after each of
+    them a fresh run takes the next `after` batches. Then `chains` runs are stopped and resumed again and again,
+    every 0 to 3 steps, with a number of workers and ranks drawn from `workers` and `world_sizes`. States pass through
+    `torch.save` and `torch.load(weights_only=True)`. `tail` and `epoch_slots` are those of the loader. Returns the
+    number of resumes that were compared.
 
-    Take `steps` of at least twice `lanes`: before its second batch a lane shows nothing of what it keeps between two.
+    Take `steps` of at least twice `lanes`: what a lane keeps from one batch to the next shows in its second batch.
 
-    Raises AssertionError that names the first slot, field and sample that differ.
+    Raises AssertionError that names the first step, field and sample that differ, and ValueError for wrong settings.
+
+    >>> class Numbers(sp.TaskEncoder):
+    ...     def encode(self, sample, rng):
+    ...         return sample.json()["id"]
+    >>> def pipeline(lane):
+    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+    >>> from savable_pipeline.testing import assert_exact_resume
+    >>> assert_exact_resume(pipeline, lanes=4, steps=8, chains=0)  # one resume at each step, and one at the end
+    9
     """
-    make = _Maker(
-        pipeline, {"seed": seed, "lanes": lanes, "multiprocessing_context": multiprocessing_context, "tail": tail}
+    settings = LoaderSettings(
+        pipeline,
+        seed=seed,
+        lanes=lanes,
+        rank=0,
+        world_size=1,
+        multiprocessing_context=multiprocessing_context,
+        tail=tail,
+        epoch_slots=epoch_slots,
     )
-    expected, states = _uninterrupted(make, steps)
+    expected, states = _uninterrupted(settings, steps)
     resumes = 0
     for cut, state in enumerate(states):
-        with make(0) as loader:
-            loader.load_state_dict(state)
-            found = _take(loader, min(after, len(expected) - cut))
+        with Run(settings) as run:
+            run.load_state_dict(state)
+            found = [_entry(run) for _ in range(min(after, len(expected) - cut))]
         _compare(expected, cut, found, f"resumed at step {cut}")
         resumes += 1
     draw = random.Random(seed)
     for chain in range(chains):
-        resumes += _chain(make, expected, draw, workers, world_sizes, f"chain {chain}")
+        resumes += _chain(settings, expected, draw, workers, world_sizes, f"chain {chain}")
     return resumes
 
 
-class _Maker:
-    """Makes loaders that differ only in what may change."""
+class _Entry(NamedTuple):
+    """A batch of the stream, and where it stands in it."""
 
-    def __init__(self, pipeline: Pipeline, settings: dict[str, Any]) -> None:
-        self._settings = settings
-        self._pipeline = pipeline
-
-    def __call__(self, num_workers: int, rank: int = 0, world_size: int = 1) -> SavableLoader:
-        return SavableLoader(
-            self._pipeline, num_workers=num_workers, rank=rank, world_size=world_size, **self._settings
-        )
-
-    def ranks(self, num_workers: int, world_size: int) -> list[SavableLoader]:
-        """The loaders of all ranks, in this process, agreeing as ranks under torch.distributed would."""
-        loaders = [self(num_workers, rank, world_size) for rank in range(world_size)]
-        agreed: dict[tuple[int, int], bool] = {}
-        for rank, loader in enumerate(loaders):
-            loader._ranks = _LocalRanks(rank, loaders, agreed)
-        return loaders
+    epoch: int
+    slot: int
+    batch: Any
 
 
-class _LocalRanks(Ranks):
-    """Ranks that live in one process and take their steps in turn."""
-
-    def __init__(self, rank: int, loaders: list[SavableLoader], agreed: dict[tuple[int, int], bool]) -> None:
-        super().__init__(rank, len(loaders), None)
-        self._loaders = loaders
-        self._agreed = agreed
-
-    def all_true(self, mine: bool) -> bool:
-        asking = self._loaders[self.rank]
-        about = (asking.epoch, asking._at.rounds)
-        if about not in self._agreed:  # the first to ask: no rank has taken this step yet
-            self._agreed[about] = all(one._rounds.own_vote(one._at, one._ranks) for one in self._loaders)
-        return self._agreed[about]
-
-
-_END: Any = object()  # stands in a stream for the end of an epoch
-
-
-def _uninterrupted(make: _Maker, steps: int) -> tuple[list[Any], list[dict[str, Any]]]:
-    with make(0) as loader:
-        states = [_copy(loader.state_dict())]
-        expected: list[Any] = []
+def _uninterrupted(settings: LoaderSettings, steps: int) -> tuple[list[_Entry], list[dict[str, Any]]]:
+    with Run(settings) as run:
+        states = [_copy(run.state_dict())]
+        expected: list[_Entry] = []
         while len(expected) < steps:
-            expected += _take(loader, 1)
-            states.append(_copy(loader.state_dict()))
+            expected.append(_entry(run))
+            states.append(_copy(run.state_dict()))
     return expected, states
 
 
-def _take(loader: SavableLoader, n: int) -> list[Any]:
-    """The next `n` entries of the stream, where the end of an epoch counts as one and the next one follows."""
+def _entry(run: Run) -> _Entry:
+    return _take_step([run])[0]
+
+
+def _take_step(runs: Sequence[Run]) -> list[_Entry]:
+    """One step of the runs of all ranks, in this process: they vote together. The batches, in the order of the slots.
+
+    At the end of an epoch the next one is begun.
+    """
+    steps = [iter(run).taking() for run in runs]
     taken: list[Any] = []
-    batches = iter(loader)
-    while len(taken) < n:
-        batch = next(batches, _END)
-        taken.append(batch)
-        if batch is _END:
-            if len(taken) > 1 and taken[-2] is _END:
-                raise AssertionError("an epoch without a single batch: too little data for so many lanes")
-            batches = iter(loader)
-    return taken
+    sent: int | None = None
+    while not taken:
+        votes = []
+        for step in steps:
+            try:
+                votes.append(next(step) if sent is None else step.send(sent))
+            except StopIteration as given:
+                taken.append(given.value)
+        assert not taken or not votes, "some ranks vote, others do not"
+        if votes:
+            sent = max(votes) if runs[0].settings.pad else min(votes)
+    at = runs[0].position.previous or runs[0].position  # after the step
+    first = at.slot - len(runs)
+    return [_Entry(at.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(taken, first))]
 
 
 def _chain(
-    make: _Maker,
-    expected: list[Any],
+    settings: LoaderSettings,
+    expected: list[_Entry],
     draw: random.Random,
     workers: Sequence[int],
     world_sizes: Sequence[int],
@@ -135,53 +135,43 @@ def _chain(
     trail: list[str] = []
     while done < len(expected):
         world_size, num_workers = draw.choice(list(world_sizes)), draw.choice(list(workers))
-        loaders = make.ranks(num_workers, world_size)
+        runs = [
+            Run(replace(settings, num_workers=num_workers, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
         try:
-            for loader in loaders:
+            for run in runs:
                 if state is not None:
-                    loader.load_state_dict(state)
-            steps = draw.randrange(4)
+                    run.load_state_dict(state)
             trail.append(f"{world_size} ranks × {num_workers} workers at {done}")
-            found = _steps(loaders, steps, expected[done:])
-            done = _compare(expected, done, found, f"{name}, resumed {' then '.join(trail[-4:])}", world_size)
-            state = merge_states(_copy(loader.state_dict()) for loader in loaders)
+            for _ in range(draw.randrange(4)):
+                if done + 2 * world_size > len(expected) + 1:  # a step, and what ranks may leave out before it
+                    break
+                how = f"{name}, resumed {' then '.join(trail[-4:])}"
+                done = _compare(expected, done, _take_step(runs), how, world_size)
+                done += _left_out(expected, done, runs[0].position.epoch, world_size)
+            state = merge_states(_copy(run.state_dict()) for run in runs)
         finally:
-            for loader in loaders:
-                loader.close()
+            for run in runs:
+                run.close()
         resumes += 1
-        if done + world_size > len(expected) and world_size > 1:
-            break  # what is left is less than a step of so many ranks may take
+        if done + 2 * max(world_sizes) > len(expected) + 1 and max(world_sizes) > 1:
+            break
     return resumes
 
 
-def _steps(loaders: list[SavableLoader], steps: int, expected: list[Any]) -> list[Any]:
-    """What the ranks are given in some steps, in the order of the slots, as long as `expected` lasts.
-
-    Ranks that began at a slot they do not divide may leave out an epoch's last slots, too few for a step of them all:
-    those count as given.
-    """
-    given: list[Any] = []
-    for _ in range(steps):
-        if len(given) + len(loaders) > len(expected):
-            break
-        first = loaders[0]._at.slot
-        batches = [next(iter(loader), _END) for loader in loaders]
-        if any(batch is _END for batch in batches):
-            assert all(batch is _END for batch in batches), "the ranks do not end at the same step"
-            left_out = -first % len(loaders)
-            given += [*expected[len(given) : len(given) + left_out], _END]
-        else:
-            given += sorted_by_slot(batches, first)
-    return given
-
-
 def sorted_by_slot(batches: list[Any], first: int) -> list[Any]:
-    """The batches of a step that began at slot `first`, one of each rank in the order of the ranks, by slot."""
+    """The batches of a step that began at slot `first`, one of each rank in the order of the ranks, by slot.
+
+    >>> from savable_pipeline.testing import sorted_by_slot
+    >>> sorted_by_slot(["slot 6", "slot 4", "slot 5"], 4)  # of ranks 0, 1 and 2
+    ['slot 4', 'slot 5', 'slot 6']
+    """
     return [batches[(first + i) % len(batches)] for i in range(len(batches))]
 
 
 def _copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Through a file, as a checkpoint would."""
+    """The state as a checkpoint file gives it back."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -189,21 +179,33 @@ def _copy(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _compare(expected: list[Any], start: int, found: list[Any], how: str, world_size: int = 1) -> int:
-    """Compare what was found with the expected stream from `start` on; gives where in it the next entry lies.
+def _compare(expected: list[_Entry], place: int, found: list[_Entry], how: str, world_size: int = 1) -> int:
+    """Compare the stream `found` with the expected one from `place` on. Returns the place of the next entry in that.
 
-    Ranks that began at a slot that they do not divide leave out the last slots of an epoch that fill no step.
+    Ranks whose number does not divide an epoch's slots leave out its last ones, too few for a step, or fill them up.
     """
-    position = start
-    for batch in found:
-        if batch is _END:
-            left = expected[position : position + world_size]
-            position += left.index(_END) if _END in left else 0
-        i, position = position, position + 1
-        if (expected[i] is _END) != (batch is _END):
-            what = "an epoch ended" if batch is _END else "an epoch went on"
+    for epoch, slot, batch in found:
+        place += _left_out(expected, place, epoch, world_size)
+        if place == len(expected):
+            break
+        there = expected[place]
+        if epoch < there.epoch and world_size > 1 and _is_filler(batch):
+            continue
+        i, place = place, place + 1
+        if (there.epoch, there.slot) != (epoch, slot):
+            what = "an epoch ended" if epoch > there.epoch else "an epoch went on"
             raise AssertionError(f"{how}: {what} at step {i}, otherwise than uninterrupted")
-        difference = None if batch is _END else first_difference(expected[i], batch)
+        difference = first_difference(there.batch, batch)
         if difference:
             raise AssertionError(f"{how}: the batch at step {i} differs in {difference}")
-    return position
+    return place
+
+
+def _left_out(expected: list[_Entry], place: int, epoch: int, world_size: int) -> int:
+    """How many entries from `place` on, fewer than a step of the ranks, are of the epoch before."""
+    return sum(entry.epoch < epoch for entry in expected[place : place + world_size - 1])
+
+
+def _is_filler(batch: Any) -> bool:
+    """Whether no row of a batch counts."""
+    return isinstance(batch, dict) and "valid" in batch and not batch["valid"].any()

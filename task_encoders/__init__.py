@@ -1,9 +1,81 @@
-"""Encoders ready to use and to copy, one a file, and what they are built of.
+"""Encoders ready to use, and to copy: each turns a sample into tensors, packs these, and makes batches of them.
 
-classification       an image and its class, mixed in batches      square_crop    one square image, cropped
-captioning           an image and its caption                      image_tiles    images of any shape as patches
-contrastive          an image and a text that belong together      mixed_tokens   text and images in one sequence
-chat                 conversations with images, answers learned    chat_template, conversation, document,
-interleaved          documents with images in them                 sample_images  how data sets write those
-language_modeling    text; with a prompt, or without               tokenizer, packing, field
+ClassificationEncoder    an image and its class; MixUp and CutMix in batches
+CaptioningEncoder        an image and its caption
+ContrastiveEncoder       pairs of an image and a text
+ChatEncoder              conversations with images, of which the answers are learned
+InterleavedEncoder       documents with images between the texts
+LanguageModelingEncoder  text; with a prompt before it, or without
+
+Their arguments are `Tokenizer`; for a single image `SquareCrop`; for images among text `Vision`, with `NativeSize`,
+`Tiles` or `Buckets`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of what is not learned. What
+an encoder of your own may be made of as well lies in `task_encoders.parts`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from task_encoders.captioning import CaptioningEncoder
+    from task_encoders.chat import ChatEncoder
+    from task_encoders.classification import ClassificationEncoder
+    from task_encoders.contrastive import ContrastiveEncoder
+    from task_encoders.interleaved import InterleavedEncoder
+    from task_encoders.language_modeling import LanguageModelingEncoder
+    from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
+    from task_encoders.parts.conversation_formats import Message
+    from task_encoders.parts.image_text_tokens import Vision
+    from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+    from task_encoders.parts.square_crop import SquareCrop
+    from task_encoders.parts.token_packing import IGNORED
+    from task_encoders.parts.tokenizer import Tokenizer
+
+__all__ = [
+    "IGNORED",
+    "Buckets",
+    "CaptioningEncoder",
+    "ChatEncoder",
+    "ChatML",
+    "ChatTemplate",
+    "ClassificationEncoder",
+    "ContrastiveEncoder",
+    "ImageTiles",
+    "InterleavedEncoder",
+    "LanguageModelingEncoder",
+    "Message",
+    "NativeSize",
+    "OwnTemplate",
+    "SquareCrop",
+    "Tiles",
+    "Tokenizer",
+    "Vision",
+]
+
+_FILES = {
+    "captioning": ["CaptioningEncoder"],
+    "chat": ["ChatEncoder"],
+    "classification": ["ClassificationEncoder"],
+    "contrastive": ["ContrastiveEncoder"],
+    "interleaved": ["InterleavedEncoder"],
+    "language_modeling": ["LanguageModelingEncoder"],
+    "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
+    "parts.conversation_formats": ["Message"],
+    "parts.image_text_tokens": ["Vision"],
+    "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "Tiles"],
+    "parts.square_crop": ["SquareCrop"],
+    "parts.token_packing": ["IGNORED"],
+    "parts.tokenizer": ["Tokenizer"],
+}
+_FILE_OF = {name: file for file, names in _FILES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is asked for: torch and torchvision take seconds."""
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those not imported yet."""
+    return __all__

@@ -1,4 +1,4 @@
-"""`CaptioningEncoder`: an image and its caption to an augmented image and tokens, packed or not."""
+"""`CaptioningEncoder`: an image and its caption as an augmented image and tokens, packed or not."""
 
 from __future__ import annotations
 
@@ -7,20 +7,66 @@ from typing import Any
 import torch
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.field import Field
-from task_encoders.packing import batch_tokens, document, pack_tokens, pad_rows
-from task_encoders.square_crop import MEAN, STD, SquareCrop
-from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.parts.sample_field import Field
+from task_encoders.parts.square_crop import MEAN, STD, SquareCrop
+from task_encoders.parts.token_packing import (
+    batch_documents,
+    batch_tokens,
+    check_multiple,
+    document,
+    is_packed,
+    multiple_setting,
+    pack_tokens,
+    pad_rows,
+    padded_length,
+)
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class CaptioningEncoder(TaskEncoder):
-    """Predicts the tokens of a caption, given the image.
+    """Predicts the tokens of a caption from its image.
 
-    `tokenizer` is a function from str to ids, an object with `encode(text)` such as Hugging Face's, or a
-    `Tokenizer` where special ids are wanted; None takes the UTF-8 bytes, between a beginning (257) and an end
-    (258). The caption is the "txt" part, or the field `caption` of the "json" part, cut after `max_tokens`.
-    With `augment` the image is a random crop whose share of the area lies in `crop_scale`, mirrored with
-    probability `flip`; without, the central square.
+    The caption is the `txt` part of a sample, or a field of its `json` part. Captions can be packed.
+
+    Args:
+        tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
+            SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
+        image_size: Width and height of the image, in pixels.
+        max_tokens: A longer caption is cut to this many tokens.
+        augment: Crop at random and mirror; if False, take the central square.
+        crop_scale: The least and the greatest share of the image's area in a random crop.
+        flip: The probability that a random crop is mirrored.
+        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
+        std: Their standard deviation.
+        caption: The field of the `json` part, where there is no `txt`.
+        multiple: Each caption of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for context
+            parallelism over cp ranks. `length` counts the padding.
+
+    An item has `image`, uint8 (3, size, size), and `tokens` and `labels`, int64 (n,): a label is the next token, -100
+    behind the last. A batch of B items, rows of T tokens, has
+
+    - `image`, float32 (B, 3, size, size), normalized;
+    - `tokens`, `labels` and `position_ids`, int64 (B, T); `lengths`, int64 (B,), the tokens of each caption.
+
+    A batch of B packs, about N images in the order of their captions, has N of `image`, and no `lengths`, but
+
+    - `image_counts`, int64 (B,), the images of each row;
+    - `image_index`, int64 (B, T): which of the N images a token is about, -1 on the padding of a row;
+    - `cu_seqlens`, int32 (captions and paddings + 1,), where each begins among the B * T tokens, and `max_seqlen`, int,
+      for `flash_attn_varlen_func`.
+
+    A sample is skipped as "no image" or, without a caption or with an empty one, as "no text". Raises ValueError for a
+    setting out of its range and for a caption that is no text, UnicodeDecodeError and JSONDecodeError for a part that
+    cannot be decoded, and what Pillow raises for an image that cannot.
+
+    ```python
+    from task_encoders import CaptioningEncoder
+    samples = sp.TarShardReader("shards/", sp.Lane())
+    items = sp.Encode(samples, CaptioningEncoder(image_size=32))
+    batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
+    batch["image"].shape[1:]   # torch.Size([3, 32, 32])
+    batch["tokens"].dtype      # torch.int64
+    ```
     """
 
     def __init__(
@@ -35,22 +81,20 @@ class CaptioningEncoder(TaskEncoder):
         mean: tuple[float, float, float] = MEAN,
         std: tuple[float, float, float] = STD,
         caption: str = "caption",
+        multiple: int = 1,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
         self.crop = SquareCrop(image_size, augment=augment, scale=crop_scale, flip=flip, mean=mean, std=std)
         self.global_rng = self.crop.global_rng
+        check_multiple(multiple, None)
+        self.multiple = multiple
         self.max_tokens = max_tokens
         self.caption = Field(f"json[{caption}]")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """One item: `image`, uint8 (3, size, size); `tokens` and `labels`, int64 (n,).
-
-        Skips a sample without an image as "no image", one with no caption or an empty one as "no text".
-        Raises what Pillow raises where the image cannot be decoded, UnicodeDecodeError or JSONDecodeError where
-        the caption cannot, and ValueError that names the field where the caption is no text.
-        """
+        """One item, or `Skip`."""
         image = self.crop.image(sample)  # floats, four times as large, only in a batch
         if image is None:
             return Skip("no image")
@@ -61,11 +105,11 @@ class CaptioningEncoder(TaskEncoder):
         return {"image": image, **text}
 
     def length(self, item: dict[str, Any]) -> int:
-        """The number of text tokens; what a model makes of the image is not counted."""
-        return len(item["tokens"])
+        """The number of text tokens, with the padding to a multiple; what a model makes of the image is not counted."""
+        return padded_length(len(item["tokens"]), self.multiple)
 
     def images(self, item: dict[str, Any]) -> int:
-        """One."""
+        """The number of images in an item: 1."""
         return 1
 
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
@@ -74,15 +118,14 @@ class CaptioningEncoder(TaskEncoder):
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """One pack of n items: `image`, uint8 (n, 3, size, size), and the captions as one pack of tokens."""
-        return {"image": torch.stack([item["image"] for item in items]), **pack_tokens(items)}
+        text = pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
+        return {"image": torch.stack([item["image"] for item in items]), **text}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """B packs; or B items, each then a pack of its own. N images in all, in the order of their captions.
-
-        `image`, float32 (N, 3, size, size), normalized; `image_counts`, int64 (B,), the images of each row;
-        `image_index`, int64 (B, T), which of the N a token is about, -1 on padding; and, as `batch_tokens`
-        makes them, `tokens`, `labels` and `position_ids`, int64 (B, T), `cu_seqlens` and `max_seqlen`.
-        """
+        """A batch of B packs, or of B items, each a row of its own."""
+        if not is_packed(items):
+            text = batch_documents(items, pad=self.tokenizer.pad, multiple=self.multiple)
+            return {"image": self.crop.normalize(torch.stack([item["image"] for item in items])), **text}
         packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
         text = batch_tokens(packs, pad=self.tokenizer.pad)
         return {
@@ -94,7 +137,7 @@ class CaptioningEncoder(TaskEncoder):
 
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer by its identity and special ids."""
-        own = {"max_tokens": self.max_tokens, "caption": self.caption.name}
+        own = {"max_tokens": self.max_tokens, "caption": self.caption.name, **multiple_setting(self.multiple)}
         return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
     def _caption(self, sample: Sample) -> str:

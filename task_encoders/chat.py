@@ -1,4 +1,4 @@
-"""`ChatEncoder`: conversations, with images anywhere in them, to tokens of which the answers are learned."""
+"""`ChatEncoder`: conversations, with images anywhere in them, as tokens of which the answers are learned."""
 
 from __future__ import annotations
 
@@ -9,24 +9,58 @@ from typing import Any, Literal
 from PIL import Image
 
 from savable_pipeline import Rng, Sample, Skip
-from task_encoders.chat_template import ChatML, ChatTemplate, OwnTemplate
-from task_encoders.conversation import Message, parse_conversation
-from task_encoders.mixed_encoder import MixedEncoder
-from task_encoders.mixed_tokens import MixedTokens, Vision
-from task_encoders.sample_images import SampleImages
-from task_encoders.tokenizer import Tokenize, Tokenizer
+from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
+from task_encoders.parts.conversation_formats import Message, parse_conversation
+from task_encoders.parts.image_text_encoder import MixedEncoder
+from task_encoders.parts.image_text_tokens import MixedTokens, Vision
+from task_encoders.parts.sample_images import SampleImages
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
 class ChatEncoder(MixedEncoder):
-    """Learns to answer as the assistant of a conversation does, which may show images and ask about them.
+    """Learns the answers of the assistant in a conversation, which may show images.
 
-    Conversations are JSON, as LLaVA or OpenAI write them (conversation.py), beside the images. `tokenizer` is as for
-    `CaptioningEncoder`; its `bos` and `eos` are not added, since the chat template writes what it wants.
-    `template=None` is the tokenizer's own where it is one of `transformers`, else `ChatML()`. `vision` says how images
-    become tokens; without it, a conversation with images is an error. Learned are all answers with the marks of
-    their end, or under `answers="last"` the last only; what comes after is left out. Text is cut where answers begin
-    and end and at images, and each piece tokenized by itself, as it is when a model answers. `max_length` is the
-    longest conversation taken, and the length of a batch's rows.
+    Conversations are JSON as LLaVA or OpenAI write them (parts/conversation_formats.py), with the images as parts of
+    the sample. Text is cut at images and where answers begin and end, and each piece is tokenized by itself, as it is
+    when a model answers.
+
+    Args:
+        tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
+            SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
+            `bos` and `eos` are not added: the chat template writes what it wants.
+        vision: How images become tokens. Without it, a conversation with images is an error.
+        template: How messages become text: `ChatML`, `OwnTemplate`, or a `ChatTemplate` of yours. None takes the
+            template of the tokenizer where it is one of `transformers`, else `ChatML()`.
+        answers: "all" learns every answer, with the mark of its end; "last" the last one only. What comes after the
+            last answer is left out.
+        max_length: The most tokens of a conversation, and the length of a batch's rows; None takes any, and rows are
+            as long as the longest.
+        part: The part that holds the conversation.
+        multiple: Each conversation of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for
+            context parallelism over cp ranks. `length` counts the padding.
+
+    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
+    of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
+    int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each conversation
+    and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+
+    With `vision`, an item also has `patches`, uint8 (p, 3, patch, patch); `grids`, int64 (tiles, 2), the rows and
+    columns of patches in each tile; and `tile_counts`, int64 (images,). A batch has `patches`, float32 and normalized,
+    `grids` and `tile_counts` of all rows in order; `image_counts`, int64 (B,), the images of each row; and for
+    attention within tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
+
+    A sample is skipped as "no json" (the name of `part`), "no answer" (none to learn), "special token in text" (it
+    would begin or end a message) or "longer than max_length". Raises ValueError that names the setting or the field at
+    fault, and what Pillow and json raise for damaged parts.
+
+    ```python
+    from task_encoders import ChatEncoder, NativeSize, Vision
+    encoder = ChatEncoder(vision=Vision(NativeSize(), token=300), max_length=128)
+    items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), encoder)
+    batch = next(sp.Batcher(items, size=2))
+    batch["tokens"].shape                   # torch.Size([2, 128])
+    int((batch["tokens"] == 300).sum())     # 8
+    ```
     """
 
     def __init__(
@@ -38,23 +72,18 @@ class ChatEncoder(MixedEncoder):
         answers: Literal["all", "last"] = "all",
         max_length: int | None = None,
         part: str = "json",
+        multiple: int = 1,
     ) -> None:
         if answers not in ("all", "last"):
             raise ValueError(f"answers is 'all' or 'last', not {answers!r}")
-        super().__init__(tokenizer, vision=vision, max_length=max_length, part=part)
+        super().__init__(tokenizer, vision=vision, max_length=max_length, part=part, multiple=multiple)
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
         marks = sorted(self.tokenizer.special_texts() - {vision.text if vision else ""})
         self._special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """One item, as `MixedTokens.item`: `tokens`, `labels`, and with `vision` the images' patches.
-
-        Skips a sample without the part as "no json" (or what `part` is), one in which no answer is to be learned as
-        "no answer", one whose text holds a special token of the tokenizer, which would end or begin a message, as
-        "special token in text", and a longer one as "longer than max_length".
-        Raises ValueError that names the field which is not as it should be, and what Pillow and json raise.
-        """
+        """One item, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
         messages = parse_conversation(sample.json(self.part), SampleImages(sample))

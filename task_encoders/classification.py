@@ -1,4 +1,4 @@
-"""`ClassificationEncoder`: an image and its class; batches mixed by MixUp and CutMix where that is wanted."""
+"""`ClassificationEncoder`: an image and its class; with MixUp and CutMix in batches, if wanted."""
 
 from __future__ import annotations
 
@@ -9,16 +9,35 @@ from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.field import Field
-from task_encoders.square_crop import SquareCrop
+from task_encoders.parts.sample_field import Field
+from task_encoders.parts.square_crop import SquareCrop
 
 
 class ClassificationEncoder(TaskEncoder):
-    """Predicts which of `classes` an image shows.
+    """Predicts the class of an image.
 
-    `label` is the part or field that holds the class, as its number or, where `names` are given, its name: "cls",
-    "json[label]". With `mixup` or `cutmix`, the parameter α of their Beta distribution, each batch is mixed by one
-    of the two, drawn anew (Zhang et al.: mixup, 2018; Yun et al.: CutMix, 2019), and labels are shares of classes.
+    Args:
+        classes: The number of classes.
+        label: The part that holds the class, or the field of a JSON part: "cls", "json[label]".
+        names: The names of the classes in their order, where the data has names; without them it has numbers from 0.
+        crop: The size and augmentation of the images; by default `SquareCrop()`.
+        mixup: The parameter α of MixUp's Beta distribution (Zhang et al., 2018); 0 is without.
+        cutmix: The same of CutMix (Yun et al., 2019). With both, one of the two is drawn for each batch.
+
+    An item has `image`, uint8 (3, size, size), and `label`, int. A batch of B items has `image`, float32
+    (B, 3, size, size), normalized, and `label`, int64 (B,); mixed, it is the share of each class, float32 (B, classes).
+
+    A sample is skipped as "no image", or as "no cls" (the name of `label`). Raises ValueError for a setting out of its
+    range and for a label that is not one of the classes, and what Pillow and json raise for damaged parts.
+
+    ```python
+    from task_encoders import ClassificationEncoder, SquareCrop
+    samples = sp.TarShardReader("shards/", sp.Lane())
+    encoder = ClassificationEncoder(10, crop=SquareCrop(32), mixup=0.2)
+    batch = next(sp.Batcher(sp.Encode(samples, encoder), size=4))
+    batch["image"].shape    # torch.Size([4, 3, 32, 32])
+    batch["label"].sum(1)   # tensor([1., 1., 1., 1.])
+    ```
     """
 
     def __init__(
@@ -46,11 +65,7 @@ class ClassificationEncoder(TaskEncoder):
         self._mix = v2.RandomChoice(chosen) if chosen else None
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """One item: `image`, uint8 (3, size, size); `label`, int.
-
-        Skips a sample without an image as "no image", one without a class as "no cls" (or what `label` is). Raises
-        ValueError that names the field where the class is none of the classes.
-        """
+        """One item, or `Skip`."""
         image = self.crop.image(sample)
         if image is None:
             return Skip("no image")
@@ -60,7 +75,7 @@ class ClassificationEncoder(TaskEncoder):
         return {"image": image, "label": self._number(value)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """`image`, float32 (B, 3, size, size), normalized; `label`, int64 (B,), or mixed, float32 (B, classes)."""
+        """A batch of B items, mixed where that was asked for."""
         image = self.crop.normalize(torch.stack([item["image"] for item in items]))
         label = torch.tensor([item["label"] for item in items])
         if self._mix is None:

@@ -1,4 +1,4 @@
-"""`LanguageModelingEncoder`: text to documents of tokens, packed for variable-length attention."""
+"""`LanguageModelingEncoder`: text as documents of tokens, packed for variable-length attention."""
 
 from __future__ import annotations
 
@@ -6,24 +6,55 @@ from collections.abc import Iterator
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.field import Field
-from task_encoders.mixed_tokens import MixedTokens
-from task_encoders.packing import batch_tokens, document, pack_tokens, with_target
-from task_encoders.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.parts.image_text_tokens import MixedTokens
+from task_encoders.parts.sample_field import Field
+from task_encoders.parts.token_packing import (
+    batch_documents,
+    batch_tokens,
+    check_multiple,
+    document,
+    is_packed,
+    multiple_setting,
+    pack_tokens,
+    padded_length,
+    with_target,
+)
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class LanguageModelingEncoder(TaskEncoder):
-    """Next-token prediction on the text in one part or field of each sample, packed or not.
+    """Predicts the next token of a text, in packs or not.
 
-    `tokenizer` is a function from str to ids, an object with `encode(text)` such as Hugging Face's, or a
-    `Tokenizer` where special ids are wanted; None takes the UTF-8 bytes, between a beginning (257) and an end
-    (258). A document of more than `max_length` tokens becomes several items of at most that many, of which those
-    without a target are left out. All tokens but the first are targets: the last label of an item is the first token
-    of the next. Batches are `max_length` long too; without it, as long as their longest row.
+    A document of more than `max_length` tokens becomes several items; the last label of one is the first token of the
+    next.
 
-    `part` is the part, or the field of a JSON part, that holds the text: "txt", "json[text]". For fine-tuning,
-    `prompt` is another, whose text stands before it and is no target; both are tokenized by themselves, with nothing
-    added but `bos` before the prompt and `eos` at the end.
+    Args:
+        tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
+            SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
+        max_length: The most tokens of an item, and the length of a batch's rows; None does not cut, and rows are as
+            long as the longest.
+        part: The part that holds the text, or the field of a JSON part: "txt", "json[text]".
+        prompt: For fine-tuning, the part or field whose text comes before and is not learned. Each of the two is
+            tokenized by itself, with `bos` before the prompt and `eos` behind the text.
+        multiple: Each document of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for context
+            parallelism over cp ranks. `length` counts the padding.
+
+    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
+    of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
+    int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each document and
+    each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+
+    A sample is skipped as "no txt" (the name of the part or the prompt), as "empty", and a piece of a long one with
+    nothing to learn as "no target". Raises ValueError for a setting out of its range, for a field that is no text and
+    for a pack longer than `max_length`, UnicodeDecodeError and JSONDecodeError for a damaged part.
+
+    ```python
+    from task_encoders import LanguageModelingEncoder
+    items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), LanguageModelingEncoder(max_length=64))
+    batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
+    batch["tokens"].shape                # torch.Size([2, 64])
+    int(batch["cu_seqlens"][-1])         # 128
+    ```
     """
 
     global_rng = False  # draws nothing
@@ -35,22 +66,19 @@ class LanguageModelingEncoder(TaskEncoder):
         max_length: int | None = None,
         part: str = "txt",
         prompt: str | None = None,
+        multiple: int = 1,
     ) -> None:
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
+        check_multiple(multiple, max_length)
         self.tokenizer = as_tokenizer(tokenizer)
+        self.multiple = multiple
         self.max_length = max_length
         self.text = Field(part)
         self.prompt = None if prompt is None else Field(prompt)
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
-        """One item, `tokens` and `labels`, both int64 (n,); or an iterator of them for a long document.
-
-        Skips a sample without the part or the prompt as "no txt" (or what it is called), one without a token, or
-        with a prompt but no text, as "empty", and a piece of a long document that has no target as "no target".
-        Raises UnicodeDecodeError or JSONDecodeError where a part cannot be decoded, and ValueError that names the
-        field where it is no text.
-        """
+        """One item, an iterator of items for a long document, or `Skip`."""
         text = self.text.read_text(sample)
         if text is None:
             return Skip(f"no {self.text.name}")
@@ -69,8 +97,8 @@ class LanguageModelingEncoder(TaskEncoder):
         return self._cut(item, length, self.max_length)
 
     def length(self, item: dict[str, Any]) -> int:
-        """The number of tokens."""
-        return len(item["tokens"])
+        """The number of tokens, with the padding to a multiple."""
+        return padded_length(len(item["tokens"]), self.multiple)
 
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after."""
@@ -81,21 +109,20 @@ class LanguageModelingEncoder(TaskEncoder):
 
         `tokens`, `labels`, `position_ids`, int64 (T,); `cu_seqlens`, int32 (items + 1,); `max_seqlen`, int.
         """
-        return pack_tokens(items)
+        return pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """B packs; or B items, each then a pack of its own.
-
-        `tokens`, `labels`, `position_ids`, int64 (B, T); `cu_seqlens`, int32 (segments + 1,), over all B * T
-        tokens, where the padding of a row is a segment of its own; `max_seqlen`, int.
-        """
+        """A batch of B packs, or of B items, each a row of its own."""
+        if not is_packed(items):
+            return batch_documents(items, pad=self.tokenizer.pad, length=self.max_length, multiple=self.multiple)
         packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
         return batch_tokens(packs, pad=self.tokenizer.pad, length=self.max_length)
 
     def settings(self) -> dict[str, Any]:
         """The tokenizer's identity and special ids, and every other argument."""
         prompt = None if self.prompt is None else self.prompt.name
-        return {**self.tokenizer.settings(), "max_length": self.max_length, "part": self.text.name, "prompt": prompt}
+        own = {"max_length": self.max_length, "part": self.text.name, "prompt": prompt}
+        return {**self.tokenizer.settings(), **own, **multiple_setting(self.multiple)}
 
     def _prompted(self, prompt: str, text: str) -> dict[str, Any]:
         mixed = MixedTokens(self.tokenizer, vision=None)

@@ -38,7 +38,7 @@ from torchvision.transforms.v2 import functional
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.global_rng import seeder
+from savable_pipeline.core.global_rng import seeder
 
 WORKERS = 2
 JSON_BATCH, JSON_BUFFER, IMAGE_BATCH, BLOB_BATCH = 256, 10_000, 64, 8

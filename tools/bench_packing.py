@@ -13,21 +13,20 @@ from typing import Any, get_args
 import numpy as np
 
 import savable_pipeline as sp
-from savable_pipeline.pack_policies import Policy
-from savable_pipeline.stage import ItemRef, State
+from savable_pipeline.stages.packing_policies import Policy
+from savable_pipeline.stages.stage import StageInfo, State
 
 LIMIT = 4096
 
 
-class Lengths(sp.Stage):
+class Lengths(sp.ItemStage):
     """Gives lengths as items."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
         self._next = 0
-        self._lane = sp.Lane()
 
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+    def take(self, n: int) -> tuple[list[Any], list[sp.ItemRef]]:
         """One length."""
         if self._next == len(self._lengths):
             return [], []
@@ -38,20 +37,10 @@ class Lengths(sp.Stage):
         """Where it stands."""
         return {"next": self._next}
 
-    @property
-    def lane(self) -> sp.Lane:
-        """Lane 0 of 1."""
-        return self._lane
-
-    @property
-    def depth(self) -> int:
-        """0."""
-        return 0
-
-    @property
-    def population(self) -> int:
-        """How many lengths."""
-        return len(self._lengths)
+    def describe(self) -> StageInfo:
+        """A source of nothing else."""
+        none = frozenset([0])
+        return StageInfo(sp.Lane(), 0, population=len(self._lengths), endless=False, tags=none, origins=none)
 
 
 class Null(sp.TaskEncoder):

@@ -97,9 +97,8 @@ class _Tars:
         return self._dataset.count
 
     def __getitem__(self, index: int) -> Any:
-        shard = int(np.searchsorted(self._dataset.firsts, index, side="right")) - 1
-        row = int(self._dataset._rows[shard] + index - self._dataset.firsts[shard])
-        return {self._part: self._dataset.read(shard, row, self._part)}
+        shards, rows = self._dataset.locate(np.array([index]))
+        return {self._part: self._dataset.read(int(shards[0]), int(rows[0]), self._part)}
 
     def __reduce__(self) -> Any:
         return _Tars, (self._folder, self._part)

@@ -33,7 +33,7 @@ class FunctionEncoder(sp.TaskEncoder):
 
 def pipeline(folder: str, encoder: sp.TaskEncoder, size: int, buffer: int, lane: sp.Lane) -> sp.Stage:
     """Batches of `size`, out of a shuffle buffer that all lanes share."""
-    samples: sp.Stage = sp.TarShardReader(folder, lane)
+    samples: sp.SampleStage = sp.TarShardReader(folder, lane)
     if buffer:
         samples = sp.ShuffleBuffer(samples, size=-(-buffer // lane.count))
     return sp.Batcher(sp.Encode(samples, encoder), size=size)

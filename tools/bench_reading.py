@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 import savable_pipeline as sp
-from savable_pipeline.dataset import Dataset
-from savable_pipeline.reader_order import ShuffledEpoch, span
-from savable_pipeline.sample import REF
+from savable_pipeline.dataset.opening import open_dataset
+from savable_pipeline.dataset.sample import REF
+from savable_pipeline.stages.read_order import EpochOrder, lane_span
 
 ALL = ["open", "memory", "scale", "blobs", "cold", "window"]
 ROUNDS = 5
@@ -95,8 +95,8 @@ def drained(stage: sp.Stage, n: int) -> int:
 def bench_open(folder: Path) -> None:
     """Many shards: opening them all, and reading from more of them than there are descriptors."""
     root = write_shards(folder / "many", 10_000, 10, 1000)
-    first = seconds(lambda: Dataset(root))
-    opened = statistics.median(seconds(lambda: Dataset(root)) for _ in range(ROUNDS))
+    first = seconds(lambda: open_dataset(root))
+    opened = statistics.median(seconds(lambda: open_dataset(root)) for _ in range(ROUNDS))
     rates: dict[str, float] = {}
     for window in (32, 128, None):
         stage = sp.Encode(sp.TarShardReader(root, sp.Lane(seed=1), window=window), Length())
@@ -118,18 +118,18 @@ def bench_open(folder: Path) -> None:
 def bench_memory(folder: Path) -> None:
     """What an index of a million samples takes, and whether reading goes on taking."""
     root = write_shards(folder / "million", 100, 10_000, 10)
-    Dataset(root)
+    open_dataset(root)
     before = resident()
-    dataset = Dataset(root)
+    dataset = open_dataset(root)
     opened = resident()
     refs = np.zeros(2000, REF)
     refs["index"] = np.linspace(0, dataset.count - 1, 2000).astype(np.int64)
-    for sample in dataset.samples(refs):
+    for sample in dataset.open_samples(refs):
         _ = sample["bin"]
     read = resident()
-    one = Dataset(root / "000000.tar")
+    one = open_dataset(root / "000000.tar")
     refs["index"] %= one.count
-    samples = one.samples(refs)
+    samples = one.open_samples(refs)
     found = []
     for _ in range(5):
         for _ in range(100):
@@ -153,9 +153,9 @@ def bench_scale(folder: Path) -> None:
     firsts = np.arange(shards + 1, dtype=np.int64) * (samples // shards)
     ranks, before = 16_384, resident()[0]
     began = time.perf_counter()
-    epoch = ShuffledEpoch(firsts, seed=1, source=2, epoch=3, block_size=8, window=32)
+    epoch = EpochOrder(firsts, seed=1, source=2, epoch=3, block_size=8, window=32)
     planned = time.perf_counter() - began
-    begin, end = span(samples, 12_345, ranks, 3)
+    begin, end = lane_span(samples, 12_345, ranks, 3)
     seeks = [seconds(lambda at=at: epoch.locate(at, min(at + 2048, end))) for at in range(begin, end, 60_000)]  # type: ignore[misc]
     tell(
         "1,000,000 shards, 10**10 samples, 16,384 lanes",
@@ -181,7 +181,7 @@ def bench_blobs(folder: Path) -> None:
         for _ in range(8):
             stage.take(50)
 
-    dataset = Dataset(root)
+    dataset = open_dataset(root)
     places = [(dataset.entries[shard].name, row) for shard in range(4) for row in range(100)]
     files = {name: os.open(root / name, os.O_RDONLY) for name, _ in places}
     stage = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(root, sp.Lane(seed=1)), size=100), Whole())
@@ -222,7 +222,7 @@ def bench_cold(folder: Path) -> None:
     """Files of 25 kB from the disk: a shuffle of 10,000 against webdataset's reading in file order."""
     root = write_shards(folder / "cold", 20, 1000, 25_000, "jpg")
     count = 20_000
-    Dataset(root)
+    open_dataset(root)
     rates: dict[str, list[float]] = {}
     for _ in range(3):
         for name, run in cold_runs(root, count).items():
@@ -265,10 +265,10 @@ def bench_window(folder: Path) -> None:
     draw = np.random.default_rng(0)
     rows = {}
     for window in (32, 64, 128, 256, None):
-        epoch = ShuffledEpoch(firsts, seed=1, source=2, epoch=0, block_size=8, window=window)
+        epoch = EpochOrder(firsts, seed=1, source=2, epoch=0, block_size=8, window=window)
         shares = []
         for lane in range(0, 96, 8):
-            begin, end = span(count, lane, 96, 0)
+            begin, end = lane_span(count, lane, 96, 0)
             found = epoch.locate(begin, end) * classes // count
             shuffled = buffered(found, 2000, draw)
             shares += [entropy(batch, classes) for batch in shuffled[: len(shuffled) // size * size].reshape(-1, size)]

@@ -35,10 +35,9 @@ from quickstart_report import Row, Trial, draw, make_table, ranks_row, read_log,
 from rich.console import Console
 
 import savable_pipeline as sp
-from savable_pipeline.compare import digest
 from savable_pipeline.convert import Options, convert
-from task_encoders.captioning import CaptioningEncoder
-from task_encoders.language_modeling import LanguageModelingEncoder
+from savable_pipeline.stages.batch_difference import digest
+from task_encoders import CaptioningEncoder, LanguageModelingEncoder
 
 SEED = 7
 LANES = 12  # each has 150 of the 1,797 digits; with the default of 96 none would have a whole batch
@@ -80,7 +79,7 @@ PYTHON = LanguageModelingEncoder(max_length=PACK, part="py")
 
 def digits_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
     """Images, randomly cropped, with their captions; 32 a batch."""
-    samples: sp.Stage = sp.TarShardReader(str(shards), lane)
+    samples: sp.SampleStage = sp.TarShardReader(str(shards), lane)
     samples = sp.ShuffleBuffer(samples, size=64)
     items = sp.Encode(samples, DIGITS)
     return sp.Batcher(items, size=32)
@@ -88,7 +87,7 @@ def digits_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
 
 def python_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
     """Source files in pieces of at most 256 bytes, end to end in packs of 256; 4 packs a batch."""
-    samples: sp.Stage = sp.TarShardReader(str(shards), lane)
+    samples: sp.SampleStage = sp.TarShardReader(str(shards), lane)
     samples = sp.ShuffleBuffer(samples, size=32)
     pieces = sp.Encode(samples, PYTHON)
     packs = sp.OnlinePacker(pieces, max_length=PACK)

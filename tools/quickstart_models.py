@@ -34,7 +34,8 @@ class Captioner(nn.Module):
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The mean loss of a letter, float32 ()."""
         seen = self.look(batch["image"])  # float32 (images, width)
-        seen = seen[batch["image_index"].clamp(min=0)]  # (rows, tokens, width); -1 is padding, which has no label
+        packed = batch.get("image_index")  # of packs, with several captions a row; -1 is padding, which has no label
+        seen = seen[:, None] if packed is None else seen[packed.clamp(min=0)]  # (rows, 1 or tokens, width)
         logits = self.tell(seen + self.letter(batch["tokens"]) + self.place(batch["position_ids"]))
         return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 

@@ -14,8 +14,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from savable_pipeline.blend_lanes import LaneCounts
-from savable_pipeline.blend_order import LaneTurns
+from savable_pipeline.blending.blend_counts import LaneCounts
+from savable_pipeline.blending.blend_turns import LaneTurns
+from savable_pipeline.core.keyed_random import derive_key
 
 
 def random_weights(draw: random.Random) -> list[int]:
@@ -39,7 +40,7 @@ def random_weights(draw: random.Random) -> list[int]:
 def taken(weights: list[int], lanes: int, stride: int, steps: int) -> NDArray[np.int64]:
     """What each lane has taken of each source after each step: (steps + 1, lanes, sources)."""
     counts = LaneCounts(weights, lanes, stride=stride)
-    turns = [LaneTurns(weights, counts, place) for place in range(lanes)]
+    turns = [LaneTurns(weights, counts, place, derive_key("lane", place)) for place in range(lanes)]
     found = np.zeros((steps + 1, lanes, len(weights)), np.int64)
     for begin in range(0, steps, stride):
         for place, lane in enumerate(turns):

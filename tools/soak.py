@@ -6,7 +6,8 @@
     python tools/soak.py starts     1,000 starts and stops leave nothing
     python tools/soak.py trainer    a trainer killed 100 times
     python tools/soak.py losses     the losses of 1, 2 and 4 ranks, killed and resumed
-    python tools/soak.py elastic    other numbers of ranks and workers, and another batch size
+    python tools/soak.py elastic    other numbers of ranks and workers, another batch size, and survivors of dead ranks
+    python tools/soak.py fuzz       hostile states, indexes, tars and YAML: refused with a word, or read
 
 Exits with 1 if a single batch, loss or process is not as it should be.
 """
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PROOFS = ("faults", "starts", "trainer", "losses", "elastic")
+PROOFS = ("faults", "starts", "trainer", "losses", "elastic", "fuzz")
 
 
 def main() -> None:
@@ -27,6 +28,7 @@ def main() -> None:
     from rich.console import Console
     from soak_elastic import elastic
     from soak_faults import faults
+    from soak_fuzz import fuzz
     from soak_losses import losses
     from soak_pipelines import write_shards
     from soak_report import make_table
@@ -49,7 +51,8 @@ def main() -> None:
             "starts": lambda: starts(shards, {"fork": 50, "spawn": 4} if quick else {"fork": 1000, "spawn": 50}),
             "trainer": lambda: trainer(shards, folder / "trainer", 8 if quick else 100),
             "losses": lambda: losses(shards, folder / "losses"),
-            "elastic": lambda: elastic(shards, cuts=4 if quick else 20),
+            "elastic": lambda: elastic(shards, folder / "elastic", cuts=4 if quick else 20, kills=2 if quick else 10),
+            "fuzz": lambda: fuzz(folder / "fuzz", 500 if quick else 20_000),
         }
         for proof in args.proofs or PROOFS:
             for row in runs[proof]():

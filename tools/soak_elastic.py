@@ -1,7 +1,13 @@
-"""A run saved by some ranks with some workers goes on with others, at any slot: the same slots, the same batches."""
+"""A run saved by some ranks with some workers goes on with others, at any slot: the same slots, the same batches.
+
+So does one whose ranks are killed while the others keep running: tools/soak_survivors.py.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -13,8 +19,9 @@ from soak_pipelines import soak_pipeline
 from soak_report import Row, difference
 
 import savable_pipeline as sp
-from savable_pipeline.compare import digest
-from savable_pipeline.state import LaneState, lane_name, unpack_state
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.state.lane_state import LaneState, unpack_state
+from savable_pipeline.state.state_dict import lane_name
 from savable_pipeline.testing import sorted_by_slot
 
 SEED, LANES = 3, 12
@@ -24,8 +31,8 @@ AFTER = 18  # slots that are compared after a resume
 State = dict[str, Any]
 
 
-def elastic(shards: Path, *, cuts: int) -> Iterator[Row]:
-    """Each change after each of `cuts` steps; so often three changes in a row; and a new batch size."""
+def elastic(shards: Path, folder: Path, *, cuts: int, kills: int) -> Iterator[Row]:
+    """Each change after each of `cuts` steps; so often three changes in a row; a new batch size; and `kills` ranks."""
     pipeline = partial(soak_pipeline, str(shards))
     with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES) as loader:
         expected = [digest(batch) for batch in islice(loader, 4 * cuts + 60)]
@@ -33,6 +40,7 @@ def elastic(shards: Path, *, cuts: int) -> Iterator[Row]:
         yield _change(pipeline, expected, before, after, cuts)
     yield _changes_in_a_row(pipeline, expected, cuts)
     yield _other_batch_size(shards)
+    yield _survivors(folder, kills)
 
 
 class Run:
@@ -134,6 +142,20 @@ def _other_batch_size(shards: Path) -> Row:
         filter(None, (difference(all_[: len(own)], own) for all_, own in zip(expected, found, strict=True))), ""
     )
     return Row("elastic", "batch size 2 → 3 → 1 → 5", "one epoch, 2 workers", f"{compared} packs, by lane", wrong)
+
+
+def _survivors(folder: Path, kills: int) -> Row:
+    """Three ranks of which one after another is killed, in processes that begin without threads."""
+    folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("soak_survivors.py")), str(folder), str(kills)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        return Row("elastic", "survivors of 3 ranks", f"{kills} kills", "", f"it ended with {run.returncode}")
+    found = json.loads(run.stdout.splitlines()[-1])
+    wrong = [] if found["trained_once"] else ["a slot was trained on twice, or never"]
+    wrong += [] if found["as_one_rank"] else ["a slot was another batch"]
+    done = f"{kills} kills, {found['made_up']} lanes passed over"
+    return Row("elastic", "survivors of 3 ranks", done, f"{found['slots']:,} slots", ", ".join(wrong))
 
 
 def _ids(batches: Any) -> list[Any]:

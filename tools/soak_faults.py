@@ -21,7 +21,7 @@ from soak_pipelines import Dying, Moment, soak_pipeline
 from soak_report import Row, children, difference, kill
 
 import savable_pipeline as sp
-from savable_pipeline.compare import digest
+from savable_pipeline.stages.batch_difference import digest
 
 SEED, LANES, WORKERS = 3, 12, 3
 LARGE = 4000  # copies in a batch: 8 MB, which take milliseconds to write
@@ -64,11 +64,11 @@ class Witness(logging.Handler):
             self.told[when] += when in text
 
     def __enter__(self) -> Witness:
-        logging.getLogger("savable_pipeline.pool").addHandler(self)
+        logging.getLogger("savable_pipeline.engine.pool").addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("savable_pipeline.pool").removeHandler(self)
+        logging.getLogger("savable_pipeline.engine.pool").removeHandler(self)
 
 
 class Killer(threading.Thread):

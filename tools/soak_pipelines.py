@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 import savable_pipeline as sp
-from savable_pipeline.stage import State
+from savable_pipeline.stages.stage import State
 
 SAMPLES, PER_SHARD = 600, 100
 SIDE, CROP = 24, 16  # pixels of a sample's image, and of what is cut out of it
@@ -99,10 +99,10 @@ def soak_pipeline(
     dying: Dying | None = None,
 ) -> sp.Stage:
     """Shuffle, encode, pack, batch; with `dying`, ending its process now and then."""
-    if dying is not None and dying.moment == "build" and lane.note is not None:
+    if dying is not None and dying.moment == "build" and lane.status is not None:
         dying.die(f"lane {lane.index}")
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=epochs), size=20)
-    items: sp.Stage = sp.Encode(samples, SoakEncoder(copies))
+    items: sp.ItemStage = sp.Encode(samples, SoakEncoder(copies))
     packs = sp.OnlinePacker(items, max_length=20, open_packs=3) if pack else items
     batches = sp.Batcher(packs, size=size)
     return batches if dying is None else DyingStage(batches, dying)
@@ -174,7 +174,7 @@ class Dying:
             self.die("worker")
 
 
-class DyingStage(sp.Stage):
+class DyingStage(sp.PassThrough, sp.BatchStage):
     """The last stage, which dies in `restore_state`, or has its batches die."""
 
     def __init__(self, source: sp.Stage, dying: Dying) -> None:
@@ -183,13 +183,13 @@ class DyingStage(sp.Stage):
 
     def __next__(self) -> Any:
         batch = next(self.source)
-        if self._dying.moment != "write" or self.lane.note is None:
+        if self._dying.moment != "write" or self.lane.status is None:
             return batch
         return DyingBatch(batch, self._dying, f"lane {self.lane.index}")
 
     def restore_state(self, state: State) -> None:
         super().restore_state(state)
-        if self._dying.moment == "restore" and self.lane.note is not None:
+        if self._dying.moment == "restore" and self.lane.status is not None:
             self._dying.die(f"lane {self.lane.index}")
 
 

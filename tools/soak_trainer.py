@@ -18,7 +18,7 @@ from soak_pipelines import soak_pipeline
 from soak_report import Row, children, descendants, difference, kill
 
 import savable_pipeline as sp
-from savable_pipeline.compare import digest
+from savable_pipeline.stages.batch_difference import digest
 
 SEED, LANES = 3, 12
 WARM_UP = 0.1  # of the starts

@@ -31,12 +31,12 @@ import savable_pipeline as sp
 from task_encoders.chat import ChatEncoder
 from task_encoders.classification import ClassificationEncoder
 from task_encoders.contrastive import ContrastiveEncoder
-from task_encoders.image_tiles import NativeSize, Tiles
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
-from task_encoders.mixed_tokens import Vision
-from task_encoders.square_crop import SquareCrop
-from task_encoders.tokenizer import Tokenizer
+from task_encoders.parts.image_text_tokens import Vision
+from task_encoders.parts.image_tiles import NativeSize, Tiles
+from task_encoders.parts.square_crop import SquareCrop
+from task_encoders.parts.tokenizer import Tokenizer
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]  # ids 0 to 3
@@ -206,7 +206,7 @@ def text_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
     return sp.Batcher(sp.OnlinePacker(items, max_length=TEXT_LENGTH), size=4)
 
 
-def shuffled(shards: Path, lane: sp.Lane) -> sp.Stage:
+def shuffled(shards: Path, lane: sp.Lane) -> sp.SampleStage:
     """Samples through a small buffer."""
     return sp.ShuffleBuffer(sp.TarShardReader(str(shards), lane), size=64)
 

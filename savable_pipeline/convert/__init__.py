@@ -1,11 +1,16 @@
-"""Conversion of files into shards; `convert` is what the command `savable convert` calls.
+"""Conversion of anything into shards; `convert` is what the command `savable convert` calls.
 
-source, jsonl   what is there: names and sizes          plan    which samples go into which shard
-pool            processes that write shards             shard   one shard, and its samples' faults
-run             all of it, and going on after a kill    energon what Megatron-Energon wants to find
+sources, folder_marks   what a source is, by its marks            model     options, samples, parts, rejects
+read                    a source of any kind as samples           plan      which samples go into which shard
+folder, jsonl           files; records that name files            choose    parts, keys and splits that are taken
+json_array, csv_table   other tables, as records                  shard_job one shard, and the faults of its samples
+records, mds, litdata   numbered records, their fields as parts   repack    compressed tars as plain ones
+stored                  what a store reads in place               run       the whole conversion, and its resume
+energon                 metadata for Megatron-Energon             shard_writer  `sp.ShardWriter`
 """
 
+from savable_pipeline.convert.model import Options
 from savable_pipeline.convert.run import REJECTED, Report, convert
-from savable_pipeline.convert.source import Options
+from savable_pipeline.convert.sources import Source, recognize
 
-__all__ = ["REJECTED", "Options", "Report", "convert"]
+__all__ = ["REJECTED", "Options", "Report", "Source", "convert", "recognize"]

@@ -1,4 +1,4 @@
-"""What a conversion reads from JSONL: each line is a sample, its object the `json` part, byte for byte.
+"""Reading JSONL: each line is a sample, and its object the part `json`, byte for byte.
 
 Some fields name files, relative to the folder of the JSONL or another; these become parts of their own:
 
@@ -12,53 +12,122 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from savable_pipeline.convert.source import Input, Options, Part, Reject, add_sample, outside, printable
+from savable_pipeline.convert.file_reader import FileReader
+from savable_pipeline.convert.folder import add_sample
+from savable_pipeline.convert.model import Input, Options, Part, Reject
+from savable_pipeline.convert.names import outside, printable
+from savable_pipeline.core.wording import human_bytes
 
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 TEXT_FIELDS = ("caption", "text")
 _BOM = b"\xef\xbb\xbf"
 
 
+_URL = "a URL, not a file"
+_SHARED = 1.1  # times the bytes of the files
+
+
+def is_url(text: str) -> bool:
+    """Whether a field holds an address of the web."""
+    return text.startswith(("http://", "https://", "s3://", "gs://", "ftp://"))
+
+
 class _FaultError(Exception):
     """Why a line is no sample: `reason: detail`."""
 
 
-@dataclass(slots=True)
-class _Lines:
-    """What reading the lines needs to know, and the keys seen so far with their lines."""
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Where records lie, and how they are read."""
 
-    path: Path
-    root: str
+    path: Path  # of the file that holds them
+    name: str  # by which rejects call that file
+    root: str  # a real path: of the files that fields name
     options: Options
     fields: list[tuple[str, str]]  # name in the object, name of the part or ""
-    keys: dict[str, int]  # only with a key field: the numbers of lines are unique
+    keys: dict[str, int]  # seen so far, with their lines; only with a key field: the numbers of lines are unique
 
 
-def read_jsonl(path: Path, files_from: Path | None, options: Options) -> Input:
+def lines_of(path: Path, name: str, root: Path, options: Options, fields: Iterable[str] | None = None) -> Lines:
+    """The settings for reading the records in `path`, which rejects call `name`; `fields` name files.
+
+    (None: those of the options, or the usual ones.)
+    """
+    if fields is None:
+        fields = FILE_FIELDS if options.file_fields is None else options.file_fields
+    pairs = [field.partition("=") for field in fields]
+    return Lines(path, name, os.path.realpath(root), options, [(field, part) for field, _, part in pairs], {})
+
+
+def read_jsonl(lines: Lines) -> Input:
     """The samples of a JSONL file, in its order. Raises OSError."""
-    found = Input(os.path.realpath(files_from or path.parent))
-    lines = _Lines(path, found.root, options, _file_fields(options), {})
     digest = hashlib.sha256()
-    texts = set(TEXT_FIELDS)
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            digest.update(line)
-            mark = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
-            if line[mark:].strip():
-                texts &= _add_line(found, lines, number, line[mark:], offset + mark)
-            offset += len(line)
+    found = read_records(lines, _lines(lines.path, digest.update))
     found.digest = digest.hexdigest()
-    found.texts = frozenset(texts) if found.samples else frozenset()
     return found
 
 
-def _add_line(found: Input, lines: _Lines, number: int, raw: bytes, start: int) -> set[str]:
-    """Add the sample of one line, or its reject; gives the text fields that it does not rule out."""
+def read_records(lines: Lines, records: Iterable[tuple[int, bytes, int]]) -> Input:
+    """The samples of records: number, JSON, and where it begins in the file."""
+    found = Input(lines.root, FileReader(lines.root))
+    texts = set(TEXT_FIELDS)
+    for number, raw, start in records:
+        texts &= _add_line(found, lines, number, raw, start)
+    found.texts = frozenset(texts) if found.samples else frozenset()
+    found.warnings += _shared(found)
+    _refuse_urls(lines, found)
+    return found
+
+
+def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[int, bytes, int]]:
+    """The lines that are not blank, each with its number and offset; `update` is given every byte."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            update(line)
+            mark = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+            if line[mark:].strip():
+                yield number, line[mark:], offset + mark
+            offset += len(line)
+
+
+def _shared(found: Input) -> list[str]:
+    """A warning if files are named by several records, since each gets their bytes."""
+    sizes: dict[str, int] = {}
+    uses, total = 0, 0
+    for sample in found.samples:
+        for part in sample.parts:
+            if part.offset is None:
+                uses += 1
+                total += part.size
+                sizes[part.path] = part.size
+    factor = total / max(1, sum(sizes.values()))
+    if factor < _SHARED:
+        return []
+    return [
+        f"{uses:,} uses of {len(sizes):,} files: those that several records name are stored with each, which takes "
+        f"{factor:.1f} times their {human_bytes(sum(sizes.values()))}; put what belongs to one file into one record to "
+        "store it once"
+    ]
+
+
+def _refuse_urls(lines: Lines, found: Input) -> None:
+    if found.samples or not any(reject.reason == _URL for reject in found.rejected):
+        return
+    raise ValueError(
+        f"{lines.name}: its records name URLs, not files, such as {found.rejected[0].detail}; download them first, "
+        "into tars that are read as they are, with img2dataset: see docs/bring-your-data.md. With --no-files they "
+        "stay what they are, text"
+    )
+
+
+def _add_line(found: Input, lines: Lines, number: int, raw: bytes, start: int) -> set[str]:
+    """Add the sample of one line, or its reject; gives the text fields that may hold text in every line."""
     key = ""
     try:
         value = _object(raw)
@@ -66,23 +135,23 @@ def _add_line(found: Input, lines: _Lines, number: int, raw: bytes, start: int) 
         parts = _file_parts(lines, value)
     except _FaultError as fault:
         reason, _, detail = str(fault).partition(": ")
-        found.rejected.append(Reject(f"{lines.path.name}:{number}", printable(key), reason, printable(detail)))
+        found.rejected.append(Reject(f"{lines.name}:{number}", printable(key), reason, printable(detail)))
         return set(TEXT_FIELDS)
     body = raw.strip()
     offset = start + len(raw) - len(raw.lstrip())
     parts.append((Part("json", str(lines.path.absolute()), len(body), offset), ""))
     if not add_sample(found, key, sorted(parts, key=lambda pair: pair[0].extension)):
-        found.rejected[-1] = _at_line(found.rejected[-1], lines.path, number)
+        found.rejected[-1] = _at_line(found.rejected[-1], lines, number)
         return set(TEXT_FIELDS)
     if lines.options.key_field is not None:
         lines.keys[key] = number
     return {name for name in TEXT_FIELDS if isinstance(value.get(name), str)}
 
 
-def _at_line(reject: Reject, path: Path, number: int) -> Reject:
-    """The same reject, told by its line: the file that it names may be right for another line."""
-    detail = reject.detail if reject.file == str(path.absolute()) else f"{reject.file}: {reject.detail}"
-    return Reject(f"{path.name}:{number}", reject.key, reject.reason, detail.removesuffix(": "))
+def _at_line(reject: Reject, lines: Lines, number: int) -> Reject:
+    """The same reject with its line in the place of the file, which may be right for another line."""
+    detail = reject.detail if reject.file == str(lines.path.absolute()) else f"{reject.file}: {reject.detail}"
+    return Reject(f"{lines.name}:{number}", reject.key, reject.reason, detail.removesuffix(": "))
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -95,7 +164,7 @@ def _object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _key(lines: _Lines, number: int, value: dict[str, Any]) -> str:
+def _key(lines: Lines, number: int, value: dict[str, Any]) -> str:
     name = lines.options.key_field
     if name is None:
         return f"{number:09d}"
@@ -107,12 +176,7 @@ def _key(lines: _Lines, number: int, value: dict[str, Any]) -> str:
     return str(key)
 
 
-def _file_fields(options: Options) -> list[tuple[str, str]]:
-    pairs = [name.partition("=") for name in (FILE_FIELDS if options.file_fields is None else options.file_fields)]
-    return [(name, part) for name, _, part in pairs]
-
-
-def _file_parts(lines: _Lines, value: dict[str, Any]) -> list[tuple[Part, str]]:
+def _file_parts(lines: Lines, value: dict[str, Any]) -> list[tuple[Part, str]]:
     parts = []
     for name, prefix in lines.fields:
         paths = value.get(name)
@@ -128,8 +192,10 @@ def _file_parts(lines: _Lines, value: dict[str, Any]) -> list[tuple[Part, str]]:
     return parts
 
 
-def _file_part(lines: _Lines, field: str, name: str, prefix: str) -> tuple[Part, str]:
+def _file_part(lines: Lines, field: str, name: str, prefix: str) -> tuple[Part, str]:
     where = f"the field {field!r} names {name[:200]!r}"
+    if is_url(name):
+        raise _FaultError(f"{_URL}: {where}")
     path = PurePosixPath(name)
     if len(path.suffix) < 2:
         raise _FaultError(f"no extension: {where}")

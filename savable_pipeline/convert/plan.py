@@ -1,7 +1,7 @@
 """Which samples go into which shard: decided from names and sizes alone, before anything is written.
 
-So the bytes of a shard depend on the input and the options only, not on who writes it, when, or how often. A
-sample that turns out bad while its shard is written is left out of that shard; nothing moves up.
+So the bytes of a shard depend only on the input and the options, not on the process that writes it. A sample that is
+found damaged while its shard is written is left out; no other sample takes its place.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 import msgspec
 
-from savable_pipeline.convert.source import Files, Input, Options
+from savable_pipeline.convert.choose import split_samples
+from savable_pipeline.convert.model import Files, Input, Options
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tar import BLOCK, padded
+from savable_pipeline.shards.energon_metadata import META
+from savable_pipeline.shards.tar_writer import room_in, sample_bytes
 
-MANIFEST = ".nv-meta/savable.convert.json"
-_RECORD = 20 * BLOCK  # a tar ends with two empty blocks, and is padded to whole records
+MANIFEST = f"{META}/savable.convert.json"
 _VERSION = 1  # of the plan: to be raised when the same input would give other bytes
-_LONGEST_PLAIN_NAME = 100  # a longer name takes two more blocks, as does one that is not ASCII
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder is being converted from, and whether that is done."""
+    """The input and options of the conversion into a folder, and whether it is done."""
 
     version: int
-    samples: int  # that the input holds, those to be rejected while writing included
+    samples: int  # of the input, with those that will be rejected while writing
     shards: int
     input: str  # sha256 of all names and sizes; of a JSONL file, of its bytes too
     options: Options
@@ -55,11 +55,15 @@ class Plan:
 
 
 def make_plan(found: Input, options: Options) -> Plan:
-    """Cut an input into shards of consecutive samples, each as full as the options allow."""
-    cuts = _cuts(found.samples, options)
-    width = max(6, len(str(len(cuts))))
-    edges = itertools.pairwise([*cuts, len(found.samples)])
-    shards = [PlannedShard(f"{i:0{width}d}.tar", first, last) for i, (first, last) in enumerate(edges)]
+    """Cut an input into shards of consecutive samples, each as full as the options allow.
+
+    With splits the samples are first put in the order of the splits, and no shard is of two.
+    """
+    groups = split_samples(found.samples, options.split)
+    found.samples = [sample for group in groups.values() for sample in group]
+    shards: list[PlannedShard] = []
+    for split, group in groups.items():
+        shards += _shards(group, options, f"{split}-" if split else "", shards[-1].last if shards else 0)
     manifest = Manifest(
         version=_VERSION,
         samples=len(found.samples),
@@ -70,14 +74,19 @@ def make_plan(found: Input, options: Options) -> Plan:
     return Plan(found, options, shards, manifest)
 
 
+def _shards(samples: list[Files], options: Options, prefix: str, first: int) -> list[PlannedShard]:
+    """The shards of samples that follow one another from number `first` on."""
+    cuts = _cuts(samples, options)
+    width = max(6, len(str(len(cuts))))
+    edges = itertools.pairwise([*cuts, len(samples)])
+    return [
+        PlannedShard(f"{prefix}{i:0{width}d}.tar", first + begin, first + end) for i, (begin, end) in enumerate(edges)
+    ]
+
+
 def tar_bytes(sample: Files) -> int:
-    """What a sample takes in a tar, in bytes."""
-    return sum(_header_bytes(f"{sample.key}.{part.extension}") + padded(part.size) for part in sample.parts)
-
-
-def _header_bytes(name: str) -> int:
-    plain = len(name) <= _LONGEST_PLAIN_NAME and name.isascii()
-    return BLOCK if plain else 3 * BLOCK
+    """The bytes of a sample in a tar."""
+    return sample_bytes(sample.key, {part.extension: part.size for part in sample.parts})
 
 
 def _cuts(samples: list[Files], options: Options) -> list[int]:
@@ -89,7 +98,7 @@ def _cuts(samples: list[Files], options: Options) -> list[int]:
         full = bool(cuts) and options.shard_samples is not None and i - cuts[-1] >= options.shard_samples
         if not cuts or full or size > room:
             cuts.append(i)
-            room = options.shard_bytes // _RECORD * _RECORD - 2 * BLOCK
+            room = room_in(options.shard_bytes)
         room -= size
     return cuts
 

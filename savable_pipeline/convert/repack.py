@@ -1,39 +1,29 @@
-"""Compressed tars re-packed as plain ones, which can be read at an offset; their members stay as they are.
+"""Compressed tars written as plain ones, which can be read at an offset; their members stay the same.
 
     SRC/a.tar.gz, SRC/b/c.tgz, SRC/d.tar      ─▶      DST/a.tar, DST/b/c.tar, DST/d.tar
 
-A tar that cannot be read to its end is left out. A tar that lies in DST already is whole, and not made again.
+A tar that cannot be read to its end is left out. A tar that is in DST already is whole, and not written again.
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
+import filecmp
 import hashlib
-import lzma
 import os
 import shutil
-import zlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from savable_pipeline.convert.energon import energon_files
-from savable_pipeline.convert.shard import replace_bytes
-from savable_pipeline.convert.source import Reject, printable
-from savable_pipeline.indexing import INDEX_NAME, index_shards
-from savable_pipeline.scan import scan
-from savable_pipeline.shard_index import ShardIndex
+from savable_pipeline.convert.changed import is_newer
+from savable_pipeline.convert.compressed import DamagedError, opened
+from savable_pipeline.convert.describe import describe
+from savable_pipeline.convert.model import Reject
+from savable_pipeline.convert.names import printable
+from savable_pipeline.errors import SavableError
+from savable_pipeline.shards.index_file import ShardIndex
+from savable_pipeline.shards.scan import scan
 
-_OPENERS: dict[str, Callable[[Path], Any]] = {  # each gives a file to read bytes from
-    ".tar": partial(Path.open, mode="rb"),
-    ".tar.gz": gzip.GzipFile,
-    ".tgz": gzip.GzipFile,
-    ".tar.bz2": bz2.BZ2File,
-    ".tar.xz": lzma.LZMAFile,
-}
-_SUFFIXES = (*_OPENERS, ".tar.zst")  # the last one's program must be used by hand
+_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _CHUNK = 1 << 20
 
 
@@ -45,7 +35,7 @@ def packed_tars(source: Path) -> list[Path]:
 
 
 def repack(
-    source: Path, tars: list[Path], target: Path, work: Path, progress: Callable[[int, int], None]
+    source: Path, tars: list[Path], target: Path, work: Path, progress: Callable[[int, int, int], None]
 ) -> tuple[list[Reject], ShardIndex | None]:
     """Write the tars into `target`, by way of the folder `work`; gives what was left out, and their index.
 
@@ -56,44 +46,39 @@ def repack(
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"{source}: two tars would become {twice}; convert them into two folders")
-    rejected = []
+    rejected, size = [], 0
     for done, (path, name) in enumerate(zip(tars, names, strict=True)):
-        progress(done, len(tars))
-        fault = "" if (target / name).exists() else _repack_one(path, target, work, name)
+        progress(done, len(tars), size)
+        size += path.stat().st_size
+        there = (target / name).exists()
+        fault = "" if there and not is_newer(path, target / name) else _repack_one(path, target, work, name)
         if fault:
             rejected.append(Reject(str(path), "", "damaged tar", printable(fault)))
-    progress(len(tars), len(tars))
+    progress(len(tars), len(tars), size)
     if len(rejected) == len(tars):
         return rejected, None
-    place, _ = index_shards(target)
-    index = ShardIndex(place)
-    counts = {entry.name: entry.samples for entry in index.shards}
-    layouts = {frozenset(layout.position) for layout in index.layouts}
-    for file, content in energon_files(counts, layouts, frozenset()).items():
-        replace_bytes((target / INDEX_NAME).with_name(file), content.encode())
-    return rejected, index
+    return rejected, describe(target)
 
 
 def _repack_one(path: Path, target: Path, work: Path, name: str) -> str:
-    """Write one tar and put it in its place if it is whole; gives why it is not."""
-    suffix = _suffix_of(path.name)
-    if suffix not in _OPENERS:
-        return f"{path.name}: this kind of compression is not known here; decompress it first"
+    """Write one tar, and move it to its place if it is whole; else gives the fault."""
     aside = work / "repacked.tar"
     with aside.open("wb") as file:
         try:
-            with _OPENERS[suffix](path) as content:
+            with opened(path) as content:
                 shutil.copyfileobj(content, file, _CHUNK)
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError) as error:
-            return f"{path.name}: {error}"
-        except OSError as error:
-            if error.errno is not None:  # of a disk; bz2 has none for data
-                raise
+        except (DamagedError, ValueError) as error:
             return f"{path.name}: {error}"
         file.flush()
         os.fsync(file.fileno())
     fault = scan(work, aside.name).entry.fault
-    if not fault:
+    if not fault and (target / name).exists():
+        if not filecmp.cmp(aside, target / name, shallow=False):
+            raise SavableError(
+                f"{target / name} was made of another {path.name}: it was changed since, at the same size. Convert "
+                "into another folder, or remove this one"
+            )
+    elif not fault:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         aside.replace(target / name)
     return fault
@@ -108,7 +93,7 @@ def _suffix_of(name: str) -> str:
 
 
 def digest_of(source: Path, tars: list[Path]) -> str:
-    """A hash of the names and sizes of the tars: what a conversion that goes on must agree on."""
+    """A hash of the names and sizes of the tars: a conversion that continues must have the same."""
     base = source if source.is_dir() else source.parent
     digest = hashlib.sha256()
     for path in tars:

@@ -1,6 +1,6 @@
 """Converting files into shards: the same input gives the same bytes, and a killed run goes on where it ended.
 
-    source ─ read names and sizes ─ plan ─ write shards, in any order, by any process ─ index, Energon, report
+    source ─ recognize ─ read names and sizes ─ plan ─ write shards, in any order, by any process ─ index, report
 
 What is unfinished lies in `.nv-meta/savable.convert/`, which the last step removes. A shard found finished
 there is not written again.
@@ -8,94 +8,149 @@ there is not written again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
+from savable_pipeline.convert.changed import check_unchanged
+from savable_pipeline.convert.choose import keep_keys, keep_parts
 from savable_pipeline.convert.energon import energon_files
-from savable_pipeline.convert.jsonl import read_jsonl
+from savable_pipeline.convert.model import Input, Options, Reject
 from savable_pipeline.convert.plan import MANIFEST, Manifest, Plan, check_manifest, make_plan, read_manifest
-from savable_pipeline.convert.pool import claimed, write_shards
+from savable_pipeline.convert.read import Reading, close_sources, read_source
 from savable_pipeline.convert.repack import digest_of, packed_tars, repack
-from savable_pipeline.convert.shard import Job, Written, read_written, replace_bytes
-from savable_pipeline.convert.source import Input, Options, Reject, read_folder
+from savable_pipeline.convert.shard_job import Job, Written, read_written, room_on
+from savable_pipeline.convert.sources import Source, recognize
+from savable_pipeline.convert.writer_processes import claimed, write_shards
+from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
-from savable_pipeline.indexing import INDEX_NAME
-from savable_pipeline.shard_index import ShardIndex, write_index
+from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
+from savable_pipeline.shards.index_file import ShardIndex, write_index
+from savable_pipeline.shards.uneven_parts import uneven_parts
 
-META = ".nv-meta"
-REJECTED = ".nv-meta/savable.rejected.jsonl"
-_WORK = ".nv-meta/savable.convert"
-_LITTLE_BYTES = 100_000_000  # is converted sooner than other processes have started
+REJECTED = f"{META}/savable.rejected.jsonl"
+_WORK = f"{META}/savable.convert"
+Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
+_LITTLE_BYTES = 100_000_000  # converted before other processes would have started
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion came to: what is in the shards, their bytes, and what was left out."""
+    """The result of a conversion: what is in the shards, and what was left out."""
 
     samples: int
     shards: int
     size: int
     rejected: list[Reject]
-    hidden: int  # hidden files and folders, passed over
+    hidden: int  # hidden files and folders, skipped
+    warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
 
 
 def convert(
-    source: Path,
+    source: Path | Source,
     target: Path,
     options: Options,
     *,
     files_from: Path | None = None,
+    keys: Iterable[str] | None = None,
+    reshard: bool = False,
     workers: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total, size: None,
 ) -> Report:
-    """Write the samples of a folder or a JSONL file as shards into the folder `target`; or re-pack compressed tars.
+    """Write the samples of a source as shards into the folder `target`; or re-pack compressed tars.
 
-    `files_from` is the folder that a JSONL's fields are relative to (None: where it lies), `workers` the
-    number of processes (None: one a processor, but one for little); `progress` hears samples done and in all.
-    What is bad is left out and reported. Raises `ValueError` for a source that is none and settings that
-    cannot be, `SavableError` if `target` holds anything but this conversion, `OSError` for files that cannot
-    be read or written.
+    `source` is told by its marks (`recognize`). `files_from` is the folder that fields of records are relative to
+    (None: that of the source), `keys` are those of the samples to take (None: all), and `reshard` is needed to write
+    tars again, which are read as they are. `workers` is the number of processes (None: one per core, but one for less
+    than 100 MB); `progress` is called with the samples done, all of them, and the bytes done.
+
+    Damaged samples are left out and reported. Raises ValueError for a wrong source or setting, `SavableError` if
+    `target` holds anything but this conversion or its disk is full, OSError for files that cannot be read or written.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be 1 or more, not {workers}")
-    tars = packed_tars(source)
-    if tars:
-        return _repack(source, tars, target, options, progress)
-    found = _read(source, target, files_from, options)
-    plan = make_plan(found, options)
-    _refuse_strangers(target)
-    (target / META).mkdir(parents=True, exist_ok=True)
-    with claimed(target / META, target / _WORK):
+    source = source if isinstance(source, Source) else recognize(source)
+    check_reshard(source, options, reshard, keys is not None)
+    _check_apart(source.path, target)
+    _refuse_other_shards(target)
+    with room_on(target), _work_in(target) as work:
+        if source.kind == "packed":
+            return _repack(source.path, target, options, progress)
+        found = read_source(Reading(source, options, files_from, work / "records.jsonl"))
+        if options.only:
+            keep_parts(found, options.only)
+        if keys is not None:
+            keep_keys(found, keys)
+        plan = make_plan(found, options)
         report = _finished(target, plan)
         if report is None:
             _write(target, plan, workers or _workers(found), progress)
             report = _finish(target, plan)
-        shutil.rmtree(target / _WORK)
-    return report
+    return replace(report, warnings=_warnings(found))
 
 
-def _repack(
-    source: Path, tars: list[Path], target: Path, options: Options, progress: Callable[[int, int], None]
-) -> Report:
-    """Compressed tars as plain ones; `progress` hears tars, not samples."""
-    _check_apart(source, target)
-    _refuse_strangers(target)
+def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = False) -> None:
+    """Raises ValueError for tars that nothing asks to write again, and for what does not fit the kind of a source."""
+    chosen = bool(reshard or options.only or options.split or keys)
+    if source.kind == "packed" and chosen:
+        raise ValueError(
+            f"{source.path}: compressed tars are re-packed as they are; convert them first, then give the folder with "
+            "their plain ones and --reshard for other sizes, parts or keys"
+        )
+    if source.kind == "tars" and not reshard:
+        raise ValueError(
+            f'{source.path}: tars are read as they are, with nothing to convert: sp.TarShardReader("{source.path}", '
+            "lane). To write their samples into shards of another size, of some parts or keys, or by split, give "
+            "--reshard"
+        )
+    if reshard and source.kind != "tars":
+        raise ValueError(f"{source.path} is {source.words}: --reshard is for tars")
+
+
+@contextlib.contextmanager
+def _work_in(target: Path) -> Iterator[Path]:
+    """The folder for what is unfinished, for one conversion at a time. If nothing was begun, nothing stays."""
+    is_new = not (target / META).exists()
+    was_there = target.exists()
     (target / META).mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(version=1, samples=len(tars), shards=len(tars), input=digest_of(source, tars), options=options)
     with claimed(target / META, target / _WORK):
-        there = read_manifest(target)
-        if there is None:
-            replace_bytes(target / MANIFEST, _pretty(manifest))
-        else:
-            check_manifest(target, manifest, there)
-        rejected, index = repack(source, tars, target, target / _WORK, progress)
-        replace_bytes(target / REJECTED, b"".join(msgspec.json.encode(reject) + b"\n" for reject in rejected))
+        try:
+            yield target / _WORK
+        except BaseException:
+            if is_new and not (target / MANIFEST).exists():
+                shutil.rmtree(target / META)
+                if not was_there:
+                    target.rmdir()
+            raise
+        finally:
+            close_sources()
         shutil.rmtree(target / _WORK)
+
+
+def _warnings(found: Input) -> list[str]:
+    counts = Counter(part.extension for sample in found.samples for part in sample.parts)
+    most = max((len(sample.parts) for sample in found.samples), default=0)
+    return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
+
+
+def _repack(source: Path, target: Path, options: Options, progress: Progress) -> Report:
+    """Write compressed tars as plain ones; `progress` counts tars."""
+    tars = packed_tars(source)
+    manifest = Manifest(version=1, samples=len(tars), shards=len(tars), input=digest_of(source, tars), options=options)
+    there = read_manifest(target)
+    if there is None:
+        replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
+    else:
+        check_manifest(target, manifest, there)
+    rejected, index = repack(source, tars, target, target / _WORK, progress)
+    replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
     return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)
 
@@ -103,23 +158,6 @@ def _repack(
 def _check_apart(source: Path, target: Path) -> None:
     if source.is_dir() and (source.resolve() == target.resolve() or _within(source, target) or _within(target, source)):
         raise ValueError(f"{source} and {target} lie one within the other; convert into a folder beside the source")
-
-
-def _read(source: Path, target: Path, files_from: Path | None, options: Options) -> Input:
-    _check_apart(source, target)
-    if source.is_dir():
-        if options.key_field or options.file_fields or files_from:
-            raise ValueError(f"{source} is a folder: fields and the place of their files are for a JSONL file")
-        found = read_folder(source, options.allow_outside)
-    elif not source.exists():
-        raise ValueError(f"{source}: no such file or folder")
-    elif source.suffix.lower() in (".jsonl", ".ndjson"):
-        found = read_jsonl(source, files_from, options)
-    else:
-        raise ValueError(f"{source}: expected a folder of files, a .jsonl file, or a compressed tar")
-    if not found.samples and not found.rejected:
-        raise ValueError(f"{source} holds no samples: expected files named KEY.EXTENSION, or a JSON object a line")
-    return found
 
 
 def _workers(found: Input) -> int:
@@ -131,18 +169,16 @@ def _within(inner: Path, outer: Path) -> bool:
     return outer.resolve() in inner.resolve().parents
 
 
-def _refuse_strangers(target: Path) -> None:
-    """Raise `SavableError` if the folder holds shards that no conversion of ours wrote."""
+def _refuse_other_shards(target: Path) -> None:
+    """Raise `SavableError` if the folder has shards that `savable convert` did not write."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; expected a folder, or a name for a new one")
     if (target / MANIFEST).exists():
         return
-    strangers = [*target.rglob("*.tar"), *target.glob(f"{META}/.info.*")]
-    strangers = [path for path in strangers if _WORK not in path.as_posix()]
-    if strangers:
-        raise SavableError(
-            f"{target} holds {strangers[0].name} already, of another origin; convert into another folder"
-        )
+    others = [*target.rglob("*.tar"), *target.glob(f"{META}/.info.*")]
+    others = [path for path in others if _WORK not in path.as_posix()]
+    if others:
+        raise SavableError(f"{target} holds {others[0].name} already, of another origin; convert into another folder")
 
 
 def _finished(target: Path, plan: Plan) -> Report | None:
@@ -152,7 +188,7 @@ def _finished(target: Path, plan: Plan) -> Report | None:
     """
     there = read_manifest(target)
     if there is None:
-        replace_bytes(target / MANIFEST, _pretty(plan.manifest))
+        replace_file(target / MANIFEST, [_pretty(plan.manifest)], sync=True)
         return None
     check_manifest(target, plan.manifest, there)
     if not there.done:
@@ -160,29 +196,29 @@ def _finished(target: Path, plan: Plan) -> Report | None:
     rejected = [msgspec.json.decode(line, type=Reject) for line in (target / REJECTED).open("rb")]
     entries = ShardIndex(target / INDEX_NAME).shards if (target / INDEX_NAME).exists() else []
     if not all((target / e.name).exists() and (target / e.name).stat().st_size == e.size for e in entries):
-        replace_bytes(target / MANIFEST, _pretty(plan.manifest))
+        replace_file(target / MANIFEST, [_pretty(plan.manifest)], sync=True)
         return None
+    check_unchanged(target, plan, plan.shards)
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
     return Report(samples, len(entries), size, rejected, plan.input.hidden)
 
 
-def _write(target: Path, plan: Plan, workers: int, progress: Callable[[int, int], None]) -> None:
+def _write(target: Path, plan: Plan, workers: int, progress: Progress) -> None:
     work = target / _WORK
     jobs = []
+    check_unchanged(target, plan, [s for s in plan.shards if read_written(target, work, s.name) is not None])
     for shard in plan.shards:
         if read_written(target, work, shard.name) is None:
             samples = plan.input.samples[shard.first : shard.last]
-            jobs.append(Job(shard.name, samples, plan.input.root, target, work, plan.options.check_images))
+            jobs.append(Job(shard.name, samples, plan.input.reader, target, work, plan.options.check_images))
     total = len(plan.input.samples)
     before = total - sum(len(job.samples) for job in jobs)
-    import webdataset.writer  # noqa: F401  # here: other commands need not wait for it, and no shard does
-
-    progress(before, total)
-    write_shards(jobs, work, workers, lambda done: progress(before + done, total))
+    progress(before, total, 0)
+    write_shards(jobs, work, workers, lambda done, size: progress(before + done, total, size))
 
 
 def _finish(target: Path, plan: Plan) -> Report:
-    """Write what describes the shards: index, report, Energon's files, and that it is done, in this order."""
+    """Write the index, the rejects, Energon's files, and that the conversion is done, in this order."""
     work = target / _WORK
     shards: dict[str, Written] = {}
     for shard in plan.shards:
@@ -190,11 +226,11 @@ def _finish(target: Path, plan: Plan) -> Report:
         assert written is not None, shard.name
         shards[shard.name] = written
     rejected = [*plan.input.rejected, *(reject for written in shards.values() for reject in written.rejected)]
-    replace_bytes(target / REJECTED, b"".join(msgspec.json.encode(reject) + b"\n" for reject in rejected))
+    replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     counts = {name: written.samples for name, written in shards.items() if written.samples}
     if counts:
         _describe(target, plan, counts)
-    replace_bytes(target / MANIFEST, _pretty(msgspec.structs.replace(plan.manifest, done=True)))
+    replace_file(target / MANIFEST, [_pretty(msgspec.structs.replace(plan.manifest, done=True))], sync=True)
     size = sum(written.size for written in shards.values())
     return Report(sum(counts.values()), len(counts), size, rejected, plan.input.hidden)
 
@@ -206,8 +242,9 @@ def _describe(target: Path, plan: Plan, counts: dict[str, int]) -> None:
     write_index(index, tables)
     index.replace(target / INDEX_NAME)
     layouts = {frozenset(extension for extension, _ in layout) for table in tables for layout in table.layouts}
-    for name, content in energon_files(counts, layouts, plan.input.texts).items():
-        replace_bytes(target / META / name, content.encode())
+    splits = tuple(name for name, _ in plan.options.split)
+    for name, content in energon_files(counts, layouts, plan.input.texts, splits).items():
+        replace_file(target / META / name, [content.encode()], sync=True)
 
 
 def _pretty(manifest: msgspec.Struct) -> bytes:

@@ -1,12 +1,12 @@
-"""`savable preview`: one HTML page that shows a dataset, or what a pipeline makes of it.
+"""`savable preview`: one HTML page that shows the samples of a dataset, or the batches of a pipeline.
 
-    dataset   ─ dataset_page  ─ parts ──────────── thumbnails ─┐
-                                                               ├─ Card, Entry (shown) ─ page ─ page.html.jinja
-    pipeline  ─ pipeline_page ─ fields ─ tensors ─ thumbnails ─┤
-                                       └ tokens ── decoder ────┘
+    dataset  ─ dataset_page  ─ sample_entries ─────────────────── thumbnails ────┐
+                                                                                 ├─ Card, Entry (page_model) ─ page
+    pipeline ─ pipeline_page ─ batch_entries ─┬─ tensor_entries ─ thumbnails ────┤
+                                              └─ token_entries ── token_decoder ─┘
 
-The page holds no script and loads nothing. Whatever comes of data is escaped as text, or decoded and encoded anew as
-an image; how much of it is read and shown is bounded.
+The page has no script and loads nothing. Data is escaped as text, or decoded and encoded anew as an image; how much of
+it is read and shown is bounded.
 """
 
 from savable_pipeline.preview.dataset_page import preview_dataset

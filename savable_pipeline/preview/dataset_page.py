@@ -1,4 +1,4 @@
-"""The page of a dataset: what it holds in numbers, and samples drawn from all of its shards."""
+"""The page of a dataset: its numbers, and samples drawn from all of its shards."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.dataset import Dataset
+from savable_pipeline.core.keyed_random import Bijection, derive_key
+from savable_pipeline.dataset.dataset import Dataset
+from savable_pipeline.dataset.info import split_counts
+from savable_pipeline.dataset.kinds import open_any
+from savable_pipeline.dataset.sample import REF
 from savable_pipeline.errors import ShardError
-from savable_pipeline.info import split_counts
-from savable_pipeline.keys import Bijection, key
 from savable_pipeline.preview.page import render
-from savable_pipeline.preview.parts import sample_card
-from savable_pipeline.preview.shown import first_line
-from savable_pipeline.remote_dataset import open_dataset
-from savable_pipeline.sample import REF
-from savable_pipeline.shard_paths import Shards
+from savable_pipeline.preview.page_model import first_line
+from savable_pipeline.preview.sample_entries import sample_card
+from savable_pipeline.shards.paths import Shards
 
 MOST_SAMPLES = 500
 _BINS = 24
-_MOST_PARTS = 40  # kinds of parts told in the table
-_MOST_FAULTS = 50  # damaged shards told one by one
+_MOST_PARTS = 40  # rows of the table of parts
+_MOST_FAULTS = 50  # damaged shards in the list
 
 
 @dataclass(frozen=True, slots=True)
 class _PartRow:
-    """A kind of part: in how many samples, its sizes in bytes, and a histogram of them, in percent of its peak."""
+    """An extension: how many samples have it, its sizes in bytes, and their histogram in percent of its peak."""
 
     extension: str
     samples: int
@@ -41,18 +41,18 @@ class _PartRow:
 def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0) -> bytes:
     """A page with `samples` samples, or all if there are fewer, drawn over all shards by `seed`; UTF-8.
 
-    What is damaged is shown as such. Raises ValueError for a wrong number, `ShardError` if there is no sample at all.
+    Damaged samples are shown with their fault. Raises ValueError for a wrong number, `ShardError` for no sample.
     """
     if not 1 <= samples <= MOST_SAMPLES:
         raise ValueError(f"a page shows 1 to {MOST_SAMPLES} samples, not {samples}")
-    dataset = open_dataset(shards, on_error="skip")
-    numbers = np.sort(Bijection(key(seed, "preview"), dataset.count)(np.arange(min(samples, dataset.count))))
+    dataset = open_any(shards, on_error="skip")
+    numbers = np.sort(Bijection(derive_key(seed, "preview"), dataset.count)(np.arange(min(samples, dataset.count))))
     refs = np.zeros(len(numbers), dtype=REF)
     refs["index"] = numbers
-    drawn = zip(dataset.samples(refs), numbers.tolist(), strict=True)
+    drawn = zip(dataset.open_samples(refs), numbers.tolist(), strict=True)
     splits, faults = _splits(dataset), [(name, fault.removeprefix(f"{name}: ")) for name, fault in dataset.faults]
     sizes = [entry.size for entry in dataset.entries]
-    rows = _part_rows(dataset.part_sizes())
+    rows = _part_rows(_sizes(dataset))
     return render(
         "dataset.html.jinja",
         title=dataset.address.rpartition("/")[2],
@@ -72,11 +72,19 @@ def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0) -> byte
 
 
 def _splits(dataset: Dataset) -> dict[str, str]:
-    """Samples of each split, in words; what is wrong with the file of the splits, if it is."""
+    """The number of samples of each split, in words; or the fault of the file of splits."""
     try:
         return {name: f"{count:,} samples" for name, count in split_counts(dataset.root, dataset.entries).items()}
     except ShardError as error:
         return {"not readable": first_line(error)}
+
+
+def _sizes(dataset: Dataset) -> dict[str, NDArray[np.int64]]:
+    """The sizes of parts; none where a sample that is looked at is damaged."""
+    try:
+        return dataset.part_sizes()[0]
+    except ShardError:
+        return {}
 
 
 def _part_rows(sizes: dict[str, NDArray[np.int64]]) -> list[_PartRow]:

@@ -1,4 +1,4 @@
-"""The template, filled in: everything in it is escaped, and readable characters only."""
+"""Filling in a template: every value is escaped, and invisible characters are spelled out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from savable_pipeline.command_output import human_bytes
-from savable_pipeline.preview.shown import visible
+from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.preview.page_model import visible
 
 
 def render(template: str, **values: Any) -> bytes:
-    """A page, UTF-8."""
+    """The page that a template gives with these values, UTF-8."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -1,6 +1,6 @@
 """Thumbnails: images of a dataset and tensors of a batch, as small images of which we encode every byte.
 
-What a dataset holds is never passed through: of an image only its pixels go on, without metadata or colour profile.
+No byte of a dataset is copied to the page: an image is decoded, and only its pixels are encoded again.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from savable_pipeline.preview.shown import Thumbnail
+from savable_pipeline.dataset.transparency import converted, has_alpha
+from savable_pipeline.preview.page_model import Thumbnail
+from savable_pipeline.shards.part_types import IMAGE_FORMATS
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
 LARGEST_BYTES = 64 << 20  # of an encoded image that is looked at
 LARGEST_PIXELS = 50_000_000
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # none that runs another program
 _SIDE = 192  # pixels, at most
 _SMALL = 64  # up to here PNG keeps every pixel at little cost
 
 
 def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
-    """The thumbnail of an encoded image, and its size and kind in words. Raises ValueError that says why not."""
+    """The thumbnail of an encoded image, and its size and kind in words. Raises ValueError for an unreadable image."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata and of large images
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
                 about = f"{image.width:,} × {image.height:,} {image.format} {image.mode}"
+                about += ", with alpha, on white" if has_alpha(image) else ""
                 if image.width * image.height > LARGEST_PIXELS:
                     raise ValueError(f"not decoded: {about}, more than {LARGEST_PIXELS:,} pixels")
                 return thumbnail_of_pixels(_decoded(image)), about
@@ -89,4 +91,4 @@ def _decoded(image: Image.Image) -> Pixels:
         grey = stretched(np.asarray(image)).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
     image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # a JPEG is decoded at about the size that is wanted
-    return np.asarray(image.convert("RGB"))
+    return np.asarray(converted(image, "RGB", "white"))

@@ -1,0 +1,129 @@
+"""`read_mixture`: reads the datasets to blend, and their weights, from a YAML file.
+
+    sources:
+      web:
+        path: shards/web                 # as TarShardReader takes it; relative to this file
+        weight: 0.7
+      books:
+        path: [a.tar, b.tar]
+        weight: 0.2
+        split: train
+        subset: 0.5
+      code:                              # a mixture of its own
+        weight: 0.1
+        sources:
+          c: {path: shards/c, repetitions: 1}
+          python: {path: shards/python, repetitions: 3}
+
+`weight` is a source's share among those beside it; the source repeats for ever. `repetitions` is a number of epochs,
+whole or not; the shares then follow from the sizes, so that sources end at about the same time. Sources side by side
+all have a `weight`, or all have `repetitions`, or none has either: then they repeat for ever and their sizes are the
+weights. A weight or repetitions of 0 turn a source off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from savable_pipeline.blending.energon_mixture import is_metadataset, read_metadataset
+from savable_pipeline.blending.mixture import Mixture, Source
+from savable_pipeline.blending.yaml_entries import Entry, read_yaml
+from savable_pipeline.core.weights import exact_weight
+
+_HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # of ten, in a weight that is a text
+
+
+def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> Mixture:
+    """The mixture in a YAML file; paths in it are relative to the file's folder.
+
+    A source has a `path` as `TarShardReader` takes it, a `weight` or `repetitions` (epochs), and may have a `split` and
+    a `subset`; or it is a mixture with `sources` of its own. Sources beside each other all have a `weight` (a share;
+    they repeat for ever), or all have `repetitions` (they end at about the same time), or have neither, and come by
+    their sizes. `tags` are your own, for `Mixture.tags`.
+
+    A metadataset of Megatron-Energon, version 1 or 2, is a mixture, too; `split` is the one of its splits to read. A
+    source has the name of its folder, and its subflavors as tags; `blend_epochized` gives repetitions, which end.
+
+    Raises ValueError, which names file and line, for a file that is no valid mixture or has what cannot be kept, and
+    OSError for one that cannot be read.
+
+    >>> _ = Path("mixture.yaml").write_text('''
+    ... sources:
+    ...   web: {path: shards/0.tar, weight: 3}
+    ...   books: {path: shards/1.tar, weight: 1}
+    ... ''')
+    >>> samples = sp.read_mixture("mixture.yaml").samples(sp.Lane(seed=7))
+    >>> [next(samples).shard for _ in range(8)].count("0.tar")
+    6
+    """
+    entry = read_yaml(Path(path))
+    if is_metadataset(entry):
+        return read_metadataset(entry, split)
+    if split is not None:
+        raise entry.wrong(f"split={split!r} is for a metadataset; here each source may name its own `split`")
+    return _mixture(entry, top=True)
+
+
+def _mixture(entry: Entry, *, top: bool = False) -> Mixture:
+    for name in entry.value:
+        if name != "sources" and (top or name != "weight"):
+            raise entry.wrong(f"{name!r} is unknown here; there is `sources`", entry.line_of(str(name)))
+    if not entry.value.get("sources"):
+        raise entry.wrong("a mixture has `sources`, one at least, each with a name")
+    sources: dict[str, Source | Mixture] = {}
+    inside = entry.inner("sources")
+    for name, each in inside.entries():
+        if set("/#") & set(name):
+            raise each.wrong(f"the name of a source has no / and no #: {name!r}")
+        sources[name] = _mixture(each) if "sources" in each.value else _source(each)
+    _check_shares(sources, dict(inside.entries()))
+    return Mixture(sources, entry.value.get("weight"))
+
+
+def _check_shares(sources: dict[str, Source | Mixture], entries: dict[str, Entry]) -> None:
+    """Raise ValueError unless all have a weight, all have repetitions, or none has either; one of them not 0."""
+    repeated = {name for name, each in sources.items() if isinstance(each, Source) and each.repetitions is not None}
+    weighted = {name for name, each in sources.items() if each.weight is not None}
+    for kind, having in [("repetitions", repeated), ("weight", weighted)]:
+        for name, entry in entries.items():
+            if having and name not in having:
+                raise entry.wrong(f"{name!r} has no `{kind}`, but {min(having)!r} beside it has: all have, or none")
+    for name in weighted:
+        _check_weight(name, sources[name].weight, entries[name])
+    if not any(_is_on(source) for source in sources.values()):
+        raise next(iter(entries.values())).wrong("every source beside each other is off: one at least is above 0")
+
+
+def _is_on(source: Source | Mixture) -> bool:
+    if isinstance(source, Source) and source.repetitions is not None:
+        return source.repetitions > 0
+    return source.weight is None or exact_weight("", source.weight) > 0
+
+
+def _source(entry: Entry) -> Source:
+    try:
+        source = msgspec.convert(entry.value, Source)
+    except msgspec.ValidationError as error:
+        named = re.search(r"`\$\.(\w+)|field `(\w+)`", str(error))
+        line = entry.line_of(named[1] or named[2]) if named else None
+        raise entry.wrong(str(error).replace("Object", "a source"), line) from error
+    if source.repetitions is not None and not (0 <= source.repetitions < float("inf") and source.weight is None):
+        message = "`repetitions` is at least 0, and there is no `weight` beside it"
+        raise entry.wrong(message, entry.line_of("repetitions"))
+    paths = source.path
+    resolved = entry.resolved(paths) if isinstance(paths, str) else [entry.resolved(path) for path in paths]
+    return msgspec.structs.replace(source, path=resolved)
+
+
+def _check_weight(name: str, weight: Any, entry: Entry) -> None:
+    try:
+        if isinstance(weight, str) and _HUGE_POWER.search(weight):
+            raise ValueError(f"the weight of {name!r} has too large a power of ten: {weight[:100]!r}")
+        exact_weight(name, weight)
+    except ValueError as error:
+        raise entry.wrong(str(error), entry.line_of("weight")) from error

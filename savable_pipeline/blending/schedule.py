@@ -1,0 +1,140 @@
+"""`Schedule`: weights of a `Blend` that change while the run goes on, by the samples or tokens that all lanes drew.
+
+A point says which shares hold once so much has been drawn. What a source should have given by then is the integral of
+its share, in closed form and in integers:
+
+    share    ──┐ step        ╲ linear
+               └──────        ╲____
+             0   100   drawn  0  100
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import lcm
+from typing import Any, Literal, NamedTuple, get_args
+
+from savable_pipeline.core.weights import Weight, integer_weights
+
+Unit = Literal["samples", "tokens"]
+Shape = Literal["step", "linear"]
+_LARGEST = 1 << 62
+
+
+class Schedule:
+    """Weights that change: `Schedule([(0, {"web": 8, "code": 2}), (1_000_000, {"web": 4, "code": 6})])`.
+
+    Each point is a count and the weights that hold from there on. The count is of the samples, or items, or with
+    `unit="tokens"` the tokens that the `Blend` has given in all lanes since the run began, in whatever epoch. With
+    `shape="step"` the weights hold until the next point; with "linear" the shares change evenly from each point to the
+    next; those of the last one stay. A source without a weight at a point, or with 0, is not drawn from there. What a
+    lane gives counts once for each lane of the run: the same for every number of ranks and workers.
+
+    Raises ValueError for points that are not ascending from 0, weights that are no numbers or all 0.
+
+    >>> schedule = sp.Schedule([(0, {"0": 1}), (80, {"0": 1, "1": 1})])
+    >>> lane = sp.Lane(seed=7)
+    >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane) for name in "01"}
+    >>> blend = sp.Blend(sources, weights=schedule)
+    >>> drawn = [next(blend).shard for _ in range(160)]
+    >>> drawn[:80].count("1.tar"), drawn[80:].count("1.tar")
+    (0, 40)
+    """
+
+    def __init__(
+        self,
+        points: Iterable[tuple[int, Mapping[str, Weight]]],
+        *,
+        unit: Unit = "samples",
+        shape: Shape = "step",
+    ) -> None:
+        for name, value, choices in [("unit", unit, get_args(Unit)), ("shape", shape, get_args(Shape))]:
+            if value not in choices:
+                raise ValueError(f"Schedule: {name} must be one of {', '.join(choices)}, not {value!r}")
+        given = list(points)
+        self.starts = [_count(start) for start, _ in given]
+        if not given or self.starts[0] != 0 or any(a >= b for a, b in pairwise(self.starts)):
+            raise ValueError(f"Schedule: the points must ascend from 0, not {self.starts}")
+        self.weights = [integer_weights({name: w for name, w in weights.items() if w != 0}) for _, weights in given]
+        self.unit = unit
+        self.shape = shape
+
+    @property
+    def names(self) -> set[str]:
+        """The sources that have a weight at some point."""
+        return {name for weights in self.weights for name in weights}
+
+    def settings(self) -> dict[str, Any]:
+        """What a saved state must agree on."""
+        points = [[start, weights] for start, weights in zip(self.starts, self.weights, strict=True)]
+        return {"points": points, "unit": self.unit, "shape": self.shape}
+
+
+def _count(start: object) -> int:
+    if not isinstance(start, int) or not 0 <= start < _LARGEST:
+        raise ValueError(f"Schedule: a point is at a count of 0 or more, not {start!r}")
+    return start
+
+
+class _Piece(NamedTuple):
+    """The schedule between two points: rates at its start, their growth, and the dues there."""
+
+    start: int
+    rates: list[int]
+    growth: list[int]  # of the rates, times the length of the piece
+    length: int  # 0: for ever
+    dues: list[int]
+
+
+class Dues:
+    """What each of some sources of a schedule should have given by a count, in units of 1 / `unit`: integers.
+
+    Counts are of `begin` or more, and dues from the point on that holds there. Raises ValueError if there is a point
+    from there on at which none of the sources has a weight.
+    """
+
+    def __init__(self, schedule: Schedule, names: Sequence[str], begin: int = 0) -> None:
+        first = bisect_right(schedule.starts, begin) - 1
+        starts, points = schedule.starts[first:], schedule.weights[first:]
+        totals = [sum(weights.get(name, 0) for name in names) for weights in points]
+        if not all(totals):
+            raise ValueError(
+                f"Schedule: from {starts[totals.index(0)]:,} on none of the sources that have not ended "
+                f"({', '.join(names)}) has a weight: give them one there, or let the others repeat (epochs=None)"
+            )
+        whole = lcm(*totals)
+        shares = [
+            [weights.get(name, 0) * (whole // total) for name in names]
+            for weights, total in zip(points, totals, strict=True)
+        ]
+        linear = schedule.shape == "linear"
+        lengths = [b - a for a, b in pairwise(starts)]
+        scale = 2 * lcm(*lengths) if linear and lengths else 1
+        self.unit = whole * scale
+        self._starts = starts
+        self._pieces: list[_Piece] = []
+        dues = [0] * len(names)
+        for i, start in enumerate(starts):
+            length = lengths[i] if i < len(lengths) else 0
+            grows = linear and length
+            following = shares[i + 1] if grows else shares[i]
+            growth = [b - a for a, b in zip(shares[i], following, strict=True)]
+            piece = _Piece(start, [share * scale for share in shares[i]], [scale * g for g in growth], length, dues)
+            self._pieces.append(piece)
+            if length:
+                dues = _dues(piece, start + length)
+
+    def at(self, count: int) -> list[int]:
+        """The dues of each source, which sum to `unit` times what was drawn since the first point."""
+        return _dues(self._pieces[bisect_right(self._starts, count) - 1], count)
+
+
+def _dues(piece: _Piece, count: int) -> list[int]:
+    """The integral of the rates up to `count`, which is not before the piece."""
+    x = count - piece.start
+    if not piece.length:
+        return [due + x * rate for due, rate in zip(piece.dues, piece.rates, strict=True)]
+    parts = zip(piece.dues, piece.rates, piece.growth, strict=True)
+    return [due + x * rate + growth * x * x // (2 * piece.length) for due, rate, growth in parts]

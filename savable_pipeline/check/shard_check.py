@@ -1,0 +1,141 @@
+"""Checking one shard: its tar, its `.tar.idx`, and every part of every sample."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.dataset.transparency import image_has_alpha
+from savable_pipeline.errors import SavableError
+from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
+from savable_pipeline.remote.downloader import Downloader
+from savable_pipeline.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
+from savable_pipeline.shards.scan import scan
+from savable_pipeline.shards.tar import Extent, Member, samples
+
+_LARGEST = 1 << 30  # bytes of a part that is decoded
+_OFFSET = 8  # bytes of an offset in X.tar.idx
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A fault of a dataset, of one of its shards, or of a part of a sample."""
+
+    reason: str
+    detail: str
+    shard: str = ""
+    key: str = ""
+    part: str = ""
+    offset: int | None = None
+    index: int | None = None  # of the sample in the shard
+
+
+class ShardReport(msgspec.Struct):
+    """The size of a shard, and its problems."""
+
+    name: str
+    size: int
+    samples: int
+    digest: int
+    problems: list[Problem]
+    parts: dict[str, int] = {}  # samples that have each part
+    most_parts: int = 0  # of one sample
+    with_alpha: int = 0  # images that have alpha
+
+
+def check_shard(root: Path, name: str) -> ShardReport:
+    """Read all of a shard. Its content is decoded and dropped; faults become problems, never errors."""
+    table = scan(root, name)
+    entry = table.entry
+    problems = []
+    counts: Counter[str] = Counter()
+    if entry.fault:
+        gone = not (root / name).exists()
+        problems.append(
+            Problem("missing shard" if gone else "damaged shard", entry.fault.removeprefix(f"{name}: "), name)
+        )
+    if entry.size:
+        problems += _part_problems(root, name, entry.samples, counts)
+    fault = "" if entry.fault else _tar_idx_fault(root / name, table.starts, table.end)
+    if fault:
+        problems.append(Problem("wrong .tar.idx", fault, name))
+    parts: Counter[str] = Counter()
+    for layout, number in zip(table.layouts, np.bincount(np.frombuffer(table.layout_of, "<u4")).tolist(), strict=True):
+        parts.update({extension: number for extension, _ in layout})
+    most, with_alpha = max(map(len, table.layouts), default=0), counts["with alpha"]
+    return ShardReport(name, entry.size, entry.samples, entry.digest, problems, dict(parts), most, with_alpha)
+
+
+def check_remote_shard(url: str, folder: Path, name: str) -> ShardReport:
+    """The same for a shard behind a URL, which is downloaded to an empty folder and removed again."""
+    cache = cache_folder(None)
+    try:
+        with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
+            for each in (name, str(Path(name).with_suffix(".tar.idx"))):
+                stat = downloader.call("stat", url, each)
+                if stat is not None:
+                    downloader.call("whole", url, each, stat[0], str(folder / each))
+        return check_shard(folder, name)
+    except SavableError as error:
+        return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
+    finally:
+        for path in (folder / name, (folder / name).with_suffix(".tar.idx")):
+            path.unlink(missing_ok=True)
+
+
+def _part_problems(root: Path, name: str, count: int, counts: Counter[str]) -> Iterator[Problem]:
+    fd = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for index, extent in enumerate(itertools.islice(samples(name, fd), count)):  # what follows is damaged
+            for extension, member in zip(extent.extensions, extent.members, strict=True):
+                fault = _part_fault(fd, extension, member, counts)
+                if fault:
+                    yield _problem(name, index, extent, extension, member, fault)
+    finally:
+        os.close(fd)
+
+
+def _part_fault(fd: int, extension: str, member: Member, counts: Counter[str]) -> str:
+    if member.size > _LARGEST:
+        return ""  # no image or text is so large; a film may be
+    try:
+        data = os.pread(fd, member.size, member.payload)
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+    if len(data) >= 64 and not data.strip(b"\0"):
+        return f"zero-filled: all {len(data)} bytes are zeros"
+    fault = decode_error(extension, data) or utf8_error(extension, data)
+    if not fault and part_type(extension) in IMAGE_PARTS:
+        counts["with alpha"] += image_has_alpha(data)
+    return fault
+
+
+def _problem(shard: str, index: int, extent: Extent, extension: str, member: Member, fault: str) -> Problem:
+    reason, _, detail = fault.partition(": ")
+    return Problem(reason, encodable(detail), shard, encodable(extent.key), extension, member.payload, index)
+
+
+def _tar_idx_fault(shard: Path, starts: bytes, end: int) -> str:
+    """Why the offsets beside a shard are not those of its samples; empty if they are, or there are none."""
+    path = shard.with_suffix(".tar.idx")
+    expected = starts + np.array([end], dtype="<u8").tobytes()
+    try:
+        if path.stat().st_size != len(expected):
+            found = path.stat().st_size / _OFFSET - 1
+            return f"{path.name} has offsets of {found:g} samples, the shard has {len(expected) // _OFFSET - 1}"
+        found_offsets = path.read_bytes()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if found_offsets == expected:
+        return ""
+    first = int((np.frombuffer(found_offsets, "<u8") != np.frombuffer(expected, "<u8")).argmax())
+    return f"{path.name} has another offset for sample {first} than the shard"

@@ -1,0 +1,35 @@
+"""The application `savable`, and its consoles."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from savable_pipeline import __version__
+from savable_pipeline.cli.console import console
+
+app = typer.Typer(
+    help="Make and inspect datasets for savable_pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+out = console()  # results
+err = console(stderr=True)  # progress and errors
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"savable_pipeline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Make and inspect datasets for savable_pipeline."""

@@ -1,0 +1,114 @@
+"""Files that are read through a decompressor, by the end of their name: .gz, .bz2, .xz, .zst."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+_CHUNK = 1 << 17
+ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+
+
+class DamagedError(Exception):
+    """Compressed data that cannot be read to their end; an OSError is of the disk."""
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read the content of `path` from. Raises `DamagedError` in the block, ValueError without zstandard."""
+    with _opener(path) as file:
+        try:
+            yield file
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise DamagedError(str(error)) from error
+        except OSError as error:
+            if error.errno is not None:  # of a disk; bz2 has none for data
+                raise
+            raise DamagedError(str(error)) from error
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":
+                raise
+            raise DamagedError(str(error)) from error
+
+
+def inflated(data: bytes, kind: str) -> bytes:
+    """The content of a compressed block of the kind gz, bz2, xz or zst. Raises `DamagedError`, ValueError."""
+    try:
+        if kind == "zst":
+            return _zstd_file(io.BytesIO(data)).read()
+        return {"gz": gzip.decompress, "bz2": bz2.decompress, "xz": lzma.decompress}[kind](data)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
+        raise DamagedError(str(error)) from error
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise DamagedError(str(error)) from error
+
+
+def _opener(path: Path) -> Any:
+    name = path.name.lower()
+    if name.endswith((".gz", ".tgz")):
+        return gzip.GzipFile(path)
+    if name.endswith(".bz2"):
+        return bz2.BZ2File(path)
+    if name.endswith(".xz"):
+        return lzma.LZMAFile(path)
+    if name.endswith(".zst"):
+        return _zstd_file(path.open("rb"))
+    return path.open("rb")
+
+
+def _zstd_file(packed: BinaryIO) -> BinaryIO:
+    """The content of a file of zstd frames."""
+    try:
+        import zstandard  # imported here: it is needed for .zst alone
+    except ImportError:
+        packed.close()
+        raise ValueError("reading zstd needs the package zstandard: pip install zstandard") from None
+    return io.BufferedReader(_Frames(packed, zstandard.ZstdDecompressor().decompressobj), _CHUNK)
+
+
+class _Frames(io.RawIOBase):
+    """zstd frames, one after the other. A file that ends within one is damaged; zstandard itself says nothing then."""
+
+    def __init__(self, packed: BinaryIO, new: Callable[[], Any]) -> None:
+        self._packed, self._new = packed, new
+        self._frame: Any = None
+        self._in = b""  # read from the file, and not given to a frame
+        self._out = b""  # decompressed, and not given away
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._out and self._fill():
+            pass
+        size = min(len(buffer), len(self._out))
+        buffer[:size], self._out = self._out[:size], self._out[size:]
+        return size
+
+    def _fill(self) -> bool:
+        """Decompress some more; tells whether there is any."""
+        self._in = self._in or self._packed.read(_CHUNK)
+        if not self._in:
+            if self._frame is not None:
+                raise DamagedError("the file ends within a frame of zstd")
+            return False
+        if self._frame is None:
+            self._frame = self._new()
+        self._out = self._frame.decompress(self._in)
+        self._in = self._frame.unused_data if self._frame.eof else b""
+        if self._frame.eof:
+            self._frame = None
+        return True
+
+    def close(self) -> None:
+        self._packed.close()
+        super().close()

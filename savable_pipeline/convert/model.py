@@ -1,0 +1,99 @@
+"""The words of a conversion: its options, its input as samples of parts, and the rejects."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal, Protocol
+
+import msgspec
+
+_SPLIT_NAME = re.compile(r"[A-Za-z0-9_]+")
+_DECIMAL = re.compile(r"[0-9]*[.]?[0-9]+")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a conversion that decide its bytes. Raises `ValueError`."""
+
+    shard_bytes: int = 256_000_000  # a shard is full before it grows longer than this
+    shard_samples: int | None = None  # or before it holds more samples than this
+    check_images: bool = True
+    allow_outside: bool = False  # take files outside the source that links or JSONL fields lead to
+    key_field: str | None = None  # of a record; None: its number is the key
+    file_fields: tuple[str, ...] | None = None  # "field" or "field=part"; None: the usual names
+    key_end: Literal["first", "last"] = "first"  # which dot of a file's name ends the key; others become "_"
+    split: tuple[tuple[str, str], ...] = ()  # names and shares, as decimals that add up to 1
+    only: tuple[str, ...] = ()  # the parts that are kept; none named: all
+
+    def __post_init__(self) -> None:
+        if self.key_end not in ("first", "last"):
+            raise ValueError(f"key_end must be 'first' or 'last', not {self.key_end!r}")
+        if self.shard_bytes < 1 or (self.shard_samples is not None and self.shard_samples < 1):
+            raise ValueError(
+                f"a shard must hold something: shard_bytes is {self.shard_bytes}, shard_samples {self.shard_samples}"
+            )
+        if self.split:
+            _check_split(self.split)
+
+
+def _check_split(split: tuple[tuple[str, str], ...]) -> None:
+    names = [name for name, _ in split]
+    for name, share in split:
+        if not _SPLIT_NAME.fullmatch(name) or names.count(name) > 1 or not _DECIMAL.fullmatch(share):
+            raise ValueError(f"a split is a name of its own and its share, such as train=0.98, not {name}={share}")
+    total = sum(Fraction(share) for _, share in split)
+    if total != 1:
+        raise ValueError(f"the shares of the splits must add up to 1, not {float(total):g}: {dict(split)}")
+
+
+class Reject(msgspec.Struct, frozen=True):
+    """A file or line that was left out, the key of its sample if it has one, and the reason."""
+
+    file: str
+    key: str
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a sample: a whole file, or `size` bytes of one from `offset` on, or what is made of a record.
+
+    The size of what is made of a record is the most that it can be.
+    """
+
+    extension: str
+    path: str  # relative to the input's root
+    size: int
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A sample before it is written: its key and its parts by extension; its number, if it is a record."""
+
+    key: str
+    parts: tuple[Part, ...]
+    record: int = -1
+
+
+class SampleReader(Protocol):
+    """Reads the samples of a source, in any process: it is pickled into those that write shards."""
+
+    def read(self, sample: Files, /) -> dict[str, bytes]:
+        """The parts of a sample by extension. Raises `SavableError` if the source is not as it was when planned."""
+
+
+@dataclass(slots=True)
+class Input:
+    """The content of a source: its samples in the order to write, how they are read, and the rejects so far."""
+
+    root: str
+    reader: SampleReader
+    samples: list[Files] = field(default_factory=list)
+    rejected: list[Reject] = field(default_factory=list)
+    hidden: int = 0  # hidden files and folders, skipped
+    digest: str = ""  # of what does not show in the names and sizes of parts
+    texts: frozenset[str] = frozenset()  # JSON fields that are a text in every sample
+    warnings: list[str] = field(default_factory=list)

@@ -1,0 +1,114 @@
+"""Reads a source of any kind: what its samples are, and how their parts are read when a shard is written.
+
+What a store reads in place has no second reader here: `read_stored`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
+from savable_pipeline.convert.csv_table import file_columns, write_as_jsonl
+from savable_pipeline.convert.folder import read_folder
+from savable_pipeline.convert.json_array import read_json_array
+from savable_pipeline.convert.jsonl import Lines, lines_of, read_jsonl
+from savable_pipeline.convert.litdata import read_litdata
+from savable_pipeline.convert.mds import read_mds
+from savable_pipeline.convert.model import Input, Options
+from savable_pipeline.convert.sources import STORED, Source
+from savable_pipeline.convert.stored import close_stores, read_stored
+from savable_pipeline.convert.stretches import close_files
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A source, and what it is read with; `aside` is a file for its records as JSONL, where they are not at hand so."""
+
+    source: Source
+    options: Options
+    files_from: Path | None
+    aside: Path
+
+    @property
+    def path(self) -> Path:
+        """Where the source lies."""
+        return self.source.path
+
+    def lines(self, path: Path, fields: list[str] | None = None) -> Lines:
+        """Records in `path`, of which rejects speak by the name of the source."""
+        return lines_of(path, self.path.name, self.files_from or self.path.parent, self.options, fields)
+
+
+def read_source(reading: Reading) -> Input:
+    """The samples of a source. Raises ValueError for a source or a setting that does not fit, OSError."""
+    _check_options(reading)
+    try:
+        found = _READERS[reading.source.kind](reading)
+    except DamagedError as error:
+        raise ValueError(f"{reading.path}: damaged: {error}") from error
+    if not found.samples and not found.rejected:
+        raise ValueError(f"{reading.path} holds no samples: {reading.source.words} was expected to")
+    return found
+
+
+def close_sources() -> None:
+    """Close what this process has open of any source."""
+    close_stores()
+    close_files()
+
+
+def _check_options(reading: Reading) -> None:
+    kind, options = reading.source.kind, reading.options
+    records = kind in ("jsonl", "json", "csv")
+    if not records and (options.file_fields is not None or reading.files_from):
+        raise ValueError(f"{reading.path} is {reading.source.words}: file fields are for JSONL, JSON and CSV")
+    if options.key_field and not records and kind not in ("mds", "litdata"):
+        raise ValueError(f"{reading.path} is {reading.source.words}: a key field is for records")
+    if kind != "folder" and options.key_end != "first":
+        raise ValueError(f"{reading.path} is no folder of files: key_end is for the names of files in one")
+
+
+def _folder(reading: Reading) -> Input:
+    return read_folder(reading.path, reading.options)
+
+
+def _jsonl(reading: Reading) -> Input:
+    return read_jsonl(reading.lines(_plain(reading)))
+
+
+def _json(reading: Reading) -> Input:
+    return read_json_array(reading.lines(_plain(reading)))
+
+
+def _csv(reading: Reading) -> Input:
+    with opened(reading.path) as table, reading.aside.open("wb") as target:
+        first = write_as_jsonl(table, reading.path.name, target)
+    fields = None
+    if reading.options.file_fields is None:
+        fields = file_columns(first, reading.files_from or reading.path.parent, reading.path.name)
+    return read_jsonl(reading.lines(reading.aside, fields))
+
+
+def _plain(reading: Reading) -> Path:
+    """The file itself, or its content, decompressed, aside."""
+    if not reading.path.name.lower().endswith(ENDINGS):
+        return reading.path
+    with opened(reading.path) as packed, reading.aside.open("wb") as target:
+        shutil.copyfileobj(packed, target, 1 << 20)
+    return reading.aside
+
+
+_Reader: TypeAlias = Callable[[Reading], Input]
+_READERS: dict[str, _Reader] = {
+    "folder": _folder,
+    "jsonl": _jsonl,
+    "json": _json,
+    "csv": _csv,
+    "mds": lambda reading: read_mds(reading.path, reading.options),
+    "litdata": lambda reading: read_litdata(reading.path, reading.options),
+    **dict.fromkeys(STORED, lambda reading: read_stored(reading.path)),
+}

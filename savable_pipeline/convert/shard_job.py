@@ -1,0 +1,117 @@
+"""Writing one shard of a conversion, the same bytes every time, so that it can be killed and done again.
+
+work/000003.tar         the shard while it is written        ─ renamed ─▶  000003.tar
+work/000003.tar.idx     its sample offsets for Energon       ─ renamed ─▶  000003.tar.idx
+work/000003.tar.index   its rows of the dataset's index      ┐ kept in the work folder
+work/000003.tar.json    samples, bytes, rejects: it is done  ┘ until the whole conversion is
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.convert.model import Files, Reject, SampleReader
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.errors import SavableError
+from savable_pipeline.shards.index_file import ShardTable, write_index
+from savable_pipeline.shards.indexing import write_tar_idx
+from savable_pipeline.shards.part_types import decode_error
+from savable_pipeline.shards.tar_writer import ShardFile
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Written(msgspec.Struct, frozen=True):
+    """The record of a finished shard: its samples and rejects; without a sample there is no tar."""
+
+    samples: int
+    size: int
+    rejected: list[Reject]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One shard for a worker to write."""
+
+    name: str
+    samples: list[Files]
+    reader: SampleReader
+    target: Path
+    work: Path
+    check_images: bool
+
+
+def read_written(target: Path, work: Path, name: str) -> Written | None:
+    """The record of a finished shard; None for one that must be written."""
+    try:
+        written = msgspec.json.decode((work / f"{name}.json").read_bytes(), type=Written)
+        size = (target / name).stat().st_size if written.samples else 0
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    return written if size == written.size else None
+
+
+def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
+    """Write one shard and its record; `tick` is called before each sample with its size in bytes.
+
+    Raises `SavableError` if a file is no longer what the plan was made from, or the disk is full.
+    """
+    aside = job.work / job.name
+    rejected: list[Reject] = []
+    with room_on(job.target), ShardFile(aside, job.name) as shard:
+        for sample in job.samples:
+            tick(sum(part.size for part in sample.parts))
+            parts = _checked(job, sample, rejected)
+            if parts:
+                shard.add(sample.key, parts)
+        table = shard.finish()
+        written = Written(shard.samples, shard.size if shard.samples else 0, rejected)
+        if shard.samples:
+            _put_in_place(job, table)
+        else:
+            aside.unlink()
+        replace_file(job.work / f"{job.name}.json", [msgspec.json.encode(written)], sync=True)
+    return written
+
+
+@contextlib.contextmanager
+def room_on(folder: Path) -> Iterator[None]:
+    """Raises `SavableError` in place of an OSError of a disk that is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise SavableError(
+            f"{folder}: {error.strerror}: the disk is full, or the quota used up; what is finished there is safe: make "
+            "room and start again to go on with it"
+        ) from error
+
+
+def _put_in_place(job: Job, table: ShardTable) -> None:
+    write_index(job.work / f"{job.name}.index", [table])
+    write_tar_idx(job.work / job.name, table)
+    (job.work / job.name).with_suffix(".tar.idx").replace((job.target / job.name).with_suffix(".tar.idx"))
+    (job.work / job.name).replace(job.target / job.name)
+
+
+def _checked(job: Job, sample: Files, rejected: list[Reject]) -> dict[str, bytes]:
+    """The parts of a sample; empty, and a reject more, if one of them is bad."""
+    parts = job.reader.read(sample)
+    for part in sample.parts:
+        fault = decode_error(part.extension, parts[part.extension], check_images=job.check_images)
+        if fault:
+            reason, _, detail = fault.partition(": ")
+            rejected.append(Reject(_name(sample, part.path), sample.key, reason, detail))
+            return {}
+    return parts
+
+
+def _name(sample: Files, path: str) -> str:
+    return path if sample.record < 0 else f"{path}, record {sample.record}"

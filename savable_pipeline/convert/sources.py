@@ -1,0 +1,190 @@
+"""The kinds of sources, each told by its marks; what is not known is refused with what to do.
+
+| kind    | marks                                                         | read by       |
+|---------|---------------------------------------------------------------|---------------|
+| folder  | a folder without any of the marks below                       | folder        |
+| jsonl   | .jsonl, .ndjson; or .json with an object a line               | jsonl         |
+| json    | .json that begins with [                                      | json_array    |
+| csv     | .csv, .tsv                                                    | csv_table     |
+| mds     | index.json with shards of the format mds                      | mds           |
+| litdata | index.json with chunks                                        | litdata       |
+| tars    | .tar, or a folder of tars                                     | stored        |
+| parquet | .parquet, or a folder of them                                 | stored        |
+| hub     | a folder of .parquet with a README.md of the HF hub           | stored        |
+| arrow   | .arrow, .feather, or a folder of them                         | stored        |
+| hf      | a folder that `save_to_disk` of HF datasets wrote             | stored        |
+| packed  | .tar.gz, .tgz, .tar.bz2, .tar.xz, .tar.zst, or a folder of them | repack      |
+
+Tables and JSON may be compressed: .gz, .bz2, .xz, .zst.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
+from savable_pipeline.convert.folder_marks import FolderMarks, look_into
+from savable_pipeline.core.wording import listed
+
+WORDS = {
+    "folder": "a folder of files",
+    "jsonl": "JSONL",
+    "json": "a JSON array",
+    "csv": "a table (CSV or TSV)",
+    "mds": "an MDS folder of Mosaic Streaming",
+    "litdata": "a folder of LitData",
+    "packed": "compressed tars",
+    "tars": "tars",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "hf": "a folder that `save_to_disk` of HF datasets wrote",
+    "hub": "a clone of a dataset of the HF hub, in Parquet",
+}
+STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
+TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
+PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+_STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+_OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
+# Files that hold many samples, which nothing here reads.
+CONTAINERS = {
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
+    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), _OTHER),
+    **dict.fromkeys((".db", ".sqlite", ".lance", ".zarr"), _OTHER),
+    ".mds": "name the folder with its index.json",
+}
+_MEGATRON = b"MMIDIDX\0\0"
+_CHUNK = re.compile(r"(.*/)?chunk-[0-9]+-[0-9]+([.].+)?[.]bin")
+_PEEK, _HEAD = 1 << 20, 64  # bytes of a file that are looked at
+_FEW = 16  # files that are opened to see what they hold
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is converted, and what it was taken for."""
+
+    path: Path
+    kind: str
+
+    @property
+    def words(self) -> str:
+        """What it was taken for, for people."""
+        return WORDS[self.kind]
+
+
+def recognize(path: Path, kind: str | None = None) -> Source:
+    """Tell the kind of a source by its marks, unless it is given. Raises ValueError for what is not known, OSError."""
+    if kind is not None and kind not in WORDS:
+        raise ValueError(f"the kind of a source is one of {', '.join(WORDS)}, not {kind!r}")
+    if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ValueError(f"{path}: a URL: copy what lies there to a disk, and convert that")
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    if kind is not None:
+        return Source(path, kind)
+    return Source(path, _of_folder(path, look_into(path)) if path.is_dir() else _of_file(path))
+
+
+def _of_file(path: Path) -> str:
+    name = path.name.lower()
+    if name.endswith((*PACKED, ".tar")):
+        return "tars" if name.endswith(".tar") else "packed"
+    plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
+    suffix = Path(plain).suffix
+    if suffix == ".json":
+        return _of_json(path)
+    if suffix in TABLES:
+        return TABLES[suffix]
+    if suffix in _STORED_FILES:
+        return _STORED_FILES[suffix]
+    if suffix in CONTAINERS:
+        raise ValueError(f"{path}: {suffix} is not read here: {CONTAINERS[suffix]}")
+    raise ValueError(
+        f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
+        f"{', '.join(ENDINGS)}), .tar and .tar.gz, folders of MDS and LitData. For anything else: {_OTHER}"
+    )
+
+
+def _of_json(path: Path) -> str:
+    try:
+        with opened(path) as file:
+            head = file.read(_PEEK).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except DamagedError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+    lines = [line.strip() for line in head.split(b"\n") if line.strip()]
+    if head.startswith(b"["):
+        return "json"
+    if len(lines) > 1 and all(line.startswith(b"{") and line.endswith(b"}") for line in lines[:2]):
+        return "jsonl"
+    raise ValueError(
+        f"{path}: expected a list of objects, [{{…}}, {{…}}], or an object a line; write the list of samples that it "
+        "holds into a file of its own, and convert that"
+    )
+
+
+def _of_folder(path: Path, marks: FolderMarks) -> str:
+    if marks.index:
+        return _of_index(path, marks.index)
+    if marks.saved_to_disk:
+        return "hf"
+    if marks.below:
+        raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(marks.below)}")
+    for suffix, kind in _STORED_FILES.items():
+        if marks.count(suffix) and not marks.are_companions(suffix):
+            return "hub" if kind == "parquet" and marks.hub else kind
+    packed = [name for name in marks.names if name.lower().endswith(PACKED)]
+    if packed and marks.others:
+        raise ValueError(
+            f"{path} holds compressed tars ({listed(packed)}) and other files ({listed(marks.others)}): move the tars "
+            "into a folder of their own, or convert them one by one"
+        )
+    if packed:
+        return "packed"
+    if marks.count(".tar") and not marks.others:
+        return "tars"
+    _refuse_lone(path, marks)
+    return "folder"
+
+
+def _of_index(path: Path, kind: str) -> str:
+    if kind in ("mds", "litdata"):
+        return kind
+    raise ValueError(
+        f"{path}: an index of Mosaic Streaming with shards of the format {kind}, where mds is read: {_OTHER}"
+    )
+
+
+def _refuse_lone(path: Path, marks: FolderMarks) -> None:
+    """Refuse a folder that holds a table of its files, or files with many samples each, as samples of one part."""
+    anyway = "or take each file for a part of a sample with --as folder"
+    for name in marks.lone:
+        suffix = _table_suffix(name)
+        is_array = suffix == ".json" and marks.count(".json") <= _FEW and _is_array(path / name)
+        if suffix in TABLES or is_array:
+            raise ValueError(
+                f"{path} holds the table {name}, whose lines may be the samples: convert it by its own name, "
+                f"`savable convert {path / name} DST`, {anyway}"
+            )
+        if suffix in CONTAINERS:
+            raise ValueError(f"{path} holds {name}, and {suffix} is not read here: {CONTAINERS[suffix]}; {anyway}")
+        if _CHUNK.fullmatch(name):
+            raise ValueError(f"{path} holds chunks of LitData ({name}) without their index.json: put it beside them")
+    for name in marks.token_files[:_FEW]:
+        with (path / name).open("rb") as file:
+            if file.read(len(_MEGATRON)) == _MEGATRON:
+                raise ValueError(f"{path} holds token files of Megatron ({name}), not samples: {_OTHER}; {anyway}")
+
+
+def _table_suffix(name: str) -> str:
+    name = name.lower()
+    plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
+    return Path(plain).suffix
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file begins as a list of objects."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")

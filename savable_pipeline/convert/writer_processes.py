@@ -1,0 +1,157 @@
+"""The processes that write shards. None outlives the conversion, however that ends.
+
+    conversion ──starts──▶ fork server ──forks──▶ workers: each shares the work folder's lock while it lives
+         └─ killed: the workers see it and exit; the next conversion waits until that lock is free
+
+A shard is one job; the workers take jobs as they come, and the bytes do not depend on who takes which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.sharedctypes import SynchronizedArray
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from savable_pipeline.convert.shard_job import Job, write_shard
+from savable_pipeline.errors import SavableError, WorkerError
+
+_POLL_S = 0.2  # between two reports of progress
+
+
+class _StoppedError(Exception):
+    """The conversion ends early: another worker failed, or someone pressed Ctrl-C."""
+
+
+def write_shards(jobs: list[Job], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
+    """Write all shards, with `workers` processes or in this one if that is 1.
+
+    `progress` is called with the samples and the bytes done.
+
+    Raises `WorkerError` if a process dies, and whatever `write_shard` raises.
+    """
+    workers = min(workers, len(jobs))
+    if workers > 1:
+        _write_in_workers(jobs, work, workers, progress)
+        return
+    done, size = 0, 0
+
+    def tick(sample_bytes: int) -> None:
+        nonlocal done, size
+        progress(done, size)
+        done += 1
+        size += sample_bytes
+
+    for job in jobs:
+        write_shard(job, tick)
+    progress(done, size)
+
+
+def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["savable_pipeline.convert.writer_processes"])
+    stop = context.Event()
+    done = context.Array("Q", 2)  # samples, bytes
+    with _sigterm_as_exit(), ProcessPoolExecutor(workers, context, _begin_worker, (work, stop, done)) as pool:
+        waiting = {pool.submit(_write, job) for job in jobs}
+        try:
+            while waiting:
+                finished, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                _raise_first(finished)
+                progress(done[0], done[1])
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM ends the workers and frees their semaphores before this process, unless the program handles it itself."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not mine:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _raise_first(finished: set[Future[None]]) -> None:
+    try:
+        for future in finished:
+            future.result()
+    except BrokenProcessPool as error:
+        raise WorkerError(
+            "a process that writes shards was killed, perhaps since memory ran out; give fewer --workers and "
+            "run the same command again to go on"
+        ) from error
+
+
+_stop: Event
+_done: SynchronizedArray[int]
+
+
+def _begin_worker(work: Path, stop: Event, done: SynchronizedArray[int]) -> None:
+    """Begin a worker: ignore Ctrl-C, which is the parent's, share the folder's lock, and exit when the parent does."""
+    global _stop, _done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _stop, _done = stop, done
+    fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # open until the process ends
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if not parent.is_alive():
+        os._exit(1)
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+def _exit_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _write(job: Job) -> None:
+    write_shard(job, _tick)
+
+
+def _tick(sample_bytes: int) -> None:
+    if _stop.is_set():
+        raise _StoppedError
+    with _done.get_lock():
+        _done[0] += 1
+        _done[1] += sample_bytes
+
+
+@contextlib.contextmanager
+def claimed(meta: Path, work: Path) -> Iterator[None]:
+    """Lock a folder for one conversion, after the workers of a killed one are gone. Raises `SavableError` if locked."""
+    with _opened(meta) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SavableError(f"{meta.parent}: another conversion is writing here; wait until it ends") from error
+        work.mkdir(exist_ok=True)
+        with _opened(work) as shared:
+            fcntl.flock(shared, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder, to lock; closing it unlocks."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

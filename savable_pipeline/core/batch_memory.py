@@ -1,0 +1,126 @@
+"""`stack` and `empty`: tensors for a batch, which in a worker are made in the shared memory that the trainer reads.
+
+    encoder ── stack(images) ──▶ a tensor in a shared segment ── its place in the segment ──▶ trainer
+
+Other tensors of a batch are made in the worker's own memory and then copied; their values are the same. Items may lie
+in the shared memory, too, if `empty` or `Sample.array` made them: `stack` joins neighbouring ones without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.item_difference import DifferingItemsError, find_difference
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Memory(Protocol):
+    """Allocates memory for batches."""
+
+    def allocate(self, size: int) -> memoryview | None:
+        """`size` writable bytes, or None if there is no room for them."""
+
+    def given(self, address: int, size: int) -> memoryview | None:
+        """The bytes at an address of this process, if all of them were allocated for the next batch; else None."""
+
+
+_memory: Memory | None = None
+
+
+def use(memory: Memory | None) -> None:
+    """Allocate this process's batches in `memory` from now on; None returns to ordinary memory."""
+    global _memory
+    _memory = memory
+
+
+def empty_bytes(size: int) -> NDArray[np.uint8]:
+    """An uninitialised array, uint8 (size,), to fill as a part of an item or a batch."""
+    room = _memory.allocate(size) if _memory is not None and size else None
+    return np.empty(size, np.uint8) if room is None else np.frombuffer(room, np.uint8)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised CPU tensor of this shape and dtype, to fill as a part of an item or a batch.
+
+    In a worker it lies in the shared memory of the next batch, if there is room, so that it reaches the trainer without
+    a copy; elsewhere it is as `torch.empty(shape, dtype=dtype)`.
+
+    >>> ids = sp.empty((2, 3), torch.int64).fill_(7)  # int64 (2, 3)
+    >>> ids.tolist()
+    [[7, 7, 7], [7, 7, 7]]
+    """
+    import torch
+
+    made = torch.empty(0, dtype=dtype)
+    count = 1
+    for length in shape:
+        count *= length
+    room = _memory.allocate(count * made.element_size()) if _memory is not None and count else None
+    if room is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(room, dtype=dtype, count=count).view(tuple(shape))
+
+
+def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`torch.stack(tensors)`: one tensor (n, …) of n tensors of one shape; in a worker, in a batch's shared memory.
+
+    Tensors that lie side by side there already (see `empty` and `Sample.array`) are not copied: the result views them.
+    Raises RuntimeError if shapes differ.
+
+    >>> sp.stack([torch.tensor([1, 2]), torch.tensor([3, 4])])  # int64 (2, 2)
+    tensor([[1, 2],
+            [3, 4]])
+    """
+    import torch
+
+    first = tensors[0]
+    plain = all(
+        type(tensor) is torch.Tensor and tensor.dtype == first.dtype and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided and not tensor.requires_grad and tensor.shape == first.shape
+        for tensor in tensors
+    )  # fmt: skip
+    if not plain:
+        return torch.stack(list(tensors))
+    shape = (len(tensors), *first.shape)
+    room = _side_by_side(tensors)
+    if room is not None:
+        return torch.frombuffer(room, dtype=first.dtype).view(shape)
+    return torch.stack(list(tensors), out=empty(shape, first.dtype))
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> memoryview | None:
+    """The memory of these tensors, of one shape and dtype, if they lie end to end in the next batch's; else None."""
+    start, size = tensors[0].data_ptr(), tensors[0].numel() * tensors[0].element_size()
+    if _memory is None or not size or tensors[-1].data_ptr() != start + (len(tensors) - 1) * size:
+        return None
+    for number, tensor in enumerate(tensors):
+        if tensor.data_ptr() != start + number * size or not tensor.is_contiguous():
+            return None
+    return _memory.given(start, size * len(tensors))
+
+
+def collate(items: list[Any]) -> Any:
+    """A batch as torch's `default_collate` makes it, with `stack` for tensors and arrays.
+
+    Raises `DifferingItemsError`, which names the field, for items that cannot be stacked.
+    """
+    import torch
+    from torch.utils.data._utils.collate import collate as collate_with
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    def stacked(tensors: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+        return stack(tensors)
+
+    try:
+        return collate_with(items, collate_fn_map={**default_collate_fn_map, torch.Tensor: stacked})
+    except (RuntimeError, TypeError, KeyError):
+        difference = find_difference(items)
+        if difference is None:
+            raise
+        raise DifferingItemsError(*difference) from None

@@ -1,0 +1,85 @@
+"""`ChildProcess`: runs a function of this package in a process of its own, with a connection to it.
+
+    this process ── messages ──▶ child: function(connection, messages, *arguments)
+                 ◀── answers ───
+
+The child is started by exec, not by fork: a trainer with threads or CUDA can start it, and the main module needs no
+guard. It imports the package's modules without running the package's `__init__`, which takes 0.2 s and 40 MB. Ctrl-C
+does not reach it; it ends when it is closed or when this process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from savable_pipeline.core.parent_watch import poll_while_parent_lives
+
+_START = """
+import json, sys, types
+package = types.ModuleType("savable_pipeline")
+package.__path__ = [sys.argv[1]]
+sys.modules["savable_pipeline"] = package
+sys.path[:] = json.loads(sys.argv[2])
+from savable_pipeline.core import child_process
+child_process.run(*sys.argv[3:])
+"""
+
+
+class ChildProcess:
+    """A process that calls `function` ("module:name") as `function(connection, messages, *arguments)`.
+
+    `messages` yields the messages from this process; the function sends its answers over `connection`.
+    """
+
+    def __init__(self, function: str, *arguments: str | float) -> None:
+        self.owner = os.getpid()
+        self.connection, theirs = Pipe()
+        path = json.dumps([str(entry) for entry in sys.path])
+        start = [str(Path(__file__).parents[1]), path, function, str(theirs.fileno()), str(self.owner)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, *start, json.dumps(arguments)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def kill(self) -> None:
+        """End the process; `connection.recv` then raises EOFError."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End the process and close the connection; in a fork of the owner, only close the inherited connection."""
+        self.connection.close()
+        if os.getpid() == self.owner:
+            self.kill()
+
+
+def run(function: str, descriptor: str, parent: str, arguments: str) -> None:
+    """In the child: call the function with its connection and the parent's messages. Prints go to standard error."""
+    os.dup2(2, 1)
+    module, _, name = function.partition(":")
+    connection = Connection(int(descriptor))
+    act = getattr(importlib.import_module(module), name)
+    act(connection, _messages(connection, int(parent)), *json.loads(arguments))
+
+
+def _messages(connection: Connection, parent: int) -> Iterator[Any]:
+    """The parent's messages, until the parent closes the connection or ends."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    with contextlib.suppress(EOFError, OSError):
+        for ready in poll_while_parent_lives(poll, parent):
+            if ready:
+                yield connection.recv()

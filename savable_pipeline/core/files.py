@@ -1,0 +1,45 @@
+"""Replaces files atomically: a reader sees the old file or the whole new one, never a part."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """A new file, which takes the place of `path` when the block ends without an error.
+
+    `sync` is for a file that one process writes and that must survive a crash of the machine: its bytes are on the disk
+    before it takes its place. The next attempt overwrites the temporary file that a crash has left.
+    """
+    aside = path.with_name(f"{path.name}.tmp" if sync else f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> None:
+    """Write a whole file; see `replacing`."""
+    with replacing(path, sync=sync) as file:
+        file.writelines(parts)
+
+
+def user_cache() -> Path | None:
+    """The user's folder for caches: `XDG_CACHE_HOME` or `~/.cache`; None for a user without a home."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(given) if given else Path.home() / ".cache"
+    except RuntimeError:  # no HOME, and no entry in the system's list of users: a container under another number
+        return None

@@ -1,0 +1,101 @@
+"""Keyed random words, permutations and bijections: all the arithmetic that decides an order.
+
+It is integer arithmetic written here, so that no release of NumPy, torch or Python changes an order.
+A *key* is 64 bits: the xxh3_64 hash of its purpose, such as (seed, "lane", index, epoch). The words of a key
+are those of SplitMix64 started at the key: word n is `finalize(key + (n + 1) * GAMMA)`, so any word is computed
+without the ones before it (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+Words: TypeAlias = NDArray[np.uint64]
+
+MASK = (1 << 64) - 1
+GAMMA = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_TABLE_LIMIT = 1 << 16  # a permutation up to this length is stored as a table (128 kB); a longer one is computed
+_ROUNDS = 6
+
+
+def derive_key(*parts: int | str) -> int:
+    """The 64-bit key of a tuple of integers and strings; each part is tagged with its type and length."""
+    encoded = bytearray()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else int(part).to_bytes(16, "little", signed=True)
+        encoded += (b"s" if isinstance(part, str) else b"i") + len(raw).to_bytes(4, "little") + raw
+    return xxh3_64_intdigest(bytes(encoded))
+
+
+def word(key: int, n: int) -> int:
+    """Word number `n` of `key`: 64 random bits."""
+    z = (key + (n + 1) * GAMMA) & MASK
+    z = ((z ^ (z >> 30)) * _MIX1) & MASK
+    z = ((z ^ (z >> 27)) * _MIX2) & MASK
+    return z ^ (z >> 31)
+
+
+def words(key: int, start: int, count: int) -> Words:
+    """Words `start` to `start + count - 1` of `key`: uint64 (count,)."""
+    return _finalize(np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(GAMMA) + np.uint64(key))
+
+
+def _finalize(z: Words) -> Words:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
+    return z ^ (z >> np.uint64(31))
+
+
+def below(drawn: Words, limit: int) -> NDArray[np.int64]:
+    """Words turned into integers in [0, limit), for limits below 2**31: int64 of the same shape."""
+    return (((drawn >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32)).astype(np.int64)
+
+
+def permutation(key: int, n: int) -> NDArray[np.int64]:
+    """A random permutation of 0 … n-1: the order in which the first n words of the key sort. int64 (n,)."""
+    return np.argsort(words(key, 0, n), kind="stable")
+
+
+class Bijection:
+    """A random permutation of 0 … n-1 of which any part can be computed without the rest, for n up to 2**62.
+
+    For small n it is a table. For large n it is a Feistel network over the bits of n-1, applied repeatedly until the
+    result is below n, less than twice on average (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002).
+    """
+
+    def __init__(self, key: int, n: int) -> None:
+        self._n = n
+        self._table = permutation(key, n).astype(np.uint16) if n <= _TABLE_LIMIT else None
+        bits = max(n - 1, 1).bit_length()
+        self._widths = np.uint64(bits - bits // 2), np.uint64(bits // 2)  # of the left and of the right half
+        self._keys = words(key, 0, _ROUNDS)
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The images of `positions`, each in [0, n): int64 of the same shape."""
+        if self._table is not None:
+            return self._table[positions].astype(np.int64)
+        image = self._encrypt(positions.astype(np.uint64))
+        outside = np.flatnonzero(image >= self._n)
+        while len(outside):
+            image[outside] = self._encrypt(image[outside])
+            outside = outside[image[outside] >= self._n]
+        return image.astype(np.int64)
+
+    def _encrypt(self, x: Words) -> Words:
+        """One pass through the network; the halves swap places and widths in each of an even number of rounds."""
+        wide, narrow = self._widths
+        left, right = x >> narrow, x & _ones(narrow)
+        for round_key in self._keys:
+            left, right = right, left ^ (_finalize(right + round_key) & _ones(wide))
+            wide, narrow = narrow, wide
+        return (left << narrow) | right
+
+
+def _ones(bits: np.uint64) -> np.uint64:
+    return (np.uint64(1) << bits) - np.uint64(1)

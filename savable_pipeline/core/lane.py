@@ -1,0 +1,93 @@
+"""`Lane`: one logical worker: the unit of order, of state and of randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.rng import Rng
+
+T = TypeVar("T")
+PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: a hash of each shard of the run, as pinned_shards.py has it
+Growth: TypeAlias = dict[str, list[tuple[int, int]]]  # by the reader's branch: (epoch, shards), as growth.py draws it
+
+
+class Lane:
+    """Lane `index` of `count` lanes, in a run with this `seed`, in pass number `epoch` over the data.
+
+    A pipeline function gets a lane and builds its stages for it. All random numbers of a run are keyed by the lane or
+    by the sample, so a lane gives the same batches in any process on any machine. The loader passes the keyword
+    arguments; without a loader, `sp.Lane()` is enough. Raises ValueError unless 0 ≤ index < count.
+
+    >>> lane = sp.Lane(index=2, count=96, seed=7)
+    >>> lane
+    Lane(2 of 96, seed=7)
+    >>> next(sp.TarShardReader("shards/", lane)).key == next(sp.TarShardReader("shards/", lane)).key
+    True
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        count: int = 1,
+        seed: int = 0,
+        *,
+        epoch: int = 0,
+        shared: dict[Any, Any] | None = None,
+        status: memoryview | None = None,
+        pad: bool = False,
+        growth: Growth | None = None,
+        downloads: bool = True,
+        pinned: PinnedShards | None = None,
+    ) -> None:
+        if not 0 <= index < count:
+            raise ValueError(f"a lane's index must lie in 0 … count-1; got index {index}, count {count}")
+        self.index = index
+        self.count = count
+        self.seed = seed
+        self.epoch = epoch
+        self.status = status  # where stages record what they work on, for a report of a crash (see status_page.py)
+        self.unused: int | None = None  # samples that readers gave since the last batch; None without a loader
+        self.pad = pad  # whether batches are padded with rows that do not count, and go on after the lane's end
+        self.growth: Growth = growth or {}  # with how many shards readers read each epoch, where shards were added
+        self.downloads = downloads  # whether readers may download ahead; not in a lane that is only looked at
+        self.pinned: PinnedShards = {} if pinned is None else pinned
+        self._shared: dict[Any, Any] = {} if shared is None else shared
+        self._rngs: dict[str, Rng] = {}
+        self._restored: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Lane({self.index} of {self.count}, seed={self.seed})"
+
+    def key(self, *parts: int | str) -> int:
+        """A 64-bit key of random numbers, derived from this lane, its pass and `parts`."""
+        return derive_key(self.seed, "lane", self.index, self.epoch, *parts)
+
+    def rng(self, name: str) -> Rng:
+        """The lane's own sequence of random numbers called `name`; its position is saved with the lane.
+
+        Its `.numpy`, `.torch` and `.python` raise ValueError: a state cannot hold their positions.
+
+        >>> sp.Lane(seed=7).rng("mixup").integers(10) == sp.Lane(seed=7).rng("mixup").integers(10)
+        True
+        """
+        if name not in self._rngs:
+            self._rngs[name] = Rng(self.key("rng", name), draws=self._restored.get(name, 0), counted=True)
+        return self._rngs[name]
+
+    def shared(self, key: Any, make: Callable[[], T]) -> T:
+        """The value of `make()` for `key`, made once for all lanes of a process that have the same `shared` dict."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]  # type: ignore[no-any-return]
+
+    def save_state(self) -> dict[str, int]:
+        """The number of words drawn from each named sequence. The reader saves this with its own position."""
+        return {**self._restored, **{name: rng.draws for name, rng in self._rngs.items()}}
+
+    def restore_state(self, state: dict[str, int]) -> None:
+        """Return each named sequence to its saved position."""
+        self._restored = dict(state)
+        for name, rng in self._rngs.items():
+            rng.draws = state.get(name, 0)

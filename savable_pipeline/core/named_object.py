@@ -1,0 +1,62 @@
+"""Imports an object that a user names on a command line: `package.module:name` or `train.py:name`.
+
+The import runs the user's own code, as the user asked. Never pass a name that comes from data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_NAME = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+
+
+def names_object(text: str) -> bool:
+    """Whether `text` has the form `module:name` and is not an existing path."""
+    return _NAME.fullmatch(text) is not None and not Path(text).exists()
+
+
+def named_object(text: str) -> Any:
+    """The object named by `text`; its module is searched in the working folder, or in the file's folder, too.
+
+    Raises ValueError if there is no such module or name, and any error that the module raises.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"expected module:name or file.py:name, such as train:make_loader, not {text!r}")
+    module = _module(match["module"])
+    try:
+        return attrgetter(match["name"])(module)
+    except AttributeError:
+        public = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ValueError(
+            f"{text}: the module has no {match['name']!r}; it has {', '.join(public) or 'nothing'}"
+        ) from None
+
+
+def _module(place: str) -> ModuleType:
+    """Import a module by its dotted name or its file; a file's folder is put first on the path, as by `python FILE`."""
+    path = Path(place).resolve()
+    if not place.endswith(".py"):
+        _search(Path.cwd())
+        if importlib.util.find_spec(place.split(".")[0]) is None:
+            raise ValueError(f"there is no module {place!r} on the path or in {Path.cwd()}; a file is named with .py")
+        return importlib.import_module(place)
+    if not path.is_file():
+        raise ValueError(f"{place}: no such file")
+    _search(path.parent)
+    module = importlib.import_module(path.stem)
+    if Path(module.__file__ or "").resolve() != path:
+        raise ValueError(f"{place}: a module {path.stem!r} of {module.__file__} is imported already; rename the file")
+    return module
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

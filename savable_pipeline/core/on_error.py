@@ -1,0 +1,83 @@
+"""The setting `on_error` (raise, skip, or ask a function), and the quarantine file that lists skipped samples."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from savable_pipeline.errors import SavableError, ShardError
+
+log = logging.getLogger(__name__)
+
+OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
+_LONGEST = 2000  # characters of an error's text that are written to the file
+
+
+def check_on_error(stage: str, on_error: OnError) -> None:
+    """Raise ValueError unless `on_error` is "raise", "skip", or a function."""
+    if on_error not in ("raise", "skip") and not callable(on_error):
+        raise ValueError(
+            f"{stage}: on_error must be 'raise', 'skip', or a function of the error that gives True to skip: "
+            f"{on_error!r}"
+        )
+
+
+def skips(on_error: OnError, error: SavableError) -> bool:
+    """Whether `on_error` says to skip the sample or shard of this error."""
+    return bool(on_error(error)) if callable(on_error) else on_error == "skip"
+
+
+def reason_of(error: Exception) -> str:
+    """The name of the counter for an error: a `ShardError`'s reason, or the class of an encoder's error."""
+    return error.reason if isinstance(error, ShardError) else type(error).__name__
+
+
+def is_of_environment(error: Exception) -> bool:
+    """Whether an error comes from disk, network, time or memory, not from the data, and so may not happen again.
+
+    An OSError of the operating system has an `errno`; one that a decoder raises for damaged data has none.
+    """
+    if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+        return error.errno is not None
+    return isinstance(error, ShardError | TimeoutError | MemoryError)
+
+
+class Quarantine:
+    """A file of JSON lines, one for each skipped sample or shard.
+
+    Many processes may write to it: each line is one appending write, so lines never mix, and a killed process leaves no
+    half line. A line that a full disk has cut is ended before the next one begins. A sample that is skipped again after
+    a resume is listed again.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def add(self, **entry: Any) -> None:
+        """Append one line. Logs a warning if the file cannot be written: that must not end the run."""
+        line = json.dumps({name: _short(value) for name, value in entry.items()}).encode() + b"\n"
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                whole = b"\n" + line if _is_torn(descriptor) else line
+                if os.write(descriptor, whole) < len(whole):
+                    raise OSError(errno.ENOSPC, "only a part of the line was written; is the disk full?")
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            log.warning("%s: cannot be written (%s): %s", self.path, error.strerror, line.decode().strip())
+
+
+def _is_torn(descriptor: int) -> bool:
+    """Whether a file ends within a line."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) not in (b"\n", b"")
+
+
+def _short(value: Any) -> Any:
+    return value[:_LONGEST] if isinstance(value, str) else value

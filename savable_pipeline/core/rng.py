@@ -1,0 +1,196 @@
+"""`Rng`: the random numbers of one call of an encoder, or of one named sequence of a lane.
+
+It uses only our own arithmetic on SplitMix64 words and IEEE additions, multiplications, divisions and square
+roots, so that a seed gives the same numbers on every machine and with every release of a library. A call that
+draws nothing costs nothing: even the key is computed at the first draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import index
+from random import Random as PythonRandom
+from struct import Struct
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.keyed_random import MASK, word
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+_PARTS = Struct("<QQQ")
+_KINDS = ("numpy", "torch", "python")  # their keys are words -1, -2 and -3
+
+
+class Rng(msgspec.Struct, gc=False, eq=False):
+    """Random numbers that depend on a key alone, on every machine. A call of an encoder gets one, keyed by the run's
+    seed and the sample, pack or batch that the call makes.
+
+    The words are those of SplitMix64 (see core/keyed_random.py) with the key `xxh3_64(parts, seed=base)`; `draws`
+    counts the words drawn so far. `.numpy`, `.torch` and `.python` are generators of each kind with keys derived from
+    it; their numbers may change with a release of their library.
+
+    >>> rng = sp.Rng(7)
+    >>> rng.integers(10), round(rng.random(), 3), rng.permutation(4)
+    (9, 0.205, [1, 2, 3, 0])
+    >>> sp.Rng(7).integers(10)  # the same key, the same numbers
+    9
+    """
+
+    _base: int
+    parts: tuple[int, int, int] = (0, 0, 0)
+    draws: int = 0
+    _key: int | None = None
+    _made: dict[str, Any] | None = None  # the generators of NumPy, torch and Python, once they are asked for
+    counted: bool = False  # whether this is a sequence of a lane, of which a state holds `draws` alone
+
+    def rekey(self, parts: tuple[int, int, int]) -> None:
+        """Start again with the key of `(base, *parts)`."""
+        self.parts = parts
+        self.draws = 0
+        self._key = self._made = None
+
+    def restarted(self) -> Rng:
+        """A new generator with the same key, before its first draw."""
+        return Rng(self._base, self.parts)
+
+    @property
+    def key(self) -> int:
+        """The 64-bit key of this generator."""
+        if self._key is None:
+            self._key = xxh3_64_intdigest(_PARTS.pack(*self.parts), self._base)
+        return self._key
+
+    def bits(self) -> int:
+        """64 random bits, as an int."""
+        drawn = word(self.key, self.draws)
+        self.draws += 1
+        return drawn
+
+    def random(self) -> float:
+        """A float in [0, 1), a multiple of 2**-53."""
+        return (self.bits() >> 11) * 2.0**-53
+
+    def integers(self, n: int) -> int:
+        """An integer in [0, n), without bias (Lemire: Fast Random Integer Generation in an Interval, 2019).
+
+        Raises ValueError unless 1 ≤ n ≤ 2**64.
+        """
+        n = index(n)  # NumPy's integers would overflow
+        if not 0 < n <= 1 << 64:
+            raise ValueError(f"integers(n) needs 1 ≤ n ≤ 2**64, not {n}")
+        product = self.bits() * n
+        if product & MASK < n:
+            threshold = (1 << 64) % n
+            while product & MASK < threshold:
+                product = self.bits() * n
+        return product >> 64
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+        """A float between `low` and `high`, uniformly distributed."""
+        return low + (high - low) * self.random()
+
+    def normal(self, mean: float = 0.0, std: float = 1.0) -> float:
+        """A normally distributed float: the quantile of a uniform draw (Wichura: Algorithm AS 241, 1988)."""
+        return mean + std * _normal_quantile(((self.bits() >> 12) + 0.5) * 2.0**-52)
+
+    def choice(self, items: Sequence[T]) -> T:
+        """One of `items`, each with the same probability. Raises ValueError if there are none."""
+        return items[self.integers(len(items))]
+
+    def permutation(self, n: int) -> list[int]:
+        """The integers 0 … n-1 in random order (Fisher and Yates; Durstenfeld: Algorithm 235, 1964)."""
+        order = list(range(n))
+        for i in range(n - 1, 0, -1):
+            j = self.integers(i + 1)
+            order[i], order[j] = order[j], order[i]
+        return order
+
+    @property
+    def numpy(self) -> np.random.Generator:
+        """A NumPy generator (Philox) keyed by this one, the same object at each access."""
+        return self._once("numpy", lambda key: np.random.Generator(np.random.Philox(key=key)))
+
+    @property
+    def torch(self) -> torch.Generator:
+        """A torch CPU generator keyed by this one, the same object at each access."""
+        import torch  # imported only where it is needed: it takes seconds, and many encoders do without
+
+        return self._once("torch", lambda key: torch.Generator().manual_seed(key))
+
+    @property
+    def python(self) -> PythonRandom:
+        """A `random.Random` keyed by this one, the same object at each access."""
+        return self._once("python", PythonRandom)
+
+    def _once(self, kind: str, make: Callable[[int], T]) -> T:
+        if self.counted:
+            raise ValueError(
+                f"lane.rng(...).{kind}: a state cannot hold the position of such a generator; draw from lane.rng(...) "
+                f"itself, or seed a new generator with its bits() each time"
+            )
+        if self._made is None:
+            self._made = {}
+        if kind not in self._made:
+            self._made[kind] = make(word(self.key, -1 - _KINDS.index(kind)))
+        made: T = self._made[kind]
+        return made
+
+
+def _log(x: float) -> float:
+    """Natural logarithm for 0 < x < 1 by additions, multiplications and divisions alone: 2 artanh((x-1)/(x+1))."""
+    twos = 0
+    while x < 0.7:
+        x, twos = x * 2.0, twos - 1
+    ratio = (x - 1.0) / (x + 1.0)
+    square, power, total = ratio * ratio, ratio, 0.0
+    for odd in range(1, 40, 2):
+        total += power / odd
+        power *= square
+    return 2.0 * total + twos * 0.6931471805599453
+
+
+def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:
+    total = 0.0
+    for coefficient in coefficients:
+        total = total * x + coefficient
+    return total
+
+
+def _normal_quantile(p: float) -> float:
+    """Quantile of the standard normal, 0 < p < 1 (Wichura: Algorithm AS 241, PPND16, 1988)."""
+    q = p - 0.5
+    if abs(q) <= 0.425:
+        r = 0.180625 - q * q
+        return q * _polynomial(r, _CENTRE[0]) / _polynomial(r, _CENTRE[1])
+    r = math.sqrt(-_log(min(p, 1.0 - p)))
+    near, far = r <= 5.0, r - 5.0
+    value = _polynomial(r - 1.6, _NEAR[0]) / _polynomial(r - 1.6, _NEAR[1]) if near else 0.0
+    value = value if near else _polynomial(far, _FAR[0]) / _polynomial(far, _FAR[1])
+    return value if q > 0 else -value
+
+
+_CENTRE = (
+    (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
+     13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.387132872796366608),
+    (5226.495278852545925, 28729.085735721942674, 39307.89580009271061, 21213.794301586595867,
+     5394.1960214247511077, 687.1870074920579083, 42.313330701600911252, 1.0),
+)  # fmt: skip
+_NEAR = (
+    (7.7454501427834140764e-4, 0.0227238449892691845833, 0.24178072517745061177, 1.27045825245236838258,
+     3.64784832476320460504, 5.7694972214606914055, 4.6303378461565452959, 1.42343711074968357734),
+    (1.05075007164441684324e-9, 5.475938084995344946e-4, 0.0151986665636164571966, 0.14810397642748007459,
+     0.68976733498510000455, 1.6763848301838038494, 2.05319162663775882187, 1.0),
+)  # fmt: skip
+_FAR = (
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 0.0012426609473880784386, 0.026532189526576123093,
+     0.29656057182850489123, 1.7848265399172913358, 5.4637849111641143699, 6.6579046435011037772),
+    (2.04426310338993978564e-15, 1.4215117583164458887e-7, 1.8463183175100546818e-5, 7.868691311456132591e-4,
+     0.0148753612908506148525, 0.13692988092273580531, 0.59983220655588793769, 1.0),
+)  # fmt: skip

@@ -1,0 +1,17 @@
+"""Tracebacks that begin at the user's own code: how it was called is of no use to who mends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+_OURS = str(Path(__file__).parents[1]) + "/"
+ErrorType = TypeVar("ErrorType", bound=BaseException)
+
+
+def from_user_code(error: ErrorType) -> ErrorType:
+    """The error without the frames of this package that its traceback begins with; the deepest frame stays."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return error.with_traceback(trace)

@@ -1,0 +1,43 @@
+"""Weights as integers, so that shares are exact and compare equal however they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from math import gcd, lcm
+from typing import TypeAlias
+
+Weight: TypeAlias = int | float | str | Fraction | Decimal
+
+
+def integer_weights(weights: Mapping[str, Weight]) -> dict[str, int]:
+    """Weights as integers without a common factor: {"a": 0.7, "b": 0.3} gives {"a": 7, "b": 3}.
+
+    Raises ValueError for a weight that is no number of at least 0, and where none is above 0.
+    """
+    exact = {name: exact_weight(name, weight) for name, weight in weights.items()}
+    if not any(exact.values()):
+        raise ValueError(f"one weight at least must be above 0: {', '.join(map(repr, exact))} have 0, which is off")
+    whole = lcm(*(value.denominator for value in exact.values()))
+    return reduced({name: int(value * whole) for name, value in exact.items()})
+
+
+def exact_weight(name: str, weight: Weight) -> Fraction:
+    """The weight of the source `name`; a float counts as the decimal number that `str` prints.
+
+    Raises ValueError unless it is a number of at least 0.
+    """
+    try:
+        exact = Fraction(str(weight))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"the weight of {name!r} must be a number, not {weight!r}") from None
+    if exact < 0:
+        raise ValueError(f"the weight of {name!r} must be at least 0, not {weight!r}; 0 turns the source off")
+    return exact
+
+
+def reduced(weights: Mapping[str, int]) -> dict[str, int]:
+    """Weights without a common factor."""
+    common = gcd(*weights.values()) or 1
+    return {name: weight // common for name, weight in weights.items()}

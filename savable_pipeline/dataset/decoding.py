@@ -1,0 +1,77 @@
+"""Decodes the parts of a sample by their extension. Nothing is unpickled, and no more is allocated than is there."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from savable_pipeline.dataset.transparency import converted
+from savable_pipeline.shards.part_types import IMAGE_PARTS, JSON_PARTS, TEXT_PARTS, open_image, part_type
+
+LARGEST_NPZ = 1 << 32  # bytes of all arrays of an `npz`
+
+_decoded = msgspec.json.Decoder().decode
+
+
+def decoded_json(raw: bytes) -> Any:
+    """The result of `json.loads`, which decodes itself what msgspec refuses, such as NaN and lone surrogates."""
+    try:
+        return _decoded(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return json.loads(raw)
+
+
+def decoded_part(extension: str, data: bytes) -> Any:
+    """A part by the last word of its extension: of "seg.png" an image. Raises what the decoders raise."""
+    kind = part_type(extension)
+    if kind in JSON_PARTS:
+        return decoded_json(data)
+    if kind in TEXT_PARTS:
+        return data.decode()
+    if kind in IMAGE_PARTS:
+        return np.array(converted(open_image(data, extension), "RGB", "white"))
+    if kind == "npy":
+        return _array(data)
+    return _arrays(data) if kind == "npz" else data
+
+
+def _array(data: bytes) -> NDArray[Any]:
+    """The array of an `npy` file. Raises ValueError if it holds objects, or less than its header says."""
+    file = io.BytesIO(data)
+    version = npy.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"an npy file of version {version[0]}.{version[1]}; 1.0 and 2.0 are read")
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read_header(file)
+    if dtype.hasobject:
+        raise ValueError("an npy file of Python objects, which are never unpickled")
+    count = 1
+    for length in shape:
+        count *= length
+    if count * dtype.itemsize != len(data) - file.tell():
+        raise ValueError(f"an npy file of {len(data) - file.tell()} bytes, where {shape} of {dtype} was announced")
+    flat = np.frombuffer(data, dtype, count, file.tell()) if count else np.empty(0, dtype)
+    return (flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)).copy(order="K")
+
+
+def _arrays(data: bytes) -> Mapping[str, NDArray[Any]]:
+    """The arrays of an `npz` file, by name. Raises ValueError if they are larger than `LARGEST_NPZ` together."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        inside = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+        if (total := sum(each.file_size for each in inside)) > LARGEST_NPZ:
+            raise ValueError(f"an npz file of {total:,} bytes of arrays; at most {LARGEST_NPZ:,} are read")
+        return {each.filename.removesuffix(".npy"): _array(_inflated(archive, each)) for each in inside}
+
+
+def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
+    """An entry, never more than it announces."""
+    with archive.open(each) as file:
+        return file.read(each.file_size)

@@ -1,0 +1,90 @@
+"""A dataset in numbers, from its index: only one shard is opened, for the first key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.dataset.kinds import open_any
+from savable_pipeline.shards.energon_metadata import read_counts, read_split, split_names
+from savable_pipeline.shards.index_file import ShardEntry
+from savable_pipeline.shards.paths import Shards
+from savable_pipeline.shards.uneven_parts import uneven_parts
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """The number of samples that have a part, and the bytes of the part in all of them."""
+
+    samples: int
+    size: int
+
+    @property
+    def mean(self) -> float:
+        """The mean size in bytes."""
+        return self.size / self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """A dataset in numbers; sizes are in bytes."""
+
+    root: str  # a folder or a URL
+    shards: list[ShardEntry]
+    parts: dict[str, PartInfo]  # by extension, the most frequent first
+    first_key: str
+    first_parts: dict[str, int]  # by extension: size
+    splits: dict[str, int]  # by name: samples of its shards
+    looked_at: int  # samples that `parts` counts: all, or some where all would have to be read
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return sum(entry.samples for entry in self.shards)
+
+    @property
+    def size(self) -> int:
+        """The bytes of all shards."""
+        return sum(entry.size for entry in self.shards)
+
+    @property
+    def warnings(self) -> list[str]:
+        """About samples that are not as the others."""
+        return uneven_parts(self.looked_at, {extension: part.samples for extension, part in self.parts.items()})
+
+
+def dataset_info(shards: Shards) -> Info:
+    """Describes a dataset. Raises `ShardError` if there is none or it holds no sample, `RemoteError`."""
+    dataset = open_any(shards)
+    sizes, looked_at = dataset.part_sizes()
+    (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
+    return Info(
+        dataset.address,
+        dataset.entries,
+        _parts(sizes),
+        dataset.key(shard, row),
+        dataset.store.sizes(shard, row),
+        split_counts(dataset.root, dataset.entries),
+        looked_at,
+    )
+
+
+def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
+    ranked = sorted(sizes, key=lambda extension: (-len(sizes[extension]), extension))
+    return {extension: PartInfo(len(sizes[extension]), int(sizes[extension].sum())) for extension in ranked}
+
+
+def split_counts(root: Path | None, entries: list[ShardEntry]) -> dict[str, int]:
+    """The number of samples of each split in `.nv-meta/split.yaml` or `split.json`; empty without either."""
+    if root is None:
+        return {}
+    counts = {entry.name: entry.samples for entry in entries}
+    known = {*counts, *(read_counts(root) or ())}
+    splits = {name: read_split(root, name, known) for name in split_names(root)}
+    return {
+        name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)
+        for name, split in splits.items()
+    }

@@ -1,0 +1,100 @@
+"""Which kind of store a path names, by the names of its files; and the dataset of any kind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from savable_pipeline.core.on_error import OnError
+from savable_pipeline.core.wording import listed
+from savable_pipeline.dataset.dataset import Dataset
+from savable_pipeline.dataset.opening import dataset_of, open_dataset
+from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.urls import is_remote
+from savable_pipeline.shards.braces import expand_braces
+from savable_pipeline.shards.paths import TARS, ShardKind, Shards, Unlistable, raise_it, spelled_out
+from savable_pipeline.stores.arrow_file import ARROW
+from savable_pipeline.stores.arrow_store import ArrowStore
+from savable_pipeline.stores.downloads import check_local
+from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.file_indexing import IndexedFiles
+from savable_pipeline.stores.file_store import FileStore
+from savable_pipeline.stores.jsonl_file import JSONL
+from savable_pipeline.stores.jsonl_store import JsonlStore
+from savable_pipeline.stores.parquet_file import PARQUET
+from savable_pipeline.stores.parquet_store import ParquetStore
+from savable_pipeline.stores.token_file import TOKENS
+from savable_pipeline.stores.token_store import TokenStore
+
+FORMATS = {form.name: form for form in (PARQUET, ARROW, JSONL, TOKENS)}
+_KINDS: dict[str, ShardKind] = {"tar": TARS, **{name: form.kind for name, form in FORMATS.items()}}
+_WINDOW = 1024  # tokens shown of flat files
+
+
+def format_of(files: Shards) -> FileFormat | None:
+    """The format of the files that a user names; None for tars. Raises `ShardError` for files of several kinds."""
+    return FORMATS.get(kind_of(files))
+
+
+def kind_of(files: Shards) -> str:
+    """ "tar", "parquet", "arrow", "jsonl" or "tokens". A folder with tars is one of tars, whatever else is in it.
+
+    Raises `ShardError` for files of several kinds.
+    """
+    if is_remote(files):
+        names = [files] if isinstance(files, str | os.PathLike) else list(files)
+        others = {_kind_of_name(os.fspath(name)) for name in names} - {"tar", ""}
+        if others:
+            check_local(files)
+        return "tar"
+    found = {kind for spec in spelled_out(files) for kind in _kinds_at(spec)} - {""}
+    if "tar" in found or not found:
+        return "tar"
+    if len(found) > 1 and "tokens" in found:  # `.bin` and `.npy` lie beside many things
+        found.remove("tokens")
+    if len(found) > 1:
+        raise ShardError(
+            f"{files}: holds files of several kinds, {listed(sorted(found))}; name those of one, by a glob"
+        )
+    return found.pop()
+
+
+def open_any(files: Shards, *, on_error: OnError = "raise") -> Dataset:
+    """The dataset of the files that a user names, of whichever kind. Raises `ShardError`, `RemoteError`."""
+    form = format_of(files)
+    if form is None:
+        return open_dataset(files, on_error=on_error)
+    return dataset_of(lambda tolerant, unlistable: open_store(files, form, tolerant, unlistable), on_error=on_error)
+
+
+def open_store(
+    files: Shards | IndexedFiles, form: FileFormat, tolerant: bool = False, unlistable: Unlistable = raise_it
+) -> FileStore:
+    """The store of files of a format; flat tokens are shown in windows. Raises `ShardError`."""
+    if form is PARQUET:
+        return ParquetStore(files, tolerant=tolerant, unlistable=unlistable)
+    if form is ARROW:
+        return ArrowStore(files, tolerant=tolerant, unlistable=unlistable)
+    if form is JSONL:
+        return JsonlStore(files, tolerant=tolerant, unlistable=unlistable)
+    try:
+        return TokenStore(files, tolerant=tolerant, unlistable=unlistable)
+    except ValueError:
+        return TokenStore(files, length=_WINDOW, tolerant=tolerant, unlistable=unlistable)
+
+
+def _kinds_at(spec: str) -> set[str]:
+    path = Path(spec)
+    if not path.is_dir():
+        return {_kind_of_name(name) for name in expand_braces(spec)[:1]}
+    kinds = set()
+    for _, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        kinds |= {_kind_of_name(name) for name in files}
+        if "tar" in kinds:
+            break
+    return kinds
+
+
+def _kind_of_name(name: str) -> str:
+    return next((kind for kind, files in _KINDS.items() if name.endswith((*files.suffixes, *files.refused))), "")

@@ -1,0 +1,86 @@
+"""Measures the time that each stage of a lane takes, and collects the stages' event counters.
+
+Every 16th batch is timed: a wrapper, put in place of each stage's source, times the calls to it. Other batches run
+without wrappers, at no cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+from savable_pipeline.stages.stage import Stage
+
+EVERY = 16
+_TIMED = {"take", "take_measured", "take_refs", "open_samples", "fetch"}
+
+
+def take_counts(stages: Sequence[Stage], spent: Mapping[str, int]) -> dict[str, int | float]:
+    """Collect and clear the event counters of these stages, as `STAGE/NAME`, and add the time spent, as `STAGE/ns`."""
+    counts: dict[str, int | float] = {f"{name}/ns": nanoseconds for name, nanoseconds in spent.items()}
+    for stage in stages:
+        if stage.counts:
+            name = type(stage).__name__
+            for event, number in stage.counts.items():
+                counts[f"{name}/{event}"] = counts.get(f"{name}/{event}", 0) + number
+            stage.counts.clear()
+    return counts
+
+
+@contextlib.contextmanager
+def timed(stages: Sequence[Stage]) -> Iterator[dict[str, int]]:
+    """Within this context, sum up the nanoseconds of each stage by its name, without those of the stages upstream.
+
+    `stages` are in the order of the data path: the last one is called.
+    """
+    clock = _Clock()
+    start = time.perf_counter_ns()
+    for stage in stages:
+        stage.map_sources(lambda source: cast(Stage, _TimedStage(source, clock)))
+    try:
+        yield clock.spent
+    finally:
+        for stage in stages:
+            stage.map_sources(lambda source: cast(_TimedStage, source).stage)
+        clock.spent[type(stages[-1]).__name__] += time.perf_counter_ns() - start - clock.inner
+
+
+class _Clock:
+    """`spent`: nanoseconds by name of stage; `inner`: nanoseconds that the current call spent in stages upstream."""
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+        self.inner = 0
+
+    def time(self, stage: Stage, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of a stage and add the time it took."""
+        before, self.inner = self.inner, 0
+        start = time.perf_counter_ns()
+        try:
+            return call(*arguments)
+        finally:
+            took = time.perf_counter_ns() - start
+            self.spent[type(stage).__name__] += took - self.inner
+            self.inner = before + took
+
+
+class _TimedStage:
+    """Wraps a stage while a batch is timed."""
+
+    def __init__(self, stage: Stage, clock: _Clock) -> None:
+        self.stage = stage
+        self._clock = clock
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.stage, name)
+        return partial(self._clock.time, self.stage, found) if name in _TIMED else found
+
+    def __iter__(self) -> _TimedStage:
+        return self
+
+    def __next__(self) -> Any:
+        return self._clock.time(self.stage, next, self.stage)

@@ -1,0 +1,177 @@
+"""The records of a ledger file, and how they lie in it.
+
+    record    length u32 │ crc32 of the body u32 │ body: MessagePack of a `Start`, `Batch`, `LaneAt` or `Numbers`
+
+A file begins with its `Start` and is only appended to, a record at a time: a process that is killed loses no record
+that it wrote. What a crash of the machine leaves of a record at the end is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.lane import Growth
+from savable_pipeline.errors import SavableError
+from savable_pipeline.stages.batch_samples import BatchSamples, Integers
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_HEAD = 8  # bytes of length and checksum
+_CONSTANT = 8  # in place of the bytes of a number: one number stands for all
+
+
+class Source(msgspec.Struct, array_like=True, frozen=True):
+    """A source of the run: its name in a `Blend`, the tag of its refs, and where its samples lie."""
+
+    name: str
+    tag: int
+    address: str
+
+
+class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
+    """The first record: what one rank began, and where. `number`, a time in ns, is that of all ranks, or its own."""
+
+    format: int
+    number: int
+    rank: int
+    world_size: int
+    lanes: int
+    seed: int
+    epoch: int
+    slot: int  # the first slot of the first step, or the first that was skipped before it
+    sources: list[Source]
+    fingerprint: bytes
+    pad: bool = False  # whether batches are filled up
+    growth: Growth = {}  # of the data, as a lane that begins an epoch has it
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and slot."""
+        return self.epoch, self.slot
+
+
+class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """A batch that was given; the columns are as `pack_column` packs them, one number for each item."""
+
+    epoch: int
+    slot: int
+    items: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]  # a constant column is expanded to so many
+    indices: bytes
+    epochs: bytes
+    parts: bytes
+    rows: bytes = b""
+    cost: int = 0  # of its packs, as a `Balance` or `OnlinePacker(max_cost=)` counts it; 0: not known
+
+    @classmethod
+    def of(cls, epoch: int, slot: int, samples: BatchSamples, cost: int = 0) -> Batch:
+        """The record of a batch that was made of these samples."""
+        refs = samples.refs
+        if not len(refs):
+            return cls(epoch, slot, 0, b"", b"", b"", cost=cost)
+        indices, epochs, parts = map(_packed, refs.T, refs.min(0).tolist(), refs.max(0).tolist())
+        rows = b"" if samples.rows is None else pack_column(samples.rows)
+        return cls(epoch, slot, len(refs), indices, epochs, parts, rows, cost)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and slot."""
+        return self.epoch, self.slot
+
+    @property
+    def samples(self) -> BatchSamples:
+        """What the batch was made of."""
+        columns = [unpack_column(column, self.items) for column in (self.indices, self.epochs, self.parts)]
+        return BatchSamples(np.stack(columns, axis=1), unpack_column(self.rows, self.items) if self.rows else None)
+
+
+class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):
+    """A lane's state before its batch of a slot, from which its batches can be made again."""
+
+    epoch: int
+    slot: int
+    lane: int
+    state: bytes
+
+
+class Numbers(msgspec.Struct, array_like=True, frozen=True, tag=3):
+    """What `SavableLoader.stats()` said, without rates, when the batch of this slot was about to be given.
+
+    Counters run since the loader was made, which may be before the file begins: only differences count. `at_ns`: the
+    time, in ns since 1970. `names`: texts, such as the shard that was slowest so far.
+    """
+
+    epoch: int
+    slot: int
+    at_ns: int
+    numbers: dict[str, float]
+    names: dict[str, str] = {}
+
+
+Record: TypeAlias = Start | Batch | LaneAt | Numbers
+_decode = msgspec.msgpack.Decoder(Start | Batch | LaneAt | Numbers).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def framed(record: Record) -> bytes:
+    """A record as it is written."""
+    body = _encode(record)
+    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a file, up to the first that was not written whole, as by a machine that crashed.
+
+    Raises `SavableError` if the file cannot be read or does not begin as a ledger.
+    """
+    try:
+        with path.open("rb") as file:
+            first = True
+            while head := file.read(_HEAD):
+                body = file.read(int.from_bytes(head[:4], "little"))
+                if len(head) < _HEAD or zlib.crc32(body) != int.from_bytes(head[4:], "little"):
+                    break
+                record = _decode(body)
+                if first and (not isinstance(record, Start) or record.format != FORMAT):
+                    break
+                first = False
+                yield record
+            else:
+                return
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SavableError(f"{path}: not a ledger that can be read: {error}; use another copy of the file") from error
+    if first:
+        raise SavableError(
+            f"{path}: not a ledger of this release; remove the file, or read it with the one that wrote it"
+        )
+    log.warning("%s: ends in a record that was not written whole; what came before it was read", path)
+
+
+def pack_column(numbers: Integers) -> bytes:
+    """Integers of 0 and more, at least one, in 1, 2, 4 or 8 bytes each, or once if they are all the same."""
+    return _packed(numbers, int(numbers.min()), int(numbers.max()))
+
+
+def _packed(numbers: Integers, least: int, most: int) -> bytes:
+    size = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
+    if least == most:
+        return bytes([_CONSTANT + size]) + most.to_bytes(size, "little")
+    return bytes([size]) + numbers.astype(f"<u{size}").tobytes()
+
+
+def unpack_column(packed: bytes, count: int) -> Integers:
+    """The `count` integers in a packed column: int64 (count,). Raises `SavableError` if it holds another number."""
+    kind = packed[0] if packed else 1
+    size = kind - _CONSTANT if kind > _CONSTANT else kind
+    wanted = size if kind > _CONSTANT else size * count
+    if size not in (1, 2, 4, 8) or len(packed) - bool(packed) != wanted:
+        raise SavableError("a record of the ledger is damaged: a column has another length than its batch")
+    found = np.frombuffer(packed, f"<u{size}", offset=1).astype(np.int64) if packed else np.empty(0, np.int64)
+    return np.repeat(found, count) if kind > _CONSTANT else found

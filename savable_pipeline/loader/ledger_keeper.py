@@ -1,0 +1,106 @@
+"""`LedgerKeeper`: has a rank's batches, and from time to time its counters, written to the run's ledger."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from savable_pipeline.engine.messages import Delivery
+from savable_pipeline.errors import SavableError
+from savable_pipeline.ledger.records import FORMAT, Numbers, Source, Start
+from savable_pipeline.ledger.writer import LedgerWriter
+from savable_pipeline.loader.position import Position
+from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.stage import Stage
+
+log = logging.getLogger(__name__)
+
+Counters = tuple[dict[str, float], dict[str, str]]
+_LEAST_S = 10.0  # from one record of counters to the next
+_SHARE = 0.01  # of the time since the file began: the longer it is, the rarer they are
+_COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows costs comes first
+
+
+class LedgerKeeper:
+    """Writes to `folder`; a file is begun by the first batch or skip, and anew by the first one after `begin_anew`.
+
+    `counters` gives the run's counters and names, which are written when a file begins and ends, and between.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], seed: int, counters: Callable[[], Counters]) -> None:
+        self._folder = Path(folder)
+        self._seed = seed
+        self._counters = counters
+        self._writer: LedgerWriter | None = None
+        self._begun = self._due = 0.0
+        self._last = (0, 0)  # epoch and slot given last
+
+    def given(self, at: Position, delivery: Delivery, last: Stage, fingerprint: bytes) -> None:
+        """Write that the batch of the position's next slot is given. `last` is the last stage of any lane.
+
+        Raises `SavableError` if it cannot be written; then it must not be given.
+        """
+        now = time.monotonic()
+        writer = self._open(at, last, fingerprint)
+        lane = at.own_slot % at.lane_count
+        cost = next((int(delivery.counts[name]) for name in _COSTS if name in delivery.counts), 0)
+        self._last = at.epoch, at.own_slot
+        if now >= self._due:
+            self._due = now + max(_LEAST_S, _SHARE * (now - self._begun))
+            self._note(writer)
+        samples = BatchSamples.of(delivery.samples)
+        writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
+
+    def _note(self, writer: LedgerWriter) -> None:
+        writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))
+
+    def skipping(self, at: Position, last: Stage, fingerprint: bytes) -> None:
+        """Write that the run goes on from the position's next slot, which is skipped, and no longer counts as given.
+
+        Raises `SavableError` if it cannot be written.
+        """
+        self._open(at, last, fingerprint)
+
+    def _open(self, at: Position, last: Stage, fingerprint: bytes) -> LedgerWriter:
+        if self._writer is None:
+            self._writer = LedgerWriter(self._folder, self._start(at, last, fingerprint))
+            self._begun, self._due = time.monotonic(), 0.0  # counters are due before the first batch
+        return self._writer
+
+    def _start(self, at: Position, last: Stage, fingerprint: bytes) -> Start:
+        ranks = at.ranks
+        now = time.time_ns()
+        number = ranks.agree(now, smallest=True) if ranks.can_talk else now
+        place = (at.lane_count, self._seed, at.epoch, at.slot)
+        about = (_sources(last), fingerprint, at.pad, at.growth)
+        return Start(FORMAT, number, ranks.rank, ranks.world_size, *place, *about)
+
+    def begin_anew(self) -> None:
+        """Close the file: what follows does not go on from what it says."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            self._note(writer)
+        except SavableError as error:
+            log.warning("the last counters of this start are missing in the ledger: %s", error)
+        writer.close()
+
+
+def _sources(last: Stage) -> list[Source]:
+    """The sources of a pipeline, in the order of the data path."""
+    return [
+        Source(stage.info.branch, tag, _address(stage))
+        for stage in upstream(last)
+        if not stage.sources
+        for tag in stage.info.tags
+    ]
+
+
+def _address(reader: Stage) -> str:
+    """Where a reader's samples lie; "" for a user's own."""
+    return str(getattr(getattr(reader, "dataset", None), "address", ""))

@@ -1,0 +1,73 @@
+"""`LocalLanes`: the lanes that the trainer's own process builds, to run them or to look at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.lane import Growth, PinnedShards
+from savable_pipeline.dataset.exclude_file import ExcludeFile
+from savable_pipeline.engine.lane_runner import LaneRunner
+from savable_pipeline.engine.messages import Job
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.pipeline_hints import log_hints
+from savable_pipeline.stages.reader import RecordReader
+from savable_pipeline.stages.stage import Stage
+from savable_pipeline.state.lane_state import LaneState
+
+
+class LocalLanes:
+    """`runner` runs lanes in this process; `example_lane` is the one that is built to be looked at."""
+
+    def __init__(self, job: Job, example_lane: int, pinned: PinnedShards | None = None) -> None:
+        self._shared: dict[Any, Any] = {}
+        self._example_lane = example_lane
+        self._example: Stage | None = None
+        self._exclude_files: list[ExcludeFile] = []
+        self._hinted = False
+        self.growth: Growth = {}
+        self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
+        self.runner = LaneRunner(
+            job.pipeline, seed=job.seed, lanes=job.lanes, pad=job.pad, shared=self._shared, pinned=self.pinned
+        )
+
+    @property
+    def last_stage(self) -> Stage:
+        """The last stage of a lane that gives no batches: only its settings and its data path are looked at.
+
+        Building it opens the shards, and indexes them on first use.
+        """
+        if self._example is None:
+            with as_in_a_worker(set(KINDS)):
+                self._example = self.runner.build(self._example_lane, 0, self.growth)[0]
+            readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
+            files = [each.exclude_file for each in readers if each.exclude_file is not None]
+            self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
+            if not self._hinted:
+                log_hints(self._example)
+                self._hinted = True
+        return self._example
+
+    def verify_excluded(self) -> None:
+        """Raise `SavableError` if a file of excluded samples is not as it was when the run read it."""
+        for file in self._exclude_files:
+            file.verify()
+
+    def grow(self, growth: Growth) -> None:
+        """Look from now on at lanes to whose data shards were added so."""
+        if growth != self.growth:
+            self.growth, self._example = growth, None
+
+    def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
+        """The last stage of a lane at a saved position, in data that grew so: only to be looked at."""
+        with as_in_a_worker(set(KINDS)):
+            stage = self.runner.build(saved.lane, saved.epoch, growth, downloads=False)[0]
+            if saved.stages is not None:
+                stage.restore_state(saved.stages)
+        return stage
+
+    def close(self) -> None:
+        """Forget all lanes and close the shards."""
+        self.runner.forget()
+        self._example = None
+        self._shared.clear()

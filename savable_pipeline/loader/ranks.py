@@ -1,0 +1,173 @@
+"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and how it talks to the other ranks.
+
+Slot q is batch ⌊q/L⌋ of lane q mod L and belongs to rank q mod W; W divides L, so a rank has the lanes that are
+congruent to it:
+
+    slot   0   1   2   3   4   5   6   7      L = 4 lanes, W = 2 ranks
+    lane   0   1   2   3   0   1   2   3
+    rank   0   1   0   1   0   1   0   1
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Ranks:
+    """Rank `rank` of `world_size`; `group` is the process group through which they talk, None without one.
+
+    `given`: whether these, or the group, were given; else they are of the world that was there.
+    """
+
+    def __init__(self, rank: int, world_size: int, group: Any, *, given: bool = True) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.group = group
+        self.given = given
+
+    def lanes(self, lanes: int) -> range:
+        """The lanes of this rank."""
+        return range(self.rank, lanes, self.world_size)
+
+    def slot(self, step_start: int) -> int:
+        """This rank's slot in the step that takes the slots from `step_start` on."""
+        return step_start + (self.rank - step_start) % self.world_size
+
+    def check_world(self) -> None:
+        """Raise ValueError if the ranks were found, and there are others now: torch.distributed came later."""
+        if self.given:
+            return
+        if _initialised():
+            import torch.distributed as dist
+
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            if (rank, world_size) == (self.rank, self.world_size):
+                return
+            now = f"torch.distributed says rank {rank} of {world_size}"
+        elif self.group is None and _announced() > 1:
+            now = f"WORLD_SIZE={_announced()} says that there are several"
+        else:
+            return
+        raise ValueError(
+            f"this loader was made for rank {self.rank} of {self.world_size}, which it found when it was made, but now "
+            f"{now}: make it after init_process_group, in the process that uses it, or pass rank and world_size"
+        )
+
+    def agree(self, proposed: int, *, smallest: bool) -> int:
+        """The smallest or the largest of what the ranks propose. Collective. Raises ValueError if they cannot talk."""
+        if self.world_size == 1:
+            return proposed
+        group = self._find_group()
+        if group is None:
+            raise ValueError(
+                f"the {self.world_size} ranks of a finite run must agree on its end, but rank and world_size were "
+                "given as numbers: call torch.distributed.init_process_group with these ranks, or use epochs=None, or "
+                "a pipeline whose length is known: no packing, one_to_one encoders, on_error='raise'"
+            )
+        import torch
+        import torch.distributed as dist
+
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        agreed = torch.tensor([proposed], dtype=torch.int64, device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN if smallest else dist.ReduceOp.MAX, group=group)
+        return int(agreed.item())
+
+    def first_said(self, key: str, value: str) -> str:
+        """What the first of the ranks has said for `key`, which may be this `value`. Not collective, waits for none.
+
+        `value` where the ranks have no store in common.
+        """
+        store = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
+        try:
+            return value if store is None else str(store().compare_set(key, "", value).decode())
+        except (RuntimeError, NotImplementedError):  # a backend without a store, or without this call
+            return value
+
+    @property
+    def can_talk(self) -> bool:
+        """Whether there are other ranks, and a group to talk to them."""
+        return self.world_size > 1 and self._find_group() is not None
+
+    def _find_group(self) -> Any:
+        """The group through which the ranks talk: all of torch.distributed if its ranks are the ones given."""
+        if self.group is None and _initialised():
+            import torch.distributed as dist
+
+            if (dist.get_rank(), dist.get_world_size()) == (self.rank, self.world_size):
+                return dist.group.WORLD
+        return self.group
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order, on each rank. Collective. Raises ValueError without a group."""
+        if self.world_size == 1:
+            return [value]
+        group = self._find_group()
+        if group is None:
+            raise ValueError("gathering needs torch.distributed; for states saved by each rank there is merge_states")
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+
+def _initialised() -> bool:
+    """Whether torch.distributed is initialised here; if it has not been imported, it is not."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def _announced() -> int:
+    """The number of ranks that torchrun announces."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def find_ranks(
+    rank: int | None,
+    world_size: int | None,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    lanes: int,
+) -> Ranks:
+    """The rank from the arguments, a group, a one-dimensional mesh or torch.distributed; without any, rank 0 of 1.
+
+    Raises ValueError if they contradict each other, or the world size does not divide the lanes.
+    """
+    if lanes < 1:
+        raise ValueError(f"lanes must be at least 1, not {lanes}")
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
+    if mesh is not None:
+        if group is not None or mesh.ndim != 1:
+            raise ValueError("mesh must have one dimension, that of data parallelism: pass mesh['dp'], and no group")
+        group = mesh.get_group()
+    if rank is not None and world_size is not None:
+        ranks = Ranks(rank, world_size, group)
+    elif group is not None or _initialised():
+        import torch.distributed as dist
+
+        given = group is not None
+        group = group or dist.group.WORLD
+        ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group, given=given)
+    elif _announced() > 1:
+        raise ValueError(
+            f"WORLD_SIZE={_announced()} says that there are several ranks, but torch.distributed is not "
+            "initialised: call init_process_group before making the loader, or pass rank and world_size"
+        )
+    else:
+        ranks = Ranks(0, 1, None, given=False)
+    if not 0 <= ranks.rank < ranks.world_size:
+        raise ValueError(f"rank {ranks.rank} does not lie in 0 … {ranks.world_size - 1}")
+    if lanes % ranks.world_size:
+        divisors = [w for w in range(1, lanes + 1) if lanes % w == 0]
+        raise ValueError(
+            f"{ranks.world_size} ranks do not divide {lanes} lanes; world sizes that do: "
+            f"{', '.join(map(str, divisors))}. Or begin a new run with another lanes="
+        )
+    return ranks

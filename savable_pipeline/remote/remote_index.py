@@ -1,0 +1,245 @@
+"""The index of shards behind a URL: the dataset's own, or one made in the cache from shards downloaded whole."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
+from savable_pipeline.remote.downloader import Downloader
+from savable_pipeline.remote.lookup import (
+    changed_shards,
+    install_index,
+    looked_up,
+    newest_version,
+    note_reindexed,
+    pointed_version,
+)
+from savable_pipeline.remote.shard_cache import ShardCache, create_flags
+from savable_pipeline.remote.urls import RemoteShards
+from savable_pipeline.shards.index_file import ShardEntry, ShardIndex, ShardTable, write_index
+from savable_pipeline.shards.indexing import Progress, check_none_gone
+from savable_pipeline.shards.paths import NOT_THERE, Shards
+from savable_pipeline.shards.scan import scan
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 8  # shards downloaded at a time to be indexed
+
+
+def open_remote(
+    shards: Shards,
+    cache: Path,
+    limit: int,
+    *,
+    tolerant: bool,
+    anew: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> tuple[RemoteShards, ShardCache]:
+    """The shards of these URLs, and the cache's version of them with its index; their metadata is downloaded too.
+
+    Shards that were found to be other than indexed are indexed again, unless `tolerant`; with `anew` in any case, and
+    the server is asked for the size of each. `progress` is told of shards that are downloaded to be indexed. Raises
+    `RemoteError`, and `ShardError`, also for a damaged shard, or one gone from an indexed prefix, unless `tolerant`.
+    """
+    with (
+        contextlib.closing(Downloader(cache, limit)) as downloader,
+        looked_up(shards, cache, downloader) as (found, folder, version),
+    ):
+        if anew:
+            found = RemoteShards(found.root, found.names, _sizes(found, downloader))
+        elif version is not None and isinstance(shards, str) and shards.rstrip("/") == found.root:
+            found = _with_missing(found, version, tolerant)
+        changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
+        if version is None or not _knows(version, found, tolerant, ever):
+            version = _made_index(found, folder, version, downloader, limit, tolerant, changed, progress)
+        create_flags(version)
+        return found, ShardCache(version)
+
+
+def index_remote(shards: Shards, progress: Progress = lambda done, total: None) -> tuple[Path, list[ShardEntry]]:
+    """Indexes shards behind a URL, in the cache, unless the index beside them fits.
+
+    Returns the path of the index in the cache, and the shards that could not be read to their end.
+    """
+    cache = cache_folder(None)
+    found, cached = open_remote(shards, cache, cache_bytes(None, cache), tolerant=True, anew=True, progress=progress)
+    names = set(found.names)
+    return cached.folder / "index", [entry for entry in cached.index.shards if entry.fault and entry.name in names]
+
+
+def _with_missing(found: RemoteShards, version: Path, tolerant: bool) -> RemoteShards:
+    """The shards of a prefix, with those of its index that are gone. Raises `ShardError` for them unless `tolerant`."""
+    gone = {entry.name for entry in ShardIndex(version / "index").shards}.difference(found.names)
+    if not tolerant:
+        check_none_gone(found.root, gone)
+    return RemoteShards(found.root, sorted({*found.names, *gone}), found.sizes)
+
+
+def _sizes(found: RemoteShards, downloader: Downloader) -> dict[str, int]:
+    """The size of each shard, as the server lists it, or says when it is asked."""
+    tickets = {
+        name: downloader.submit("stat", found.root, name) for name in found.names if found.sizes.get(name) is None
+    }
+    asked = {name: _size_of(found.root, name, downloader.result(ticket)) for name, ticket in tickets.items()}
+    return {**found.sizes, **asked}
+
+
+def _knows(version: Path, found: RemoteShards, tolerant: bool, changed: set[str]) -> bool:
+    """Whether an index has all the shards, at their present sizes, and unless `tolerant` without a fault."""
+    entries = ShardIndex(version / "index").shards
+    known = {entry.name: entry.size for entry in entries if tolerant or not entry.fault}
+    if not changed.isdisjoint(found.names):
+        return False
+    return all(name in known and found.sizes.get(name, known[name]) == known[name] for name in found.names)
+
+
+def _made_index(
+    found: RemoteShards,
+    folder: Path,
+    own: Path | None,
+    downloader: Downloader,
+    limit: int,
+    tolerant: bool,
+    changed: set[str],
+    progress: Progress,
+) -> Path:
+    """The version of an index made from shards downloaded whole; they stay in the cache if all of them fit.
+
+    Of those that an index in the cache has as they are, its tables are taken.
+    """
+    names = hashlib.sha256("\0".join(found.names).encode()).hexdigest()[:32]
+    pointer = folder / f"made-{names}.json"
+    version = pointed_version(pointer, names)
+    if version is not None and _knows(version, found, tolerant, changed):
+        return version
+    known = _known_tables(own or version, found, changed)
+    if not known:  # an index made of fewer shards, to which others were added since
+        sized = RemoteShards(found.root, found.names, _sizes(found, downloader))
+        known = _known_tables(newest_version(folder, "made-*.json"), sized, changed)
+    to_scan = RemoteShards(found.root, [name for name in found.names if name not in known], found.sizes)
+    sizes = _sizes(to_scan, downloader)
+    sizes = {name: sizes[name] for name in to_scan.names}
+    keep = sum(sizes.values()) <= limit
+    log.warning(
+        "%s has no index of %d shards (%.3g GB): they are downloaded to make one; make it where they lie to avoid that",
+        found.root,
+        len(sizes),
+        sum(sizes.values()) / 1e9,
+    )
+    fresh = folder / "downloaded.index"
+    versions: dict[str, str] = {}
+    tables = _tables(found.root, sizes, folder / "scan", downloader, keep, tolerant, progress, versions)
+    write_index(fresh, sorted([*known.values(), *tables], key=lambda table: table.entry.name))
+    version = install_index(folder, fresh, pointer, names)
+    create_flags(version)
+    _pin(ShardCache(version), changed, versions, folder / "scan", keep)
+    note_reindexed(folder)
+    shutil.rmtree(folder / "scan", ignore_errors=True)
+    return version
+
+
+def _known_tables(version: Path | None, found: RemoteShards, changed: set[str]) -> dict[str, ShardTable]:
+    """The tables in an index of shards that have not changed, by name."""
+    if version is None:
+        return {}
+    index, wanted = ShardIndex(version / "index"), set(found.names) - changed
+    entries = [entry for entry in index.shards if entry.name in wanted and not entry.fault]
+    same = [entry.name for entry in entries if found.sizes.get(entry.name, entry.size) == entry.size]
+    return {name: index.table(name) for name in same if index.is_whole(name)}
+
+
+def _size_of(root: str, name: str, stat: tuple[int, str] | None) -> int:
+    if stat is None:
+        raise ShardError(f"{root}/{name}: no such object on the server", reason=NOT_THERE)
+    return int(stat[0])
+
+
+def _tables(
+    root: str,
+    sizes: dict[str, int],
+    scanned: Path,
+    downloader: Downloader,
+    keep: bool,
+    tolerant: bool,
+    progress: Progress,
+    versions: dict[str, str],
+) -> list[ShardTable]:
+    """Downloads and scans each shard, with some downloads ahead; what an interrupted call left is not repeated.
+
+    Without `keep` a shard is deleted once its table is written, as `NAME.table`. The server's versions of those that
+    were downloaded are put into `versions`.
+    """
+    tables: list[ShardTable] = []
+    coming: deque[tuple[str, int | None]] = deque()
+    names = iter(sizes)
+    progress(0, len(sizes))
+    while True:
+        while len(coming) < _AT_ONCE and (name := next(names, None)) is not None:
+            here = _size_here(scanned / name) == sizes[name] or _left(scanned, name, sizes[name], keep) is not None
+            whole = ("whole", root, name, sizes[name], str(scanned / name))
+            coming.append((name, None if here else downloader.submit(*whole)))
+        if not coming:
+            return tables
+        name, ticket = coming.popleft()
+        if ticket is not None:
+            versions[name] = downloader.result(ticket)
+        table = _left(scanned, name, sizes[name], keep) or scan(scanned, name)
+        if table.entry.fault and not tolerant:
+            (scanned / name).unlink()
+            raise ShardError(f"{root}/{table.entry.fault}")
+        if not keep:
+            replace_file(scanned / f"{name}.table", [msgspec.msgpack.encode(table)])
+            (scanned / name).unlink(missing_ok=True)
+        tables.append(table)
+        progress(len(tables), len(sizes))
+
+
+def _left(scanned: Path, name: str, size: int, keep: bool) -> ShardTable | None:
+    """The table of a shard that an interrupted call has left, if the shard was whole and has the same size now."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        table = msgspec.msgpack.decode((scanned / f"{name}.table").read_bytes(), type=ShardTable)
+        if not keep and table.entry.size == size and not table.entry.fault:
+            return table
+    return None
+
+
+def _size_here(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
+
+
+def _pin(cached: ShardCache, changed: set[str], versions: dict[str, str], scanned: Path, keep: bool) -> None:
+    """Drops what is in the cache of shards that have changed, and pins those that were downloaded to their versions.
+
+    With `keep` these are moved into the cache, all their samples marked as present.
+    """
+    for shard, entry in enumerate(cached.index.shards):
+        if entry.name in changed:
+            cached.forget(shard)
+        cached.pin(shard, versions.get(entry.name, ""))
+    if keep:
+        _keep(cached, scanned)
+
+
+def _keep(cached: ShardCache, scanned: Path) -> None:
+    """Moves shards that were downloaded whole into the cache, and marks all their samples as present."""
+    for shard, entry in enumerate(cached.index.shards):
+        if not (scanned / entry.name).exists():
+            continue
+        (scanned / entry.name).replace(cached.path(shard))
+        rows = slice(int(cached.firsts[shard]), int(cached.firsts[shard + 1]))
+        cached.present[rows] |= 1
+        cached.touched[shard] = time.time()
+        fd = cached.open(shard)
+        cached.sync_if_complete(shard, fd)
+        os.close(fd)

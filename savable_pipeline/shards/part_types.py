@@ -1,0 +1,101 @@
+"""Which parts of samples are images, texts or JSON, by their extension; and whether the bytes of a part are."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# In the order in which a sample's image or text is looked for. Pillow decodes all of these images.
+IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "pbm")
+TEXT_PARTS = ("txt", "text", "caption", "md")
+JSON_PARTS = ("json",)
+# What a part may be, whatever its extension says; never one for which Pillow starts another program (EPS: Ghostscript).
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+LARGEST_PIXELS = 178_956_970  # width × height of an image; Pillow's own limit, which programs switch off
+
+
+def part_type(extension: str) -> str:
+    """The last part of an extension, in small letters: `seg.PNG` is a `png`."""
+    return extension.lower().rpartition(".")[2]
+
+
+def find_part(extension: str, known: Iterable[str]) -> str:
+    """The one of `known` that equals `extension` but for case. Raises KeyError that lists the known ones."""
+    for candidate in known:
+        if candidate.lower() == extension.lower():
+            return candidate
+    raise KeyError(f"no part {extension!r}; the sample has {', '.join(known)}")
+
+
+def decode_error(extension: str, data: bytes, *, check_images: bool = True) -> str:
+    """Why these bytes are not of the type that the extension says, as `reason: detail`; empty if they are."""
+    kind = part_type(extension)
+    if kind in JSON_PARTS:
+        return _json_error(data)
+    return _image_error(data) if check_images and kind in IMAGE_PARTS else ""
+
+
+def utf8_error(extension: str, data: bytes) -> str:
+    """Why these bytes are no text although the extension says so, as `reason: detail`; empty if they are."""
+    if part_type(extension) not in TEXT_PARTS:
+        return ""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return f"malformed text: {error}"
+    return ""
+
+
+def _json_error(data: bytes) -> str:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError) as error:
+        return f"malformed JSON: {error}"
+    return ""
+
+
+def open_image(data: bytes, extension: str = "") -> Image.Image:
+    """An image of `IMAGE_FORMATS`, or of the format of this extension, its pixels not decoded yet.
+
+    Raises `PIL.UnidentifiedImageError` for bytes of another format, `PIL.Image.DecompressionBombError` for more than
+    `LARGEST_PIXELS`.
+    """
+    from PIL import Image, UnidentifiedImageError  # imported here: it takes time and memory
+
+    formats: tuple[str, ...] = IMAGE_FORMATS
+    if extension and part_type(extension) not in IMAGE_PARTS:
+        named = Image.registered_extensions().get(f".{part_type(extension)}", "EPS")
+        formats = (*IMAGE_FORMATS, named) if named != "EPS" else formats
+    try:
+        image = Image.open(io.BytesIO(data), formats=formats)
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError(f"{len(data)} bytes that are no image of {', '.join(formats)}") from None
+    if image.width * image.height > LARGEST_PIXELS:
+        raise Image.DecompressionBombError(
+            f"too large an image: {image.width:,} × {image.height:,}, more than {LARGEST_PIXELS:,} pixels; decode the "
+            "bytes of the part yourself if it is meant"
+        )
+    return image
+
+
+def _image_error(data: bytes) -> str:
+    from PIL import UnidentifiedImageError  # imported here: it takes time and memory
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata and large images, which load all the same
+            with open_image(data) as image:
+                image.load()
+    except UnidentifiedImageError:
+        return "unreadable image: no image format that is read"
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise errors of any type for damaged data
+        return f"unreadable image: {str(error) or type(error).__name__}"
+    return ""

@@ -1,0 +1,227 @@
+"""Finds where the samples of a tar lie: a minimal parser of tar headers, for reading at an offset.
+
+    header 512 │ payload, padded to 512 │ header 512 │ payload … │ two zero blocks
+    └─ first member of a sample                                 └─ the end
+
+A member may be preceded by GNU long-name ('L') or PAX ('x', 'g') blocks; its header then starts at the first of
+them. Only regular files count; links, directories and devices have no payload, whatever size their headers say. Members
+that are no part of a sample (no dot in the name, hidden, metadata) are skipped. Formats: v7, ustar, GNU, PAX.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from savable_pipeline.errors import ShardError
+
+BLOCK = 512
+_ZEROS = bytes(BLOCK)
+_REGULAR = (b"0", b"\0", b"7")
+_NO_PAYLOAD = (b"1", b"2", b"3", b"4", b"5", b"6")  # hard link, symbolic link, devices, directory, pipe
+_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"x", b"g", b"S"
+_EXTENDING = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
+_PLACING = (b"path", b"size")  # PAX records that matter here
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
+_SHORTEST_END = 2 * BLOCK
+_LONGEST_END = 1 << 16  # bytes of zeros; GNU tar pads to 10 kB, or to a record of as many blocks as it is told
+_EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage, not a name
+
+_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
+_METADATA = re.compile(r"__[^/]*__($|/)")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of a tar: its name, the offsets of its headers and its payload, and its size, in bytes."""
+
+    name: str
+    header: int
+    payload: int
+    size: int
+    regular: bool  # a file; not a folder, a link, ...
+
+    @property
+    def end(self) -> int:
+        """The offset just after the padded payload."""
+        return self.payload + padded(self.size)
+
+
+@dataclass(slots=True)
+class Extent:
+    """The members of one sample, in their order in the tar, with their extensions."""
+
+    key: str
+    members: list[Member] = field(default_factory=list)
+    extensions: list[str] = field(default_factory=list)
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole blocks."""
+    return (size + BLOCK - 1) // BLOCK * BLOCK
+
+
+def is_metadata(name: str) -> bool:
+    """Whether a member's name says that it is metadata, and no part of a sample."""
+    return bool(_METADATA.match(name))
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Key and extension of a member's name, cut at the first dot of its last part; None if it is not of a sample."""
+    if is_metadata(name):
+        return None
+    match = _NAME.match(name)
+    return (match[1], match[2]) if match else None
+
+
+def samples(path: str, fd: int) -> Iterator[Extent]:
+    """The samples of an open tar: runs of adjacent members with one key. Raises `ShardError`."""
+    sample: Extent | None = None
+    for member, key, extension in of_samples(members(path, fd)):
+        if sample is None or sample.key != key:
+            if sample is not None:
+                yield sample
+            sample = Extent(key)
+        if extension in sample.extensions:
+            raise ShardError(
+                f"{path}: sample {key!r} has the extension {extension!r} twice, the second time in the header at "
+                f"byte {member.header}; rename one of the two members and write the shard again"
+            )
+        sample.members.append(member)
+        sample.extensions.append(extension)
+    if sample is not None:
+        yield sample
+
+
+def of_samples(found: Iterable[Member]) -> Iterator[tuple[Member, str, str]]:
+    """Those members that are part of a sample, each with its key and its extension."""
+    for member in found:
+        parts = split_name(member.name) if member.regular else None
+        if parts is not None:
+            yield member, *parts
+
+
+def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
+    """The members of an open tar, from the header at `offset` on. Raises `ShardError` that names the damaged byte."""
+    end_of_file = os.fstat(fd).st_size
+    long_name: str | None = None
+    extended: dict[str, str] = {}
+    everywhere: dict[str, str] = {}
+    start = offset
+    while True:
+        header = os.pread(fd, BLOCK, offset)
+        if header == _ZEROS or not header:
+            if start != offset:
+                raise ShardError(f"{path}: the tar ends at byte {offset}, within the headers of a member")
+            _check_end(path, fd, offset, end_of_file)
+            return
+        _check(path, offset, header)
+        kind = header[156:157]
+        fields = {} if kind in _EXTENDING else {**everywhere, **extended}
+        name = fields.get("path") or long_name or _header_name(header)
+        regular = kind in _REGULAR and not name.endswith("/")
+        size = int(fields["size"]) if "size" in fields else _number(path, offset, header, slice(124, 136))
+        if kind in _NO_PAYLOAD or (kind == b"\0" and not regular):  # a name with a slash at its end: a folder in v7
+            size = 0
+        payload = offset + BLOCK
+        if payload + size > end_of_file:
+            raise ShardError(
+                f"{path}: truncated: the member whose header is at byte {offset} needs {size} bytes from {payload} "
+                f"on, the file ends at {end_of_file}; copy or write the shard again"
+            )
+        offset = payload + padded(size)
+        if kind in _EXTENDING:
+            block = _extended(path, fd, payload, size)
+            if kind == _LONG_NAME:
+                long_name = _text(block)
+            elif kind == _PAX:
+                extended = _pax_records(path, payload, block)
+            elif kind == _PAX_GLOBAL:
+                everywhere.update(_pax_records(path, payload, block))
+            continue
+        if kind == _SPARSE or "GNU.sparse" in fields:
+            raise ShardError(f"{path}: the member at byte {start} is a sparse file; write the shard without --sparse")
+        yield Member(name, start, payload, size, regular)
+        long_name, extended, start = None, {}, offset
+
+
+def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
+    """Raises `ShardError` unless two blocks of zeros follow, and zeros up to a whole record, 64 KiB in all at most.
+
+    (More may be a shard that was filled with zeros from some point on.)
+    """
+    if end_of_file - offset < _SHORTEST_END:
+        raise ShardError(
+            f"{path}: truncated: it ends at byte {end_of_file} without the blocks of zeros that end a tar, so samples "
+            "may be missing; copy or write the shard again"
+        )
+    left = end_of_file - offset
+    if left > _LONGEST_END or os.pread(fd, left, offset).strip(b"\0"):
+        raise ShardError(
+            f"{path}: zeros at byte {offset}, where a header or the end of the tar should be, but {left} bytes more "
+            "follow: zero-filled, or two tars in one file; copy or write the shard again"
+        )
+
+
+def _check(path: str, offset: int, header: bytes) -> None:
+    if len(header) < BLOCK:
+        raise _no_header(path, offset, header, f"truncated: it is cut short after {len(header)} bytes")
+    expected = _number(path, offset, header, slice(148, 156))
+    unsigned = sum(header) - sum(header[148:156]) + 8 * 32
+    if expected != unsigned:
+        raise _no_header(path, offset, header, f"expected checksum {expected}, found {unsigned}")
+
+
+def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
+    if offset == 0 and header.startswith(_COMPRESSED):
+        return ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
+    return ShardError(f"{path}: no tar header at byte {offset}: {found}; the shard is damaged or no tar at all")
+
+
+def _number(path: str, offset: int, header: bytes, where: slice) -> int:
+    """The number in an octal field of a header, or in a base-256 one (first bit set)."""
+    raw = header[where]
+    if raw[0] & 0x80:
+        return int.from_bytes(bytes([raw[0] & 0x7F]) + raw[1:], "big")
+    digits = raw.lstrip(b" ").split(b"\0", 1)[0].rstrip(b" ") or b"0"
+    if digits.strip(b"01234567"):  # int() would take a sign or an underscore too
+        raise _no_header(path, offset, header, f"{raw!r} is no octal number")
+    return int(digits, 8)
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+
+
+def _header_name(header: bytes) -> str:
+    name = _text(header[:100])
+    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def _extended(path: str, fd: int, payload: int, size: int) -> bytes:
+    if size > _EXTENDED_LIMIT:
+        raise ShardError(f"{path}: the extended header at byte {payload} claims {size} bytes; the shard is damaged")
+    return os.pread(fd, size, payload)
+
+
+def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
+    """Those of the records `length key=value\\n` of a PAX header that say where a member lies: a tar may hold millions
+    of others.
+    """
+    records = {}
+    position = 0
+    while position < len(block) and block[position] != 0:
+        length, _, _ = block[position : position + 20].partition(b" ")
+        if not length.isdigit() or not len(length) + 1 < int(length) <= len(block) - position:
+            raise ShardError(f"{path}: the PAX record at byte {offset + position} has no right length")
+        record = block[position + len(length) + 1 : position + int(length) - 1]
+        name, _, value = record.partition(b"=")
+        if name in _PLACING or name.startswith(b"GNU.sparse."):
+            records["GNU.sparse" if name not in _PLACING else _text(name)] = _text(value)
+        position += int(length)
+    if "size" in records and not re.fullmatch("[0-9]{1,19}", records["size"]):
+        raise ShardError(f"{path}: the PAX header at byte {offset} gives the size {records['size']!r}")
+    return records

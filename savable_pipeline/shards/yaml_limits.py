@@ -1,0 +1,73 @@
+"""YAML that may come from anybody, as plain values: a small file never becomes a large object, or minutes of work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+_DEEPEST = 20
+_MOST_VALUES = 4_000_000  # of a file, aliases counted each time: a million shards need a fourth of it
+_LONGEST_NUMBER = 100  # characters: longer ones take a time that grows with their square
+_LONG_NUMBER = re.compile(r"[-+]?(?:0[xb][0-9a-fA-F_]*|[0-9_:.]+)")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# By constructors of PyYAML, of scalars that are not what their tag says.
+_CONSTRUCTOR_ERRORS = (ValueError, IndexError, KeyError, AttributeError, TypeError, OverflowError)
+
+
+def load_yaml(raw: bytes) -> Any:
+    """The value of a file without aliases. Raises ValueError that says where it cannot be read."""
+    try:
+        check_yaml(raw, aliases=False)
+        return constructed(lambda: yaml.load(raw, _LOADER))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def constructed(construct: Callable[[], Any]) -> Any:
+    """What `construct()` gives. Raises ValueError for a value that is not of the type that its tag says."""
+    try:
+        return construct()
+    except _CONSTRUCTOR_ERRORS as error:
+        raise ValueError(f"a value is not what its type says: {error}; quote it if it is a text") from error
+
+
+def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: Any = _LOADER) -> None:
+    """Raises ValueError, or yaml.YAMLError, for YAML that is deep, or means more than `most` values, or that has a
+    number of more than 100 characters; with `aliases=False`, for aliases too.
+
+    Checked event by event, before anything is made: on deep YAML the fast loader overflows the stack of the process.
+    """
+    counts = [0]  # values so far in each open list or mapping, the outermost first
+    anchors: list[str | None] = []  # of those
+    sizes: dict[str, int] = {}  # values of what an anchor names
+    for event in yaml.parse(raw, Loader=loader):
+        anchor: str | None = getattr(event, "anchor", None)
+        if isinstance(event, yaml.CollectionStartEvent):
+            counts.append(1)
+            anchors.append(anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            size, named = counts.pop(), anchors.pop()
+            counts[-1] += size
+            sizes.update({} if named is None else {named: size})
+        elif isinstance(event, yaml.AliasEvent):
+            if not aliases:
+                raise ValueError(f"{_place(event)}: an alias; write the value itself")
+            if anchor in anchors:
+                raise ValueError(f"{_place(event)}: the alias *{anchor} lies in what it stands for")
+            counts[-1] += sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            counts[-1] += 1
+            sizes.update({} if anchor is None else {anchor: 1})
+            if len(event.value) > _LONGEST_NUMBER and _LONG_NUMBER.fullmatch(event.value):
+                raise ValueError(f"{_place(event)}: a number of {len(event.value)} characters")
+        if len(counts) > _DEEPEST + 1:
+            raise ValueError(f"{_place(event)}: values deeper than {_DEEPEST}")
+        if sum(counts) > most:
+            raise ValueError(f"{_place(event)}: more than {most:,} values")
+
+
+def _place(event: Any) -> str:
+    return f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"

@@ -1,0 +1,133 @@
+"""Compares two batches byte for byte and describes their first difference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128
+
+from savable_pipeline.core.containers import listed_parts, named_parts
+from savable_pipeline.dataset.sample import Sample
+
+
+class Difference(NamedTuple):
+    """The first difference of two batches: its path in the batch, and the two values there as short text.
+
+    `row` is the first differing index along the first dimension of a tensor or array, and `rows` a text such as "2 of 8
+    differ". `place` is the first differing element in that row, if the row is long. `parts` are the two whole tensors,
+    arrays or values.
+    """
+
+    path: str
+    expected: str
+    found: str
+    row: int | None = None
+    rows: str = ""
+    place: str = ""
+    parts: tuple[Any, Any] | None = None
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f", sample {self.row} ({self.rows})"
+        return f"{self.path}{row}: {self.expected} expected, {self.found} found{self.place}"
+
+
+def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """The parts of a batch that are not containers, each with its path, in a fixed order."""
+    if isinstance(value, Sample):
+        yield f"{path}.ref", tuple(value.ref)
+        yield from leaves(dict(value.items()), path)
+    elif (parts := listed_parts(value)) is not None:
+        yield f"{path}.length", (type(value).__name__, len(parts))
+        for i, part in enumerate(parts):
+            yield from leaves(part, f"{path}[{i}]")
+    elif (named := named_parts(value)) is not None:
+        is_mapping = isinstance(value, Mapping)
+        yield f"{path}.keys", [str(name) for name in named]
+        for name, part in named.items():
+            yield from leaves(part, f"{path}[{name!r}]" if is_mapping else f"{path}.{name}")
+    else:
+        yield path, value
+
+
+def digest(batch: Any) -> str:
+    """A hash (xxh3_128, hexadecimal) of every byte of a batch, its shapes, types and structure."""
+    hashed = xxh3_128()
+    for path, leaf in leaves(batch):
+        kind, raw = _bytes(leaf)
+        hashed.update(f"{path}\0{kind}\0{len(raw)}\0".encode())
+        hashed.update(raw)
+    return hashed.hexdigest()
+
+
+def first_difference(expected: Any, found: Any) -> str | None:
+    """The first field, and the row in it, in which two batches differ, with both values; None if they are equal."""
+    difference = find_difference(expected, found)
+    return None if difference is None else str(difference)
+
+
+def find_difference(expected: Any, found: Any, name: str = "batch") -> Difference | None:
+    """The first difference of two batches, called `name` in its path; None if they are equal."""
+    mine, theirs = list(leaves(expected, name)), list(leaves(found, name))
+    for (path, left), (other, right) in zip(mine, theirs, strict=False):
+        if path != other:
+            return Difference("structure", path, other)
+        if _bytes(left) != _bytes(right):
+            return _difference(path, left, right)
+    if len(mine) != len(theirs):
+        return Difference("structure", f"{len(mine)} parts", f"{len(theirs)} parts")
+    return None
+
+
+def _bytes(leaf: Any) -> tuple[str, bytes]:
+    torch = sys.modules.get("torch")  # if nothing has imported torch, no leaf is a tensor
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        flat = leaf.detach().cpu().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return f"{leaf.dtype} {tuple(leaf.shape)}", raw
+    if isinstance(leaf, np.ndarray | np.generic):
+        array = np.asarray(leaf)
+        raw = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        return f"numpy {array.dtype} {array.shape}", raw
+    if isinstance(leaf, bytes | bytearray):
+        return "bytes", bytes(leaf)
+    return type(leaf).__name__, repr(leaf).encode()
+
+
+def _difference(path: str, left: Any, right: Any) -> Difference:
+    """The difference of two leaves that are known to differ; with row and element for arrays of one shape and type."""
+    kinds = _bytes(left)[0], _bytes(right)[0]
+    if not all(hasattr(part, "shape") for part in (left, right)):
+        return Difference(path, _short(left), _short(right), parts=(left, right))
+    if kinds[0] != kinds[1]:
+        return Difference(path, *kinds, parts=(left, right))
+    if not left.shape:
+        return Difference(path, _short(left), _short(right), parts=(left, right))
+    differing = [i for i in range(len(left)) if _bytes(left[i]) != _bytes(right[i])]
+    row = differing[0]
+    index, differ = _first_element(left[row], right[row])
+    count = f"{len(differing)} of {len(left)} differ"
+    place = f" at {list(index)}, {differ}" if index else ""
+    shown = _short(left[row][index]), _short(right[row][index])
+    return Difference(path, *shown, row, count, place, (left, right))
+
+
+_FEW = 8  # a row of at most 8 values is shown whole, a longer one by its first differing value
+
+
+def _first_element(left: Any, right: Any) -> tuple[tuple[int, ...], str]:
+    """The index of the first differing element, () for small arrays; and how many elements differ, as text."""
+    size = int(np.prod(left.shape))
+    if size <= _FEW or getattr(left.dtype, "hasobject", False):
+        return (), ""
+    mine, theirs = (np.frombuffer(_bytes(part)[1], np.uint8).reshape(size, -1) for part in (left, right))
+    differing = np.flatnonzero((mine != theirs).any(axis=1))
+    index = np.unravel_index(differing[0], tuple(left.shape))
+    return tuple(int(i) for i in index), f"{len(differing):,} of {size:,} values differ"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."

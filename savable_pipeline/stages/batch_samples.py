@@ -1,0 +1,80 @@
+"""`BatchSamples`: the refs of all items in a batch, as arrays that travel with it.
+
+A batch of items    ref (7, (12, 0, 0), (15, 0, 0))            refs [[12, 0, 0], [15, 0, 0]]            rows None
+A batch of packs    ref (7, (3, (12, 0, 0), (15, 0, 0)),       refs [[12, 0, 0], [15, 0, 0], [9, 0, 1]]  rows [0, 0, 1]
+                            (4, (9, 0, 1)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.stages.item_ref import ItemRef
+
+Integers = NDArray[np.int64]
+
+
+class BatchSamples(msgspec.Struct, frozen=True):
+    """The items of a batch in order; an item that was cut comes once for each of its pieces.
+
+    `refs`, int64 (items, 3): index with the tag of its source, epoch, part. `rows`, int64 (items,): the row of each in
+    the batch; None if each makes one row.
+    """
+
+    refs: Integers
+    rows: Integers | None = None
+
+    @classmethod
+    def of(cls, ref: ItemRef | BatchSamples) -> BatchSamples:
+        """The items in the ref of a batch; none where a user's own stage writes its refs in another way."""
+        if isinstance(ref, BatchSamples):
+            return ref
+        if ref and isinstance(ref[0], tuple):  # a user's own batch has no number
+            return cls._of_nested(ref)
+        try:
+            flat = np.fromiter(chain.from_iterable(ref[1:]), np.int64)  # the usual case: a batch of single items
+        except OverflowError:
+            return cls(np.empty((0, 3), np.int64))
+        except TypeError:  # packs, pieces, or a ref of a user's own stage
+            return cls._of_nested(ref)
+        return cls(flat.reshape(-1, 3)) if flat.size == 3 * (len(ref) - 1) else cls._of_nested(ref)
+
+    @classmethod
+    def _of_nested(cls, ref: ItemRef) -> BatchSamples:
+        rows = [list(_items(row)) for row in _rows(ref)]
+        try:
+            refs = np.array([item for row in rows for item in row], dtype=np.int64).reshape(-1, 3)
+        except OverflowError:
+            return cls(np.empty((0, 3), np.int64))
+        if not len(refs) or all(len(row) == 1 for row in rows):
+            return cls(refs)
+        return cls(refs, np.repeat(np.arange(len(rows)), [len(row) for row in rows]))
+
+    def by_row(self) -> list[list[ItemRef]]:
+        """The refs of the items of each row."""
+        rows = np.arange(len(self.refs)) if self.rows is None else self.rows
+        found: list[list[ItemRef]] = [[] for _ in range(int(rows.max(initial=-1)) + 1)]
+        for row, ref in zip(rows.tolist(), self.refs.tolist(), strict=True):
+            found[row].append(tuple(ref))
+        return found
+
+
+def _rows(ref: ItemRef) -> list[ItemRef]:
+    """The refs of the items or packs in a batch; the batch itself if it is one item, as of a user's own stage."""
+    nested = [part for part in ref if isinstance(part, tuple)]
+    return nested or ([ref] if len(ref) == 3 else [])
+
+
+def _items(ref: ItemRef) -> Iterator[ItemRef]:
+    """The refs of single items in the ref of an item or pack."""
+    nested = [part for part in ref if isinstance(part, tuple)]
+    if nested:
+        for part in nested:
+            yield from _items(part)
+    elif len(ref) == 3:  # a filler has none
+        yield ref

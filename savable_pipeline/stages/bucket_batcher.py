@@ -1,0 +1,278 @@
+"""`BucketBatcher`: batches of items of similar length, or of one group, for models that pad instead of packing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.batcher import EncoderBatches
+from savable_pipeline.stages.bucket_sizes import BucketSizes, Group, Size, plain_group
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+from savable_pipeline.stages.user_function import check_function, function_settings
+
+_Key: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
+
+
+class _BucketState(msgspec.Struct):
+    buckets: list[list[Any]]
+    taken: Any
+    count: int
+    source: dict[str, Any]
+    keys: list[tuple[Any, int]] | None = None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The items that wait for their batch, and their refs."""
+
+    items: list[Any] = field(default_factory=list)
+    refs: list[ItemRef] = field(default_factory=list)
+
+
+class BucketBatcher(EncoderBatches):
+    """Gives batches of items of similar length: `encoder.batch(items, rng)` of items from one bucket.
+
+    `bounds` are the greatest lengths of the buckets, in tokens, ascending: [64, 256] makes buckets of 0 … 64 and
+    65 … 256 tokens. A batch has `size` items, or a list of sizes has one for each bucket; or, with `max_tokens`, as
+    many as fit when each is padded to the bucket's bound. Items go into their bucket as they come, and a bucket with
+    enough of them gives a batch. When a finite source ends, each bucket gives its rest, the shortest bucket first,
+    unless `drop_last`. Items longer than the last bound are left out and counted.
+
+    Only items of one group share a batch: `group` is a function of an item, or the name of a method of the encoder,
+    that gives an int, a str, None or a tuple of these, and depends on the item alone. Each group has buckets of its
+    own; without `bounds` one, of any length. `size` may be a mapping from the group to its size or sizes. The
+    fingerprint keeps the function's name, and `settings()` of an object.
+
+    `encoder=None` takes the encoder upstream.
+
+    Raises ValueError for wrong settings, `EncodeError` if `encoder.length`, `encoder.batch` or `group` raises, a group
+    has no size, or a very long row of items is left out, `CheckpointMismatchError` if an item made again after a resume
+    belongs to another bucket.
+
+    >>> class Captions(sp.TaskEncoder):
+    ...     def encode(self, sample, rng):
+    ...         return "a" * (sample.json()["id"] % 4)
+    ...     def odd(self, item):
+    ...         return len(item) % 2
+    ...     def batch(self, items, rng):
+    ...         return items
+    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
+    >>> batches = sp.BucketBatcher(items, bounds=[1, 3], size=2)
+    >>> next(batches), next(batches)
+    (['', 'a'], ['aa', 'aaa'])
+    >>> batches = sp.BucketBatcher(items, group="odd", size={0: 2, 1: 3})
+    >>> next(batches), next(batches)
+    (['', 'aa'], ['a', 'aaa', 'a'])
+    """
+
+    def __init__(
+        self,
+        source: ItemStage,
+        *,
+        bounds: Sequence[int] = (),
+        size: Size | Mapping[Group, Size] | None = None,
+        max_tokens: int | None = None,
+        group: Callable[[Any], Group] | str | None = None,
+        drop_last: bool | None = None,
+        encoder: TaskEncoder | None = None,
+    ) -> None:
+        self._sizes = BucketSizes(bounds, size, max_tokens, grouped=group is not None)
+        self._check_source(source, ItemStage)
+        super().__init__(source, drop_last=drop_last, encoder=encoder)
+        self.bounds = self._sizes.bounds
+        self.size = size
+        self.max_tokens = max_tokens
+        self.group = group
+        self._check_group(group)
+        self._buckets: dict[_Key, _Bucket] = {}  # those that hold items, in the order in which they began
+        self._taken: tuple[Any, ItemRef] | None = None  # an item of the source that is in no bucket yet, and its ref
+        self._row_of_skips = 0
+
+    def _check_group(self, group: Callable[[Any], Group] | str | None) -> None:
+        if isinstance(group, str) and not callable(getattr(self._calls.encoder, group, None)):
+            raise ValueError(f"BucketBatcher: {self._calls.encoder_name} has no method {group!r}, which group= names")
+        if group is not None and not isinstance(group, str):
+            check_function("BucketBatcher", "group", group)
+
+    @property
+    def held_items(self) -> int:
+        """Made items that wait for their batch."""
+        return sum(item is not MISSING for bucket in self._buckets.values() for item in bucket.items)
+
+    def __next__(self) -> Any:
+        key = self._due()
+        bucket, size = self._buckets[key], self._size(key)
+        for i, item in enumerate(bucket.items[:size]):
+            if item is MISSING:
+                bucket.items[i] = self._make(key, bucket.refs[i])
+        made = [item for item in bucket.items[:size] if type(item) is not Skip]  # a `Skip` cannot be made again
+        batch = self._combined(made, bucket.refs[:size]) if made else None
+        self._let_go(key)
+        return batch if made else next(self)
+
+    def pass_over(self) -> None:
+        """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
+        self._let_go(self._due())
+
+    def _due(self) -> _Key:
+        """The bucket that gives the next batch. Raises StopIteration if there is none."""
+        key = self._fill()
+        if key is None:
+            raise StopIteration
+        return key
+
+    def _let_go(self, key: _Key) -> None:
+        bucket, size = self._buckets.pop(key), self._size(key)
+        self._gave(bucket.refs[:size])
+        if len(bucket.refs) > size:  # of a state that was saved with a larger size
+            self._buckets[key] = _Bucket(bucket.items[size:], bucket.refs[size:])
+
+    def more(self) -> bool:
+        """Whether another batch will come, found by filling a bucket."""
+        return self._fill() is not None
+
+    def _fill(self) -> _Key | None:
+        """The bucket that gives the next batch; None at the end."""
+        full = [key for key, bucket in self._buckets.items() if len(bucket.refs) >= self._size(key)]
+        if full:
+            return min(full, key=_number)
+        while self._taken is not None or self._take():
+            placed = self._place()
+            if placed is not None and len(self._buckets[placed].refs) >= self._size(placed):
+                return placed
+        return None if self.drop_last else min(self._buckets, key=_number, default=None)
+
+    def _size(self, key: _Key) -> int:
+        return self._sizes.of(*key)
+
+    def _take(self) -> bool:
+        items, refs = self.source.take(1)
+        if items:
+            self._taken = items[0], refs[0]
+        return bool(items)
+
+    def _place(self) -> _Key | None:
+        """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
+        assert self._taken is not None
+        item, ref = self._taken
+        if item is MISSING:
+            item = self.source.fetch(ref)
+        if type(item) is Skip:  # it can no longer be made, which the stage upstream has counted
+            self._taken = None
+            return None
+        key = self._key(item)
+        if key[1] == self._sizes.buckets:
+            self._skipped()
+            self._taken = None
+            return None
+        self._row_of_skips = 0
+        bucket = self._buckets.setdefault(key, _Bucket())
+        bucket.items.append(item)
+        bucket.refs.append(ref)
+        self._taken = None
+        return key
+
+    def _key(self, item: Any) -> _Key:
+        """The group and bucket of an item; the bucket `len(self.bounds)` if it is too long.
+
+        Raises `EncodeError` if the encoder or `group` does, or the group has no size.
+        """
+        bucket = bisect_left(self.bounds, self._calls.length(item, least=0)) if self.bounds else 0
+        group = None if self.group is None else self._calls.value(self.group, item, self._checked_group)
+        return group, bucket
+
+    def _checked_group(self, group: Any) -> Group:
+        plain = plain_group(group)
+        self._sizes.of(plain, 0)
+        return plain
+
+    def _skipped(self) -> None:
+        self.counts["skipped/longer than the last bound"] += 1
+        self._row_of_skips += 1
+        if self._row_of_skips >= max_empty_samples(self.info.population):
+            raise EncodeError(
+                f"BucketBatcher(bounds={self.bounds}): {self._row_of_skips} items in a row were longer than the last; "
+                "this data will never give a batch"
+            )
+
+    def _make(self, key: _Key, ref: ItemRef) -> Any:
+        item = self.source.fetch(ref)
+        if type(item) is not Skip and (found := self._key(item)) != key:
+            raise CheckpointMismatchError(
+                f"BucketBatcher of {self.lane}: the item {ref} lay in {_shown(key)}; made again it belongs to "
+                f"{_shown(found)}: {self._calls.encoder_name} or the data changed since the state was saved, or its "
+                "result depends on more than the sample and `rng`"
+            )
+        return item
+
+    def save_state(self) -> State:
+        """`buckets`: the refs of the items in each bucket; `count`: batches given so far.
+
+        `taken`: the ref of an item that an error kept from its bucket; else None. With groups `keys`: group and number
+        of each bucket.
+        """
+        keys: list[_Key] = [(None, number) for number in range(self._sizes.buckets)]
+        if self.group is not None:
+            keys = list(self._buckets)
+        state = {
+            "buckets": [list(self._buckets[key].refs) if key in self._buckets else [] for key in keys],
+            "taken": None if self._taken is None else self._taken[1],
+            "count": self._count,
+            "source": self.source.save_state(),
+        }
+        return state if self.group is None else {**state, "keys": keys}
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; held items are made again when they are needed."""
+        saved = parse_state(self, state, _BucketState)
+        keys = self._saved_keys(saved)
+        self.source.restore_state(saved.source)
+        kept = [self.keep_whole(list(map(as_ref, refs))) for refs in saved.buckets]
+        self._buckets = {
+            key: _Bucket([MISSING] * len(refs), refs) for key, refs in zip(keys, kept, strict=True) if refs
+        }
+        taken = None if saved.taken is None else as_ref(saved.taken)
+        self._taken = None if taken is None or not self.keep_whole([taken]) else (MISSING, taken)
+        self._count = saved.count
+
+    def _saved_keys(self, saved: _BucketState) -> list[_Key]:
+        """The group and the number of each bucket of a state. Raises `CheckpointMismatchError` if they are not ours."""
+        wrong = f"BucketBatcher(bounds={self.bounds}): the state has {len(saved.buckets)} buckets"
+        if self.group is None and saved.keys is None and len(saved.buckets) == self._sizes.buckets:
+            return [(None, number) for number in range(self._sizes.buckets)]
+        if self.group is None or saved.keys is None or len(saved.keys) != len(saved.buckets):
+            raise CheckpointMismatchError(f"{wrong}; was it saved with another group=?")
+        try:
+            keys = [(self._checked_group(group), number) for group, number in saved.keys]
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{wrong}, and {error}") from error
+        if any(not 0 <= number < self._sizes.buckets for _, number in keys):
+            raise CheckpointMismatchError(f"{wrong} with other bounds")
+        return keys
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument; the encoder only if it is not the one upstream."""
+        size = self.size
+        own: dict[str, Any] = {"bounds": self.bounds, "size": size, "max_tokens": self.max_tokens}
+        if isinstance(size, Mapping):  # whose order does not matter, and whose keys need not be texts
+            own["size"] = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
+        if isinstance(self.group, str):
+            own["group"] = self.group
+        elif self.group is not None:
+            own |= function_settings("group", self.group)
+        return {**own, **super().settings()}
+
+
+def _number(key: _Key) -> int:
+    return key[1]
+
+
+def _shown(key: _Key) -> str:
+    return f"bucket {key[1]}" if key[0] is None else f"bucket {key[1]} of the group {key[0]!r}"

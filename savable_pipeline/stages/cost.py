@@ -1,0 +1,86 @@
+"""What a pack costs to train on: the sum, over its documents, of an integer function of length and images.
+
+`Balance` uses the order of these numbers, `OnlinePacker(max_cost=)` their sums. Only integers: an order must not depend
+on how a library rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import index
+from typing import TypeAlias
+
+from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.errors import EncodeError
+
+Cost: TypeAlias = Callable[[int, int], int]
+Size: TypeAlias = tuple[int, int]  # of a document: its length in tokens and its number of images
+
+_LIMIT = 1 << 62  # costs, and sums of them, fit into 8 bytes of a state
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionCost:
+    hidden: int
+    per_image: int
+
+    def __call__(self, length: int, images: int) -> int:
+        return length * length + 6 * self.hidden * length + self.per_image * images
+
+    def __str__(self) -> str:
+        more = f", per_image={self.per_image}" if self.per_image else ""
+        return f"attention_cost(hidden={self.hidden}{more})"
+
+
+def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
+    """The cost of a document of n tokens in a transformer of this hidden size: n² + 6 · `hidden` · n, an int.
+
+    n² stands for attention within the document, the rest for the layers' matrices. `per_image` is added for each image,
+    in the same unit: that of one pair of tokens. The result is a function of a document's length and number of images;
+    write your own of these two for another model. Raises ValueError unless `hidden` is at least 1 and `per_image` 0.
+
+    >>> cost = sp.attention_cost(hidden=2048)
+    >>> cost(1000, 0), cost(2000, 0)
+    (13288000, 28576000)
+    """
+    if index(hidden) < 1 or index(per_image) < 0:
+        raise ValueError(f"attention_cost: hidden is at least 1 and per_image at least 0, not {hidden}, {per_image}")
+    return _AttentionCost(index(hidden), index(per_image))
+
+
+class Costing:
+    """Calls the cost function of one stage. Raises ValueError for what is no function, `EncodeError` if it fails."""
+
+    def __init__(self, stage: str, cost: Cost) -> None:
+        if not callable(cost):
+            raise ValueError(
+                f"{stage}: cost must be a function of a document's length and images that returns an int, such as "
+                f"sp.attention_cost(hidden=2048), not {cost!r}"
+            )
+        self._stage = stage
+        self._cost = cost
+
+    @property
+    def name(self) -> str:
+        """The function as a saved state names it."""
+        if isinstance(self._cost, _AttentionCost):
+            return str(self._cost)
+        return str(getattr(self._cost, "__qualname__", type(self._cost).__qualname__))
+
+    def of(self, length: int, images: int) -> int:
+        """The cost of one document."""
+        try:
+            cost = index(self._cost(length, images))
+            if not 0 <= cost < _LIMIT:
+                raise ValueError(f"{cost} is not between 0 and 2**62; divide it: only the order of costs matters")
+        except Exception as error:
+            raise EncodeError(
+                f"{self._stage}: cost {self.name} of a document of {length} tokens and {images} images must be an "
+                f"int: {type(error).__name__}: {error}"
+            ) from from_user_code(error)
+        return cost
+
+    def of_pack(self, sizes: Iterable[Size]) -> int:
+        """The cost of a pack of documents of these lengths and images."""
+        return min(sum(self.of(length, images) for length, images in sizes), _LIMIT)

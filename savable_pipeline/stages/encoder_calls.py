@@ -1,0 +1,126 @@
+"""`EncoderCalls`: how packer and batcher call an encoder: with keyed random numbers, and errors that name the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import index
+from typing import Any, Literal
+
+from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.rng import Rng
+from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.errors import EncodeError
+from savable_pipeline.stages.stage import StageInfo
+from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.stages.user_function import function_name
+
+
+def check_encoder(stage: str, encoder: object) -> None:
+    """Raise ValueError unless this is an encoder; for a class or a function with what to write instead."""
+    if isinstance(encoder, TaskEncoder):
+        return
+    hint = ""
+    if isinstance(encoder, type):
+        hint = ": make one of this class"
+    elif callable(encoder):
+        hint = ": write class Encoder(sp.TaskEncoder) with encode(self, sample, rng), which may call it"
+    raise ValueError(f"{stage} takes a TaskEncoder, not {encoder!r}{hint}")
+
+
+class EncoderCalls:
+    """Calls an encoder's methods for one stage, which combines items into packs or batches.
+
+    Raises `EncodeError` where the encoder's method raises or returns a wrong result.
+    """
+
+    def __init__(self, stage: str, lane: Lane, encoder: TaskEncoder, combine: Literal["pack", "batch"]) -> None:
+        check_encoder(stage, encoder)
+        if combine == "pack" and getattr(encoder.pack, "__func__", None) is TaskEncoder.pack:
+            raise ValueError(
+                f"{stage}: {type(encoder).__name__} has no pack(items, rng), which makes one item of several: write "
+                "it, or leave the packer out"
+            )
+        self.encoder = encoder
+        self.encoder_name = type(encoder).__name__
+        self._stage = stage
+        self._lane = lane
+        self._key: int | None = None
+        self._combine = combine
+        self._has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
+        self._combined = encoder.pack if combine == "pack" else encoder.batch
+        self._seed_globals = seeder(encoder.global_rng)
+
+    def key(self, info: StageInfo) -> int:
+        """The 64-bit key of the stage's random numbers."""
+        if self._key is None:
+            self._key = info.key(self._combine)
+        return self._key
+
+    def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
+        """The lane's pack or batch `number`, made of these items."""
+        status = info.lane.status
+        if status is not None:
+            status[0] = info.depth
+        rng = Rng(self.key(info), (number, 0, 0))
+        if self._seed_globals is not None:
+            self._seed_globals(rng.key)
+        try:
+            return self._combined(items, rng)
+        except Exception as error:
+            which = f", {self._combine} {number} ({len(items)} items)"
+            raise self._failed(self._combine, error, which) from from_user_code(error)
+
+    def length(self, item: Any, *, least: int) -> int:
+        """The length of an item in tokens, which must be at least `least`."""
+        try:
+            length = index(self.encoder.length(item))  # a state cannot hold NumPy's integers
+            if length < least:
+                raise ValueError(f"a length of {length}; every item takes at least {least}")
+        except Exception as error:
+            raise self._failed("length", error) from from_user_code(error)
+        return length
+
+    def least_told(self, length: int, *, least: int) -> int:
+        """A length that the encoder told without encoding, which must be at least `least`."""
+        if length < least:
+            error = ValueError(f"a length of {length}; every item takes at least {least}")
+            raise self._failed("length_of", error) from error
+        return length
+
+    def images(self, item: Any) -> int:
+        """The number of images of an item."""
+        if not self._has_images:
+            return 0
+        try:
+            images = index(self.encoder.images(item))
+            if images < 0:
+                raise ValueError(f"{images} images")
+        except Exception as error:
+            raise self._failed("images", error) from from_user_code(error)
+        return images
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        """The tokens `start` to `stop - 1` of an item."""
+        try:
+            part = self.encoder.cut(item, start, stop)
+            found = self.encoder.length(part)
+            if found != stop - start:
+                raise ValueError(f"{found} tokens, not the {stop - start} from {start} on that were asked for")
+        except Exception as error:
+            raise self._failed("cut", error) from from_user_code(error)
+        return part
+
+    def value(self, function: str | Callable[[Any], Any], item: Any, checked: Callable[[Any], Any]) -> Any:
+        """What a function of an item, or a method of the encoder, gives, as `checked` returns it."""
+        try:
+            return checked(getattr(self.encoder, function)(item) if isinstance(function, str) else function(item))
+        except Exception as error:
+            name = f"{self.encoder_name}.{function}" if isinstance(function, str) else function_name(function)
+            raise self._told(name, error) from from_user_code(error)
+
+    def _failed(self, method: str, error: Exception, which: str = "") -> EncodeError:
+        return self._told(f"{self.encoder_name}.{method}", error, which)
+
+    def _told(self, name: str, error: Exception, which: str = "") -> EncodeError:
+        return EncodeError(f"{name} raised {type(error).__name__}: {error}; stage {self._stage}{which} of {self._lane}")

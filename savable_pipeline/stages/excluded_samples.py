@@ -1,0 +1,79 @@
+"""`ExcludedSamples`: which samples the readers upstream must not have given, as the stages after them ask.
+
+reader(exclude=FILE) ──▶ ShuffleBuffer, Blend ──▶ Encode ──▶ OnlinePacker, Balance, Batcher
+deals all samples        hold all of them         leaves     at a restore, leave them out
+                                                  them out   of what the state holds
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.dataset.dataset import Dataset
+from savable_pipeline.dataset.exclude_file import ExcludeFile
+from savable_pipeline.dataset.sample import tag_of, untagged
+from savable_pipeline.stages.item_ref import ItemRef
+
+REASON = "excluded"
+
+
+@dataclass(frozen=True, slots=True)
+class ExcludedSamples:
+    """Numbers of samples, by the tag of their source; a source is absent if none of its samples is excluded."""
+
+    numbers: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of_reader(cls, tag: int, numbers: frozenset[int]) -> ExcludedSamples:
+        """Those of one reader."""
+        return cls({tag: numbers} if numbers else {})
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers)
+
+    def __or__(self, other: ExcludedSamples) -> ExcludedSamples:
+        return ExcludedSamples({**self.numbers, **other.numbers})
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the sample with this index, as it is in refs, is excluded."""
+        return untagged(index) in self.numbers.get(tag_of(index), ())
+
+    def left_of(self, ref: ItemRef) -> ItemRef | None:
+        """The ref of what is left of an item or a pack without these samples; None if nothing is.
+
+        The ref of a user's own stage, of another form than in item_ref.py, is left whole or not at all.
+        """
+        inner = [part for part in ref if isinstance(part, tuple)]
+        if not inner:
+            return None if ref[0] in self else ref
+        left = [self.left_of(part) for part in inner]
+        if left == inner:
+            return ref
+        is_pack = not isinstance(ref[0], tuple) and len(inner) == len(ref) - 1
+        kept = [part for part in left if part is not None]
+        return (ref[0], *kept) if is_pack and kept else None
+
+
+NOTHING_EXCLUDED = ExcludedSamples()
+
+
+def read_exclude_file(
+    path: str | os.PathLike[str] | None, lane: Lane, named: object, dataset: Dataset
+) -> ExcludeFile | None:
+    """The file's samples in a dataset that is `named` so, read once for all lanes of a process; None without a file.
+
+    Raises ValueError for the file to which skipped samples are written.
+    """
+    if path is None:
+        return None
+    name = Path(path).resolve()
+    if dataset.quarantine is not None and dataset.quarantine.path.resolve() == name:
+        raise ValueError(
+            f"exclude={name} is the file to which this run writes skipped samples: it may not change while a run goes "
+            "on; give a copy of it"
+        )
+    return lane.shared(("exclude", named, name), lambda: ExcludeFile(name, dataset))

@@ -1,0 +1,40 @@
+"""`ItemRef`: nested tuples of integers that say where an item, a pack or a batch comes from.
+
+item      (index, epoch, part)         its sample's index in the dataset and epoch; the part's number in a fan-out
+cut item  (ItemRef, start, stop)       the tokens from start to stop - 1 of an item
+pack      (number, ItemRef, …)         the number of the pack in its lane, then the refs of its items
+batch     (number, ItemRef, …)         the number of the batch in its lane, then the refs of its items or packs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from savable_pipeline.errors import CheckpointMismatchError
+
+ItemRef: TypeAlias = tuple[Any, ...]
+MISSING: Any = object()  # stands for an item that is made again from its ref when it is needed
+"""The ref of an item, a pack or a batch: `stage.fetch(ref)` makes it again. See the table above."""
+
+
+def as_ref(ref: Any) -> ItemRef:
+    """A ref as nested tuples, from the nested lists that a saved state holds.
+
+    Raises `CheckpointMismatchError` for anything but numbers in lists.
+
+    >>> sp.as_ref([[3, 0, 0], 0, 16])  # tokens 0 to 15 of the item of sample 3
+    ((3, 0, 0), 0, 16)
+    """
+    if not isinstance(ref, list | tuple) or not ref:
+        raise CheckpointMismatchError(f"the state has {ref!r} where the ref of an item should be: numbers in lists")
+    return tuple(part if hasattr(part, "__index__") else as_ref(part) for part in ref)
+
+
+def sample_indices(ref: ItemRef) -> Iterator[int]:
+    """The index of each sample in an item, a pack or a batch."""
+    inner = [part for part in ref if isinstance(part, tuple)]
+    if not inner:
+        yield ref[0]
+    for part in inner:
+        yield from sample_indices(part)

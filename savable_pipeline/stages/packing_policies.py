@@ -1,0 +1,266 @@
+"""The policies of `OnlinePacker`: they choose the pack for each piece by its length and number of images alone.
+
+    sequential             a b c c │ c d d …   one open pack; a piece that does not fit is cut at the pack's end
+    first_fit              the oldest open pack with room, else a new one; of too many, the oldest is given
+    best_fit               the fullest open pack with room, else a new one; of too many, the fullest is given
+    first_fit_decreasing   pieces that fill `open_packs` packs are held, then placed from the longest to the shortest
+
+(Johnson: Near-Optimal Bin Packing Algorithms, 1973.) A policy knows no items and no encoders. The packer asks for the
+longest piece that may come next (`reach`), cuts the item to it, adds it, and gives the pack that is `due` before it
+adds another piece.
+
+A pack also closes at `max_cost`, if there is one: it is full as soon as its tokens or its cost are. The fullest pack is
+the one with the least share left of either. A piece that alone costs more than `max_cost` has a pack to itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from savable_pipeline.core.keyed_random import derive_key, permutation
+from savable_pipeline.stages.cost import Costing
+from savable_pipeline.stages.item_ref import MISSING
+
+Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
+
+
+_NO_BOUND = 1 << 60
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """An item in a pack, or a part of one: `length` tokens from `start` on of an item of `total` tokens."""
+
+    ref: Any
+    length: int
+    images: int = 0
+    start: int = 0
+    total: int = 0
+    cost: int = 0  # 0 where packs have no greatest cost
+    item: Any = MISSING
+    item_bytes: int = 0  # size of the item, as counted in the memory budget
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this is less than the whole item."""
+        return self.length != self.total
+
+
+@dataclass(slots=True, eq=False)
+class OpenPack:
+    """A pack that is being filled, and the room left in it."""
+
+    room: int  # tokens that still fit
+    images: int  # images that still fit
+    cost: int = 0  # cost that still fits; below 0 if the only piece is dearer than a pack may be
+    bounds: tuple[int, int] | None = None  # the greatest length and cost of a pack; None where only length is bounded
+    slack: int = 0  # what is left, in tokens or in cost, whichever is the smaller share; set when a piece is added
+    pieces: list[Piece] = field(default_factory=list)
+
+    def fits(self, piece: Piece) -> bool:
+        """Whether there is room for a piece."""
+        return piece.length <= self.room and piece.images <= self.images and piece.cost <= self.cost
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece."""
+        self.pieces.append(piece)
+        self.room -= piece.length
+        self.images -= piece.images
+        self.cost -= piece.cost
+        self.slack = self.room
+        if self.bounds is not None:
+            max_length, max_cost = self.bounds
+            self.slack = min(self.room * max_cost, self.cost * max_length)
+
+
+class Packing:
+    """Base of the policies: the open packs, oldest first, and the choice of the next pack to give."""
+
+    holds: ClassVar[bool] = False  # whether pieces may be in no pack yet
+
+    def __init__(
+        self,
+        *,
+        max_length: int,
+        max_images: int,
+        open_packs: int,
+        max_cost: int = 0,  # 0: no bound
+        costing: Costing | None = None,
+    ) -> None:
+        self.max_length = max_length
+        self.max_images = max_images  # 0: no bound
+        self.open_packs = open_packs
+        self.max_cost = max_cost
+        self.costing = costing
+        self._least_cost = costing.of(1, 0) if costing is not None else 0  # what no longer fits fills a pack
+        self.packs: list[OpenPack] = []
+        self.held: list[Piece] = []  # in no pack yet
+        self.rounds = 0  # how often held pieces have been placed
+
+    @property
+    def reach(self) -> int:
+        """The greatest length in tokens that the next piece may have."""
+        return self.max_length
+
+    def add(self, piece: Piece) -> None:
+        """Put a piece of at most `reach` tokens into a pack, or hold it."""
+        raise NotImplementedError
+
+    def due(self) -> OpenPack | None:
+        """The pack to give before another piece is added; None if there is none."""
+        raise NotImplementedError
+
+    def last(self) -> OpenPack | None:
+        """The next pack to give when no more pieces will come; None when all are given."""
+        return self.packs[0] if self.packs else None
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces, those in packs and those in none."""
+        for pack in self.packs:
+            yield from pack.pieces
+        yield from self.held
+
+    def open(self) -> OpenPack:
+        """Open a new pack."""
+        self.packs.append(self.empty())
+        return self.packs[-1]
+
+    def empty(self) -> OpenPack:
+        """A pack without pieces."""
+        bounds = (self.max_length, self.max_cost) if self.max_cost else None
+        return OpenPack(self.max_length, self.max_images or _NO_BOUND, self.max_cost, bounds)
+
+    def full(self) -> OpenPack | None:
+        """The oldest pack without room for another token; None if there is none."""
+        least = self._least_cost
+        for pack in self.packs:
+            if not pack.room or pack.cost < least:
+                return pack
+        return None
+
+
+class Sequential(Packing):
+    """Fills one pack after the other and cuts items at its end: no room is wasted, unless `max_images` is reached."""
+
+    @property
+    def reach(self) -> int:
+        """The room left in the open pack, in tokens, or what its cost has room for."""
+        pack = self.packs[-1] if self.packs else self.empty()
+        return self._affordable(pack) if self.costing is not None else pack.room
+
+    def _affordable(self, pack: OpenPack) -> int:
+        """The greatest length that fits into a pack by its tokens and its cost, at least 1."""
+        assert self.costing is not None
+        of = self.costing.of
+        return max(1, bisect_right(range(1, pack.room + 1), pack.cost, key=lambda length: of(length, 0)))
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece to the open pack, or to a new one if it has too many images."""
+        pack = self.packs[-1] if self.packs and self.packs[-1].fits(piece) else self.open()
+        pack.add(piece)
+
+    def due(self) -> OpenPack | None:
+        """A pack without room, or without room for the images of the piece that came next."""
+        return self.packs[0] if len(self.packs) > 1 else self.full()
+
+
+class FirstFit(Packing):
+    """Puts a piece into the oldest open pack with room."""
+
+    def add(self, piece: Piece) -> None:
+        """Put a piece into the oldest pack with room, or into a new one."""
+        (_oldest(self.packs, piece) or self.open()).add(piece)
+
+    def due(self) -> OpenPack | None:
+        """A full pack, or the oldest one if more than `open_packs` are open."""
+        return self.full() or (self.packs[0] if len(self.packs) > self.open_packs else None)
+
+
+class BestFit(Packing):
+    """Puts a piece into the fullest open pack with room; of equally full ones, into the oldest."""
+
+    def add(self, piece: Piece) -> None:
+        """Put a piece into the fullest pack with room, or into a new one."""
+        best, least = None, self.max_length * (self.max_cost or 1) + 1
+        for pack in self.packs:
+            if pack.slack < least and pack.fits(piece):
+                best, least = pack, pack.slack
+        (best or self.open()).add(piece)
+
+    def due(self) -> OpenPack | None:
+        """A full pack, or the fullest but the newest one if more than `open_packs` are open."""
+        full = self.full()
+        if full is None and len(self.packs) > self.open_packs:
+            return min(self.packs[:-1], key=lambda pack: pack.slack)
+        return full
+
+
+class FirstFitDecreasing(Packing):
+    """Holds pieces for `open_packs` packs, places the longest first, and gives the packs in random order.
+
+    The last pack of a round is seldom full: it is taken apart, and its pieces wait for the next round.
+    """
+
+    holds = True
+
+    def __init__(self, *, key: int, **bounds: Any) -> None:
+        super().__init__(**bounds)
+        self._key = key
+        self._length = self._images = self._cost = 0  # sums over the held pieces
+
+    def add(self, piece: Piece) -> None:
+        """Hold a piece; place all held pieces once they fill `open_packs` packs."""
+        self.held.append(piece)
+        self._length += piece.length
+        self._images += piece.images
+        self._cost += piece.cost
+        enough = self.open_packs + 1  # packs; the last one is taken apart
+        if (
+            self._length >= enough * self.max_length
+            or self._images >= enough * self.max_images > 0
+            or self._cost >= enough * self.max_cost > 0
+        ):
+            self._lay_out(keep_last=True)
+
+    def due(self) -> OpenPack | None:
+        """The next filled pack; None if there is none."""
+        return self.packs[0] if self.packs else None
+
+    def last(self) -> OpenPack | None:
+        """The next pack, once all held pieces are placed; None when all are given."""
+        if self.held:
+            self._lay_out(keep_last=False)
+        return self.due()
+
+    def _lay_out(self, *, keep_last: bool) -> None:
+        packs: list[OpenPack] = []
+        for piece in sorted(self.held, key=lambda piece: -piece.length):
+            pack = _oldest(packs, piece)
+            if pack is None:
+                pack = self.empty()
+                packs.append(pack)
+            pack.add(piece)
+        self.held = packs.pop().pieces if keep_last else []
+        self._length = sum(piece.length for piece in self.held)
+        self._images = sum(piece.images for piece in self.held)
+        self._cost = sum(piece.cost for piece in self.held)
+        self.packs += [packs[i] for i in permutation(derive_key(self._key, self.rounds), len(packs)).tolist()]
+        self.rounds += 1
+
+
+def _oldest(packs: list[OpenPack], piece: Piece) -> OpenPack | None:
+    length, images, cost = piece.length, piece.images, piece.cost
+    for pack in packs:
+        if length <= pack.room and images <= pack.images and cost <= pack.cost:
+            return pack
+    return None
+
+
+def make_packing(policy: Policy, *, key: int, **bounds: Any) -> Packing:
+    """The policy of this name, with the arguments of `Packing`; `key` is the 64-bit key of its random numbers."""
+    if policy == "first_fit_decreasing":
+        return FirstFitDecreasing(key=key, **bounds)
+    return {"sequential": Sequential, "first_fit": FirstFit, "best_fit": BestFit}[policy](**bounds)

@@ -1,0 +1,85 @@
+"""Pipelines: functions that build the stages of a lane and return the last one; how they are checked and printed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from savable_pipeline.core.global_rng import kinds
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.dataset.sample import tag_of
+from savable_pipeline.stages.item_ref import ItemRef, sample_indices
+from savable_pipeline.stages.stage import Stage
+
+Pipeline: TypeAlias = Callable[[Lane], Stage]
+
+
+def seeded_kinds(last: Stage) -> set[str]:
+    """The global generators that are seeded for the encoders of a pipeline: some of "python", "numpy", "torch"."""
+    encoders = [stage.info.encoder for stage in upstream(last)]
+    return {kind for encoder in encoders if encoder is not None for kind in kinds(encoder.global_rng)}
+
+
+def check_pipeline(pipeline: Pipeline) -> None:
+    """Raise ValueError unless `pipeline` can be called with one argument, a lane."""
+    try:
+        inspect.signature(pipeline).bind(None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a pipeline is a function of one lane that returns its last stage, not {pipeline!r}: {error}"
+        ) from None
+
+
+_NAMED = 3  # samples of a pack that are named
+_SHOWN = 60  # characters of a setting that are printed
+
+
+def data_path(last: Stage) -> str:
+    """The stages of a lane as a tree, the last one first."""
+    return "\n".join(_lines(last))
+
+
+def _lines(stage: Stage) -> list[str]:
+    settings = ", ".join(f"{name}={_short(value)}" for name, value in stage.settings().items() if value is not None)
+    lines = [f"└─ {type(stage).__name__}({settings})"]
+    for source in stage.sources:
+        lines += [f"   {line}" for line in _lines(source)]
+    return lines
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple) and (len(value) > 4 or any(isinstance(part, list | tuple) for part in value)):
+        return f"{len(value)} of them"
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…"
+
+
+def sample_names(stage: Stage, ref: ItemRef) -> str:
+    """Shard and key of the samples of an item or a pack that `stage` takes, the first ones by name."""
+    indices = list(dict.fromkeys(sample_indices(ref) if ref else ()))
+    named = []
+    for index in indices[:_NAMED]:
+        tag = tag_of(index)
+        reader = next((each for each in upstream(stage) if not each.sources and tag in each.info.tags), None)
+        if reader is not None:
+            with contextlib.suppress(Exception):  # of a shard that cannot be read: it must not hide the error told here
+                sample = reader.fetch((index, 0, 0))
+                named.append(f"shard {sample.shard}, key {sample.key!r}")
+    more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""
+    return "; ".join(named) + more
+
+
+def leaves_out_excluded(last: Stage) -> bool:
+    """Whether no sample that a reader upstream excludes gets through a stage."""
+    if last.leaves_out_excluded or not last.sources:
+        return last.leaves_out_excluded or not last.info.excluded
+    return all(map(leaves_out_excluded, last.sources))
+
+
+def upstream(last: Stage) -> Iterator[Stage]:
+    """A stage and all stages before it, in the order of the data path."""
+    for source in last.sources:
+        yield from upstream(source)
+    yield last

@@ -1,0 +1,262 @@
+"""`ShuffleBuffer`: gives samples or items in random order from a buffer whose state is refs alone."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple, overload
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.keyed_random import below, word, words
+from savable_pipeline.dataset.sample import REF, RefArray, Sample
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
+from savable_pipeline.stages.task_encoder import Skip
+
+_NONE = np.empty(0, REF)
+
+
+class ShuffleBuffer(Stage):
+    """Gives samples in random order: of `size` held refs a random one, which the next of its source replaces.
+
+    When a finite source ends, the rest of the buffer follows in random order. Draw n is word n of a key of the lane,
+    one draw per ref, so that the order does not depend on the number of refs taken at a time. A held ref takes 12
+    bytes, in memory and in a state. Raises ValueError if `size` is below 1.
+
+    After `Encode` it shuffles items: the consecutive pieces of one document, say, that a fan-out or a packer's
+    `too_long="split"` makes. The buffers and open packs of a process together hold at most `max_held_bytes` bytes of
+    items; an item beyond that, or after a restore, is made again when it is given.
+
+    >>> samples = sp.ShuffleBuffer(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), size=100)
+    >>> len({sample.key for sample in samples})  # each of the 400 samples once
+    400
+    >>> len(samples.save_state()["refs"])  # the buffer is empty at the end
+    0
+    """
+
+    ref: ItemRef = ()
+    size: int
+    max_held_bytes: int = 0
+    """Of items, in a process; a buffer of samples holds none."""
+
+    @overload
+    def __new__(cls, source: SampleStage, *, size: int) -> _BufferOfSamples: ...
+    @overload
+    def __new__(cls, source: ItemStage, *, size: int, max_held_bytes: int = ...) -> _BufferOfItems: ...
+    def __new__(cls, source: Stage, **settings: Any) -> ShuffleBuffer:
+        """A buffer of samples or of items, by what the source gives."""
+        if isinstance(source, ItemStage):
+            return super().__new__(_BufferOfItems)
+        if "max_held_bytes" in settings:
+            raise ValueError("max_held_bytes is for a buffer after Encode: one of samples holds only their refs")
+        return super().__new__(_BufferOfSamples)
+
+    @cached_property
+    def _key(self) -> int:
+        return self.info.key("shuffle")
+
+    def hint_rows(self, rows: int, *, aligned: bool) -> None:
+        """Pass it on: a reader upstream cuts the lanes' shares in batches."""
+        self.source.hint_rows(rows, aligned=aligned)
+
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """The source's count."""
+        return self.source.count_of(lane, epoch)
+
+    def settings(self) -> dict[str, Any]:
+        """`size`, the only setting that changes the order."""
+        return {"size": self.size}
+
+    def _count_kept(self, n: int) -> None:
+        """Tell the lane that `n` more are in the buffer: they are not wasted."""
+        if self.lane.unused is not None:
+            self.lane.unused -= n
+
+
+class _BufferState(msgspec.Struct):
+    refs: bytes
+    draws: int
+    source: dict[str, Any]
+
+
+class _BufferOfSamples(ShuffleBuffer, SampleStage):
+    """A buffer before Encode: takes refs, several at a time."""
+
+    source: SampleStage
+
+    def __init__(self, source: SampleStage, *, size: int) -> None:
+        _check(size)
+        super().__init__(source)
+        self.size = size
+        self._draws = 0
+        self._slots = _NONE
+        self._filled = 0
+
+    def __next__(self) -> Sample:
+        refs = self.take_refs(1)
+        if not len(refs):
+            raise StopIteration
+        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
+        return self.open_samples(refs)[0]
+
+    def take_refs(self, n: int) -> RefArray:
+        """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end of a finite source."""
+        if self._filled < self.size:
+            self._fill()
+        fresh = self.source.take_refs(n) if self._filled == self.size else _NONE
+        return self._exchange(fresh) if len(fresh) else self._drain(n)
+
+    def _fill(self) -> None:
+        if not self._filled:
+            self._slots = np.empty(self.size, REF)
+        while len(fresh := self.source.take_refs(self.size - self._filled)):
+            self._slots[self._filled : self._filled + len(fresh)] = fresh
+            self._filled += len(fresh)
+            self._count_kept(len(fresh))
+
+    def _exchange(self, fresh: RefArray) -> RefArray:
+        """Put each ref of `fresh` in turn into a random slot and return the refs that were there.
+
+        A slot drawn twice gives, the second time, the ref that the first draw put there. Sorting the draws brings equal
+        slots side by side: draws 5 2 5 give the ref in slot 5, the one in slot 2, and the first of `fresh`.
+        """
+        slots = below(words(self._key, self._draws, len(fresh)), self.size)
+        self._draws += len(fresh)
+        given = self._slots[slots]
+        order = np.argsort(slots, kind="stable")
+        again = slots[order[1:]] == slots[order[:-1]]
+        given[order[1:][again]] = fresh[order[:-1][again]]
+        last = np.append(~again, True)
+        self._slots[slots[order[last]]] = fresh[order[last]]
+        return given
+
+    def _drain(self, n: int) -> RefArray:
+        """Give up to `n` of the remaining refs: a random slot each time, into which the last filled one moves."""
+        given = np.empty(min(n, self._filled), REF)
+        for i in range(len(given)):
+            slot = (word(self._key, self._draws) >> 32) * self._filled >> 32
+            self._draws += 1
+            self._filled -= 1
+            given[i] = self._slots[slot]
+            self._slots[slot] = self._slots[self._filled]
+        return given
+
+    def save_state(self) -> State:
+        """`refs`: the buffer's refs in order, 12 bytes each (index uint64, epoch uint32); `draws`: draws so far."""
+        return {
+            "refs": self._slots[: self._filled].tobytes(),
+            "draws": self._draws,
+            "source": self.source.save_state(),
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; no sample is read, but downloads of remote ones begin."""
+        saved: _BufferState = parse_state(self, state, _BufferState)
+        if len(saved.refs) % REF.itemsize or len(saved.refs) // REF.itemsize > self.size:
+            raise CheckpointMismatchError(
+                f"ShuffleBuffer(size={self.size}): the state holds {len(saved.refs) // REF.itemsize} refs"
+            )
+        self.source.restore_state(saved.source)
+        refs = self.keep_known(np.frombuffer(saved.refs, REF))
+        self._slots = np.empty(self.size, REF)
+        self._slots[: len(refs)] = refs
+        self._filled = len(refs)
+        self._draws = saved.draws
+        if len(refs):
+            self.source.prefetch(refs)
+
+
+class _Held(NamedTuple):
+    """An item in the buffer; MISSING if it is to be made again."""
+
+    ref: ItemRef
+    item: Any
+    item_bytes: int
+
+
+class _ItemBufferState(msgspec.Struct):
+    refs: list[Any]
+    draws: int
+    source: dict[str, Any]
+
+
+class _BufferOfItems(ShuffleBuffer, ItemStage):
+    """A buffer after Encode: takes one item at a time."""
+
+    def __init__(self, source: ItemStage, *, size: int, max_held_bytes: int = 1 << 30) -> None:
+        _check(size)
+        super().__init__(source)
+        self.size = size
+        self.max_held_bytes = max_held_bytes
+        self._budget = BudgetShare(source.lane.shared("held items", MemoryBudget), max_bytes=max_held_bytes)
+        self._draws = 0
+        self._slots: list[_Held] = []
+
+    @property
+    def held_items(self) -> int:
+        """The number of items in the buffer that are in memory."""
+        return self._budget.count
+
+    def __next__(self) -> Any:
+        items, refs = self.take(1)
+        if not items:
+            raise StopIteration
+        self.ref = refs[0]
+        return items[0]
+
+    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+        """The next item and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
+        while True:
+            self._fill()
+            if not self._slots:
+                return [], []
+            slot = (word(self._key, self._draws) >> 32) * min(len(self._slots), self.size) >> 32
+            ref, item, item_bytes = self._slots[slot]
+            if item is MISSING:
+                item = self.source.fetch(ref)
+            else:
+                self._budget.release(item_bytes)
+            self._draws += 1
+            last = self._slots.pop()
+            if slot < len(self._slots):
+                self._slots[slot] = last
+            if type(item) is not Skip:  # else it cannot be made again, and was counted where that was found
+                return [item], [ref]
+
+    def _fill(self) -> None:
+        """Take items until there are `size` and the one that takes the place of the next."""
+        while len(self._slots) <= self.size:
+            items, refs = self.source.take(self.size + 1 - len(self._slots))
+            if not items:
+                return
+            self._slots += map(self._held, refs, items)
+            self._count_kept(len(items))
+
+    def _held(self, ref: ItemRef, item: Any) -> _Held:
+        item_bytes = size_of(item)
+        return _Held(ref, item, item_bytes) if self._budget.hold(item_bytes) else _Held(ref, MISSING, 0)
+
+    def save_state(self) -> State:
+        """`refs`: the buffer's refs in order; `draws`: draws so far."""
+        return {"refs": [held.ref for held in self._slots], "draws": self._draws, "source": self.source.save_state()}
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; items are made again when they are given."""
+        saved = parse_state(self, state, _ItemBufferState)
+        if len(saved.refs) > self.size + 1:
+            raise CheckpointMismatchError(f"ShuffleBuffer(size={self.size}): the state holds {len(saved.refs)} refs")
+        self.source.restore_state(saved.source)
+        self._slots = [_Held(ref, MISSING, 0) for ref in self.keep_known(list(map(as_ref, saved.refs)))]
+        self._draws = saved.draws
+
+
+def _check(size: int) -> None:
+    if size < 1:
+        raise ValueError(f"ShuffleBuffer: size must be at least 1, not {size}")
+
+
+for _kind in (_BufferOfSamples, _BufferOfItems):
+    _kind.__name__ = _kind.__qualname__ = "ShuffleBuffer"  # states, counts and the printed tree know one stage

@@ -1,0 +1,163 @@
+"""`SkippedSamples`: which samples an `Encode` stage may leave out, how many it has, and which it must not try again."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
+from savable_pipeline.core.open_files import is_out_of_handles
+from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.dataset.sample import REF, Sample, count_of_source
+from savable_pipeline.errors import EncodeError, SavableError, ShardError
+from savable_pipeline.stages.stage import max_empty_samples
+from savable_pipeline.stages.task_encoder import Skip
+
+log = logging.getLogger(__name__)
+
+_ALWAYS = 100  # up to 100 errors of a lane are never too large a share
+
+
+class _Snapshot(NamedTuple):
+    """The counts at the start of a call, restored if the call fails."""
+
+    errors: int
+    row: int
+    given: int
+
+
+class SkippedSamples:
+    """The samples that one stage leaves out, counted in its `counts` by reason.
+
+    `population` is the number of samples upstream. Raises ValueError for wrong settings of `Encode`.
+    """
+
+    def __init__(
+        self,
+        encoder: str,
+        on_error: OnError,
+        max_errors: int | float,
+        *,
+        counts: Counter[str],
+        lane: Lane,
+        population: int,
+    ) -> None:
+        check_on_error("Encode", on_error)
+        if max_errors < 0 or (isinstance(max_errors, float) and not max_errors <= 1):
+            raise ValueError(f"Encode: max_errors must be a count or a share of at most 1.0, not {max_errors!r}")
+        self._counts = counts
+        self._lane = lane
+        self._population = population
+        self._encoder = encoder
+        self._on_error = on_error
+        self._max_errors = max_errors
+        self.errors = 0  # samples left out because of an error
+        self.avoided: dict[tuple[int, int], str] = {}  # (index, epoch) of samples not to be tried again → reason
+        self._row = 0  # samples in a row that gave no item
+        self._given = 0  # items that had been given when the row began
+        self._counted: list[str] = []  # names of counters raised since the last `begin`
+
+    def begin(self) -> _Snapshot:
+        """Snapshot the counts before a call that may fail."""
+        self._counted.clear()
+        return _Snapshot(self.errors, self._row, self._given)
+
+    def roll_back(self, before: _Snapshot) -> None:
+        """Undo the counting of a call that failed."""
+        self._counts.subtract(self._counted)
+        self.errors, self._row, self._given = before
+
+    def skipped(self, sample: Sample, skip: Skip, given: int) -> None:
+        """Count a skipped sample. Raises `EncodeError` after `max_empty_samples` in a row without an item.
+
+        `given` is the number of items that the stage has given so far.
+        """
+        for name in (f"skipped/{skip.reason}", count_of_source(sample.index, "skipped")):
+            self._counts[name] += 1
+            self._counted.append(name)
+        if given != self._given:
+            self._row, self._given = 0, given
+        self._row += 1
+        if self._row & 1023 == 0 and self._row.bit_count() == 1:
+            log.warning("%d samples in a row were skipped, the last as %r", self._row, skip.reason)
+        if self._row >= max_empty_samples(self._population):
+            raise EncodeError(
+                f"{self._encoder}.encode skipped {self._row} samples in a row, the last as {skip.reason!r}: no item "
+                "will ever come of this data; mend the encoder's conditions or the data"
+            )
+
+    def tolerate(self, sample: Sample, error: Exception, done: int, given: int) -> None:
+        """Skip a sample, the lane's number `done`, because of an error if `on_error` says so; else raise the error."""
+        fault: SavableError
+        on_error: OnError
+        if isinstance(error, ShardError):
+            fault, on_error = error, sample.origin.on_error  # the shard's fault: the reader's `on_error` decides
+        elif isinstance(error, SavableError):
+            raise error
+        else:
+            fault, on_error = self.failed(sample, error), self._on_error
+            fault.__cause__ = from_user_code(error)
+        if is_out_of_handles(error) or not skips(on_error, fault):
+            raise fault
+        if is_of_environment(error):
+            self.avoid(sample.index, sample.epoch, reason_of(error))
+            self._forget_before(sample.epoch - 1)
+        self._lost(sample, reason_of(error), str(fault), done, given)
+
+    def avoid(self, index: int, epoch: int, reason: str) -> None:
+        """Never try this sample again, for this reason."""
+        self.avoided[index, epoch] = reason
+
+    def avoided_again(self, sample: Sample, done: int, given: int) -> None:
+        """Skip a sample that is not to be tried again."""
+        reason = self.avoided[sample.index, sample.epoch]
+        self._lost(sample, reason, "avoided since it failed before", done, given)
+
+    def _forget_before(self, epoch: int) -> None:
+        """Drop avoided samples of earlier epochs, whose refs do not come again."""
+        for ref in [ref for ref in self.avoided if ref[1] < epoch]:
+            del self.avoided[ref]
+
+    def _lost(self, sample: Sample, reason: str, detail: str, done: int, given: int) -> None:
+        """Count a sample skipped because of an error, and quarantine it. Raises `EncodeError` if there are too many."""
+        log.info("skipping index %d of epoch %d: %s", sample.index, sample.epoch, detail)
+        quarantine = sample.origin.quarantine
+        if quarantine is not None:
+            where = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
+            quarantine.add(**where, reason=reason, detail=detail, lane=self._lane.index)
+        self.errors += 1
+        share = isinstance(self._max_errors, float)
+        if self.errors > (max(self._max_errors * done, _ALWAYS) if share else self._max_errors):
+            raise EncodeError(
+                f"{self.errors} of the {done} samples of {self._lane} so far were skipped because of errors, "
+                f"more than max_errors={self._max_errors!r} allows; the last: {detail}"
+            )
+        self.skipped(sample, Skip(reason), given)
+
+    def failed(self, sample: Sample, error: Exception) -> EncodeError:
+        """The `EncodeError` that says for which sample the encoder raised."""
+        return EncodeError(
+            f"{self._encoder}.encode raised {type(error).__name__}: {error}; stage Encode, shard "
+            f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
+        )
+
+    def save_state(self) -> dict[str, Any]:
+        """`errors`: samples left out because of an error; `avoided`: refs by reason, 12 bytes each."""
+        avoided: dict[str, list[tuple[int, int]]] = {}
+        for ref, reason in self.avoided.items():
+            avoided.setdefault(reason, []).append(ref)
+        return {
+            "errors": self.errors,
+            "avoided": {reason: np.array(refs, REF).tobytes() for reason, refs in avoided.items()},
+        }
+
+
+def _key_of(sample: Sample) -> str:
+    try:
+        return sample.key
+    except ShardError:  # the header with the key is unreadable, too
+        return "?"

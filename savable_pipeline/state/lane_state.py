@@ -1,0 +1,104 @@
+"""The state of a lane as typed, versioned and checksummed bytes.
+
+    "SAVL" │ version u16 │ xxh3_64 of the rest u64 │ MessagePack of a `LaneState`
+
+A loader's state is a flat dict of them, which `torch.load(weights_only=True)` reads and torch.distributed.checkpoint
+reshards:
+
+    "format" 1 │ "lanes" │ "epoch" │ "slot" │ "fingerprint" bytes │ "lane_00000" bytes │ "lane_00001" bytes │ …
+
+`slot` is the first slot whose batch no rank has received yet.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.lane import Growth
+from savable_pipeline.errors import StateError
+
+VERSION = 1
+_MAGIC = b"SAVL"
+_HEAD = len(_MAGIC) + 2 + 8
+_DEEPEST = 200  # a stage is a level or two, a ref a few more
+T = TypeVar("T", bound=msgspec.Struct)
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class LaneState(msgspec.Struct):
+    """A lane between two batches: `batches` given in pass `epoch`; `stages` is None before the first batch.
+
+    `growth` is absent unless shards were added in the run: `Lane.growth`.
+    """
+
+    lane: int
+    epoch: int
+    batches: int = 0
+    more: bool | None = None  # whether another batch will come; None if not known yet
+    stages: dict[str, Any] | None = None
+    growth: dict[str, list[tuple[_Number, _Number]]] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def grown(self) -> Growth:
+        """`growth`, empty where it is absent."""
+        return {} if self.growth is msgspec.UNSET else self.growth
+
+
+def pack_state(state: msgspec.Struct) -> bytes:
+    """A struct as versioned, checksummed bytes.
+
+    Raises TypeError for a value that MessagePack cannot hold, `StateError` for an integer beyond 64 bits.
+    """
+    try:
+        body = msgspec.msgpack.encode(state)
+    except OverflowError as error:
+        raise StateError(
+            f"a state has an integer beyond 64 bits: {error}; a stage saves it as bytes. If it came with a loaded "
+            "state, use another copy of the checkpoint"
+        ) from error
+    return _MAGIC + VERSION.to_bytes(2, "little") + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+
+
+def unpack_state(raw: bytes, kind: type[T], name: str) -> T:
+    """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or of another version."""
+    if not isinstance(raw, bytes | bytearray):
+        raise StateError(f"{name}: a state is bytes, not {type(raw).__name__}")
+    if raw[:4] != _MAGIC or len(raw) < _HEAD:
+        raise StateError(f"{name}: not a state of savable_pipeline, or cut short ({len(raw)} bytes)")
+    version = int.from_bytes(raw[4:6], "little")
+    if version != VERSION:
+        raise StateError(f"{name}: state version {version}; this release reads version {VERSION}")
+    body = raw[_HEAD:]
+    if xxh3_64_intdigest(body) != int.from_bytes(raw[6:_HEAD], "little"):
+        raise StateError(f"{name}: damaged: the checksum does not match; use another copy of the checkpoint")
+    return decoded(body, kind, name)
+
+
+def decoded(body: bytes, kind: type[T], name: str) -> T:
+    """The struct `kind` in MessagePack that has its checksum and may be forged all the same. Raises `StateError`."""
+    try:
+        found = msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StateError(f"{name}: {error}; use another copy of the checkpoint") from error
+    _check_depth(found, name)
+    return found
+
+
+def _check_depth(state: msgspec.Struct, name: str) -> None:
+    """Raises `StateError` for lists and dicts within each other so deep that they were forged, and would end in
+    RecursionErrors."""
+    level = [getattr(state, field) for field in state.__struct_fields__]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, list | dict)
+        ]
+        if not level:
+            return
+    raise StateError(f"{name}: lists within each other, deeper than {_DEEPEST}; use another copy of the checkpoint")

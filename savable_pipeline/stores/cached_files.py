@@ -1,0 +1,209 @@
+"""`CachedFiles`: shards behind a URL, read from the node's cache, which downloads ahead what will be read.
+
+prefetch(indices)  refs that the reader will give   ──▶ downloaded when nothing more urgent waits
+request(rows)      samples that were given           ──▶ downloaded soon
+a read             of a row that is not there        ──▶ downloaded now, while the read waits
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.core.open_files import is_out_of_handles
+from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.remote.cache_space import PREFETCH_SHARE
+from savable_pipeline.remote.downloader import Downloader, Urgency
+from savable_pipeline.remote.pace import PIECE
+from savable_pipeline.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
+from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.stores.download_blocks import Block, DownloadBlocks
+from savable_pipeline.stores.indexed_shards import IndexedShards
+from savable_pipeline.stores.presence import Presence
+from savable_pipeline.stores.shard_files import Read, ShardFiles, T, Where
+
+log = logging.getLogger(__name__)
+
+_DEATHS = 3  # of the downloading process over one request, after which it fails
+_TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
+_PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
+_PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
+_TOUCH_S = 10.0
+
+
+class CachedFiles(ShardFiles):
+    """The shards below `url`, in the version `cached` of the cache `folder`, which is bounded to `limit` bytes."""
+
+    def __init__(self, url: str, shards: IndexedShards, cached: ShardCache, folder: Path, limit: int) -> None:
+        super().__init__()
+        self._url, self._shards, self._cached = url, shards, cached
+        self._folder, self._limit = folder, limit
+        self._downloader: Downloader | None = None
+        size = int(shards.sizes_in_bytes.sum())
+        fits = size <= limit * PREFETCH_SHARE
+        self._blocks = DownloadBlocks(cached, in_pieces=fits)
+        self._presence = Presence(cached, shards, kept=fits)
+        ahead = min(_PREFETCH_BYTES, limit // 256) * shards.count // size
+        self._prefetch_refs = max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
+        self._touch_at = 0.0  # when to touch the shards again
+        self._checked: set[int] = set()  # shards whose rows in the index were checked
+
+    def __del__(self) -> None:
+        super().__del__()
+        if getattr(self, "_downloader", None) is not None:
+            self._close_downloader()
+
+    @property
+    def prefetch_refs(self) -> int:
+        """See `RecordStore.prefetch_refs`."""
+        return 0 if self._presence.complete_at >= 0 else self._prefetch_refs
+
+    def path(self, shard: int) -> Path:
+        """The shard's file in the cache."""
+        return self._cached.path(self._number(shard))
+
+    def _number(self, shard: int) -> int:
+        """The number of a shard in the cache's index, which may hold more shards."""
+        return self._cached.shard_of(int(self._shards.first_rows[shard]))
+
+    def open(self, shard: int) -> int:
+        """A new descriptor of a shard's file in the cache; rows that are damaged there are marked as not present."""
+        number, checked = self._number(shard), shard in self._checked
+        if not checked:
+            self._shards.check_rows(shard)
+        try:
+            descriptor = self._cached.open(number)
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            raise RemoteError(f"{self._cached.path(number)}: {error.strerror}; see that the cache is there") from error
+        if not checked:
+            self._checked.add(shard)
+            self._cached.forget_holes(number, descriptor)
+        return descriptor
+
+    def guard(self, read: Read[Where, T]) -> Read[Where, T]:
+        """`read`, made to download the row first, and again if it was evicted while it was read."""
+
+        state = self._presence
+
+        def guarded(shard: int, row: int, where: Where) -> T:
+            if state.complete_at >= 0:
+                try:
+                    found = read(shard, row, where)
+                    if state.evictions[0] == state.complete_at:
+                        return found
+                except ShardError:
+                    pass  # of the shard, or of an eviction: the loop tells them apart
+            for _ in range(_TRIES):
+                seen = state.present[row]
+                if seen & 1:
+                    try:
+                        found = read(shard, row, where)
+                    except ShardError:
+                        if state.present[row] == seen:
+                            raise
+                    else:
+                        if state.present[row] == seen:
+                            state.used[row] = USED
+                            return found
+                self._download(row)
+            raise self._evicted(shard)
+
+        return guarded
+
+    def prefetch(self, indices: Rows) -> None:
+        """Has these samples downloaded, and kept until they have been read."""
+        now = time.monotonic()
+        if self._presence.is_complete() and now < self._touch_at:
+            return
+        self._touch_at = now + _TOUCH_S
+        rows = self._shards.locate(indices)[1]
+        present = self._cached.present[rows] & 1 == 1
+        self._cached.used[rows] = WANTED
+        self._cached.touch(rows[present])
+        if present.all():
+            self._presence.look(now)
+            return
+        for block in self._blocks.announce(np.unique(rows[~present])):
+            self._prefetch(Urgency.LATER, "rows", *self._place_of(block), [], False)
+
+    def request(self, rows: Rows) -> None:
+        """Has those of these rows downloaded soon that are not present."""
+        if self._presence.is_complete():
+            return
+        absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
+        needed: dict[Block, list[int]] = {}
+        for row in absent:
+            needed.setdefault(self._block(row), []).append(row)
+        for block, rows_of_it in needed.items():
+            self._prefetch(Urgency.SOON, "rows", *self._place_of(block), rows_of_it, False)
+
+    def peek(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
+        """Bytes (offset, size) of a sample longer than a piece, past the cache; None: it is short enough to keep."""
+        start, stop = self._cached.extent(row, row + 1)
+        if stop - start <= PIECE:
+            return None
+        (offset, size), entry = place, self._shards.entries[shard]
+        if not size:
+            return b""
+        data: bytes = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
+        return data
+
+    def _block(self, row: int) -> Block:
+        """The rows to download together with a row: its block, or the row alone if there was no space for the block."""
+        return (row, row + 1) if self._presence.used[row] == LEFT_OUT else self._blocks.block_of(row)
+
+    def _download(self, row: int) -> None:
+        """Waits until a row is downloaded, with the rest of its block if there is space."""
+        self._call("rows", *self._place_of(self._block(row)), [row], True)
+
+    def _place_of(self, block: Block) -> tuple[str, str, int, int]:
+        return self._url, str(self._cached.folder), *block
+
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        """The downloader's answer; one that is killed meanwhile is replaced, at most `_DEATHS` times."""
+        for deaths in range(1, _DEATHS + 1):
+            try:
+                return self._connected().call(kind, *arguments)
+            except RemoteError as error:
+                if not self._died():
+                    raise
+                log.warning("%s: replaced, %d of %d", error, deaths, _DEATHS)
+        return self._connected().call(kind, *arguments)
+
+    def _prefetch(self, urgency: Urgency, *request: Any) -> None:
+        """Sends a request that nobody waits for; if the downloader is gone, whoever waits will have another started."""
+        try:
+            self._connected().prefetch(urgency, *request)
+        except RemoteError:
+            if not self._died():
+                raise
+
+    def _died(self) -> bool:
+        return self._downloader is not None and self._downloader.ended
+
+    def _connected(self) -> Downloader:
+        """This process's own downloader: one inherited by a fork is the parent's; one that ended is replaced."""
+        if self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
+            self._close_downloader()
+            self._downloader = Downloader(self._folder, self._limit)
+            self._blocks.forget_announced()
+        return self._downloader
+
+    def _close_downloader(self) -> None:
+        if self._downloader is not None:
+            self._downloader.close()
+            self._downloader = None
+
+    def _evicted(self, shard: int) -> RemoteError:
+        return RemoteError(
+            f"{self._url}/{self._shards.entries[shard].name}: a sample was evicted {_TRIES} times before it could be "
+            f"read; the cache of {self._limit} bytes is too small for what its processes read at once: give a larger "
+            "cache_bytes"
+        )

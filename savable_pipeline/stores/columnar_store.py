@@ -1,0 +1,161 @@
+"""`ColumnarStore`: what Parquet and Arrow have in common: a row is a sample, a column one of its parts.
+
+file ─ row groups, or record batches ─ each decoded once, into `DecodedBlocks` ─ a row's columns as bytes
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
+from savable_pipeline.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.file_indexing import IndexedFiles
+from savable_pipeline.stores.file_store import FileStore
+
+_MOST_DECODED = 4 << 30  # bytes of a row group, beyond which it is refused unless the cache is as large
+
+
+class ColumnarStore(FileStore):
+    """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
+
+    `key` names the column that holds the key of a row; else it is `FILE:ROW`. Raises ValueError for a column that the
+    first file does not have.
+    """
+
+    def __init__(
+        self,
+        found: IndexedFiles,
+        form: FileFormat,
+        columns: tuple[str, ...] | None,
+        key: str | None,
+        blocks: DecodedBlocks[Any] | None,
+    ) -> None:
+        super().__init__(found, form)
+        self.columns, self.key_column = columns, key
+        self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
+        self._me = object()  # in the cache's keys: a number could be another store's, later
+        self._awaited = AwaitedRows()
+        # Shard, first row, end, rows, and rows awaited of the last group.
+        self._last: tuple[int, int, int, Any, set[int]] = -1, 0, 0, None, set()
+        self._firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])
+        self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
+        if columns is not None or key is not None:
+            self._check_columns_of_first()
+
+    @abstractmethod
+    def group_ends(self, shard: int) -> list[int]:
+        """The row after the last of each group of a file."""
+
+    @abstractmethod
+    def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
+        """The record batches of a group, and their bytes in memory. Raises `ShardError`."""
+
+    @abstractmethod
+    def column_names(self, shard: int) -> list[str]:
+        """The columns of a file. Raises `ShardError`."""
+
+    @property
+    def most_decoded(self) -> int:
+        """The bytes in memory beyond which a group is refused."""
+        return max(self.blocks.limit, _MOST_DECODED)
+
+    @property
+    def wanted(self) -> list[str] | None:
+        """The columns to decode; None: all."""
+        if self.columns is None:
+            return None
+        return list(dict.fromkeys([*self.columns, *([] if self.key_column is None else [self.key_column])]))
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """See `RecordStore.read`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: bytes = rows.read(place, extension)
+        except ValueError as error:
+            raise self.damaged(shard, f"row {row}", str(error)) from error
+        return found
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """See `RecordStore.extensions`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: list[str] = rows.extensions(place)
+        except ValueError as error:
+            raise self.damaged(shard, f"row {row}", str(error)) from error
+        return found
+
+    def key(self, shard: int, row: int) -> str:
+        """The value of the key's column, or `FILE:ROW`."""
+        if self.key_column is None:
+            return super().key(shard, row)
+        rows, place = self._find(shard, row)
+        return (rows.value(place, self.key_column) or b"").decode(errors="replace")
+
+    def check_columns(self, shard: int, known: list[str]) -> None:
+        """Raises ValueError that names the columns asked for that a file with the columns `known` does not have."""
+        from savable_pipeline.stores.arrow_columns import check_columns
+
+        wanted = self.wanted or [name for name in [self.key_column] if name is not None]
+        check_columns(str(self.path(shard)), tuple(wanted), known)
+
+    def _check_columns_of_first(self) -> None:
+        shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)
+        try:
+            known = None if shard is None else self.column_names(shard)
+        except ShardError:  # it is raised, or skipped, when a sample of the file is read
+            return
+        if shard is not None and known is not None:
+            self.check_columns(shard, known)
+
+    def _find(self, shard: int, row: int) -> tuple[Any, int]:
+        """The decoded group with a row, and the row's place in it."""
+        last, first, end, rows, awaited = self._last
+        if last != shard or not first <= row < end:
+            ends = self.group_ends(shard)
+            group = bisect_right(ends, row)
+            first = ends[group - 1] if group else 0
+            key = self._me, shard, group
+            if (kept := self.blocks.kept(key, row)) is not None:
+                return kept, 0
+            found = AwaitedOfGroup(self._awaited, shard, group, first)
+            rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
+            awaited = self._awaited.of(shard, group)
+            self._last = shard, first, ends[group], rows, awaited
+        awaited.discard(row)
+        return rows, row - first
+
+    def prefetch(self, indices: Rows) -> None:
+        """Remembers which rows will be read: should their group be given up before, they are kept."""
+        if self.row_groups(0) is None:
+            return
+        shards = np.searchsorted(self._firsts, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            rows = indices[shards == shard] - self._firsts[shard]
+            self._awaited.announce(shard, rows, self.group_ends(shard))
+
+    def _decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
+        from savable_pipeline.stores.arrow_rows import ArrowRows, partition_values
+
+        if (shard, group) in self._broken:  # found once: decoding it again for each row would take hours
+            raise ShardError(self._broken[shard, group])
+        try:
+            batches, size = self.decode(shard, group)
+        except ShardError as error:
+            if error.reason == "damaged shard":
+                self._broken[shard, group] = str(error)
+            raise
+        hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None
+        try:
+            rows = ArrowRows(batches, constants=partition_values(self.entries[shard].name), hidden=hidden)
+        except ValueError as error:
+            raise self.damaged(shard, f"row group {group}", str(error)) from error
+        if len(rows) != expected:
+            raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
+        return rows, size

@@ -1,0 +1,46 @@
+"""Only tars are read behind a URL: the command that downloads files of another kind, for the error that says so."""
+
+from __future__ import annotations
+
+import os
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.shards.paths import Shards
+
+_REPOSITORIES = {"datasets": "dataset", "spaces": "space"}
+
+
+def check_local(files: Shards) -> None:
+    """Raises `ShardError` for a URL, with the command that downloads what is behind it."""
+    for spec in [files] if isinstance(files, str | os.PathLike) else files:
+        url = os.fspath(spec)
+        if "://" in url and not url.startswith("file:") and not os.path.lexists(url):
+            raise ShardError(f"{url}: only tars are read behind a URL; download the files first: `{download(url)}`")
+
+
+def download(url: str) -> str:
+    """The command that downloads what a URL names.
+
+    >>> from savable_pipeline.stores.downloads import download
+    >>> download("hf://datasets/user/name@v2/data/*.parquet")
+    "hf download user/name --repo-type dataset --revision v2 --include 'data/*.parquet' --local-dir name"
+    """
+    scheme, _, place = url.partition("://")
+    if scheme == "hf":
+        return _hub(place)
+    folder, _, pattern = url.rpartition("/")
+    tools = {
+        "s3": f"aws s3 cp --recursive {folder} data --exclude '*' --include '{pattern or '*'}'",
+        "gs": f"gcloud storage cp --recursive '{url}' data",
+    }
+    return tools.get(scheme, f"wget -P data {url}")
+
+
+def _hub(place: str) -> str:
+    parts = place.split("/")
+    kind = _REPOSITORIES.get(parts[0])
+    owner, name, *rest = [*(parts[1:] if kind else parts), "", ""]
+    name, _, revision = name.partition("@")
+    pattern = "/".join(part for part in rest if part)
+    options = {"repo-type": kind, "revision": revision, "include": pattern and f"'{pattern}'", "local-dir": name}
+    return " ".join([f"hf download {owner}/{name}", *(f"--{key} {value}" for key, value in options.items() if value)])

@@ -1,0 +1,207 @@
+"""Finds the index of files that are not tars, or makes it: on first use, by one process, under a lock.
+
+A file is scanned again if its size has changed, or if it is younger than the index and is not as it was: moving or
+touching a folder does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.errors import ShardError
+from savable_pipeline.shards.index_file import ShardEntry
+from savable_pipeline.shards.index_place import in_first_place, index_places
+from savable_pipeline.shards.indexing import check_none_gone
+from savable_pipeline.shards.paths import Shards, find_shards, raise_it, spelled_out
+from savable_pipeline.shards.processes import do, each_shard
+from savable_pipeline.shards.scan import check_utf8
+from savable_pipeline.stores.downloads import check_local
+from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.place_index import FileTable, PlaceIndex, ScannedFiles, write_place_index
+
+log = logging.getLogger(__name__)
+
+_ALONE_S = 5.0  # that one process scans before it starts others
+_Progress = Callable[[int, int], None]  # of the files done, and of all
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedFiles:
+    """Files below a folder, and their index."""
+
+    root: Path
+    names: list[str]
+    index: PlaceIndex | ScannedFiles
+    index_path: Path
+
+
+def open_files(
+    files: Shards | IndexedFiles,
+    form: FileFormat,
+    *,
+    tolerant: bool = False,
+    unlistable: Callable[[ShardError], None] = raise_it,
+) -> IndexedFiles:
+    """The files that a user names, indexed: those that are new or were rewritten are scanned first. What is indexed
+    already is returned.
+
+    Raises `ShardError` for a damaged file. With `tolerant` its samples before the damage are taken, and a file that was
+    changed or lost since it was indexed stays in the index as it was, so that only reading its samples raises.
+    """
+    if isinstance(files, IndexedFiles):
+        return files
+    check_local(files)
+    root, names = find_shards(files, form.kind, missing_too=tolerant, unlistable=unlistable)
+    if isinstance(files, str | os.PathLike) and Path(spelled_out(files)[0]).is_dir():
+        indexed = set(known_files(root, form))
+        if not tolerant:
+            check_none_gone(str(root), indexed.difference(names))
+        names = sorted({*names, *indexed})
+    found = _fresh(root, names, form, tolerant)
+    if found is None:
+        found = in_first_place(root, form.index_name, lambda path: _made(path, root, names, form, tolerant))
+    for name in names:
+        fault = found.index.entries[name].fault
+        if fault and not tolerant:
+            raise ShardError(f"{root}/{fault}")
+        if fault:
+            log.warning("%s/%s; going on with the samples before it", root, fault)
+    return found
+
+
+def index_files(
+    files: Shards, form: FileFormat, *, processes: int | None = None, progress: _Progress = lambda done, total: None
+) -> tuple[Path, list[ShardEntry]]:
+    """Indexes the files that are new or were changed, in `processes` processes (None: one per processor).
+
+    Returns the path of the index, and the files that could not be read to their end. Raises `ShardError`.
+    """
+    check_local(files)
+    root, names = find_shards(files, form.kind)
+
+    def make(path: Path) -> Path:
+        _write(path, root, names, form, processes=processes, progress=progress)
+        return path
+
+    path = in_first_place(root, form.index_name, make)
+    entries = PlaceIndex(path, form.name).entries
+    return path, [entries[name] for name in names if entries[name].fault]
+
+
+def known_files(root: Path, form: FileFormat) -> dict[str, ShardEntry]:
+    """The entries in the index of `root`, by name, whatever has become of the files."""
+    for path in index_places(root, form.index_name):
+        with contextlib.suppress(OSError, ValueError, ShardError):
+            return PlaceIndex(path, form.name).entries
+    return {}
+
+
+def _fresh(root: Path, names: list[str], form: FileFormat, tolerant: bool) -> IndexedFiles | None:
+    for path in index_places(root, form.index_name):
+        index = _fresh_at(path, root, names, form, tolerant)
+        if index is not None:
+            return IndexedFiles(root, names, index, path)
+    return None
+
+
+def _fresh_at(path: Path, root: Path, names: list[str], form: FileFormat, tolerant: bool) -> PlaceIndex | None:
+    """The index at `path` if it exists, is whole, and has each file as it is now; else None."""
+    try:
+        index, made = PlaceIndex(path, form.name), path.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return None
+    except ShardError as error:
+        log.warning("%s; making a new one", error)
+        return None
+    if any(name not in index.entries for name in names):
+        return None
+    if tolerant or all(_is_right(root, index, name, made, form) for name in names):
+        return index
+    return None
+
+
+def _is_right(root: Path, index: PlaceIndex, name: str, made: int, form: FileFormat) -> bool:
+    """Whether a file is as it was when it was indexed, at `made` nanoseconds or before."""
+    entry = index.entries[name]
+    try:
+        stat = os.stat(f"{root}/{name}")  # noqa: PTH116  # a Path per name is slow for a million files
+        if entry.fault or stat.st_size != entry.size:
+            return False
+        if stat.st_mtime_ns <= made:
+            return True
+        with with_handles(partial((root / name).open, "rb")) as file:
+            return index.is_whole(name) and form.is_as_indexed(file.fileno(), index.table(name))
+    except OSError:
+        return False
+
+
+def _made(path: Path, root: Path, names: list[str], form: FileFormat, tolerant: bool) -> IndexedFiles:
+    index = _fresh_at(path, root, names, form, tolerant)  # another process may have made it while we waited
+    if index is None:
+        _write(path, root, names, form, tolerant=tolerant)
+        index = PlaceIndex(path, form.name)
+    return IndexedFiles(root, names, index, path)
+
+
+def _write(
+    path: Path,
+    root: Path,
+    names: list[str],
+    form: FileFormat,
+    *,
+    tolerant: bool = False,
+    processes: int | None = None,
+    progress: _Progress = lambda done, total: None,
+) -> None:
+    """Writes the index at `path`; what it has already of files that are as they were is kept."""
+    for name in names:
+        check_utf8(str(root / name), name)
+    tables = _kept(path, root, names, form, tolerant)
+    missing = [name for name in names if name not in tables]
+    log.info("indexing %d of %d files in %s", len(missing), len(names), root)
+    progress(0, len(missing))
+    for done, table in enumerate(_scanned(form.scan, root, missing, processes or os.cpu_count() or 1), 1):
+        tables[table.entry.name] = table
+        progress(done, len(missing))
+    write_place_index(path, form.name, [tables[name] for name in sorted(tables)])
+
+
+def _kept(path: Path, root: Path, names: list[str], form: FileFormat, tolerant: bool) -> dict[str, FileTable]:
+    """The tables in the index at `path` that are still right; and with `tolerant` those of `names` as they are."""
+    try:
+        old = PlaceIndex(path, form.name)
+    except (OSError, ValueError, ShardError):
+        return {}
+    anyway = set(names) if tolerant else set()
+    right = [name for name in old.entries if name in anyway or _is_right(root, old, name, -1, form)]
+    return {name: old.table(name) for name in right if old.is_whole(name)}
+
+
+def _scanned(task: str, root: Path, names: list[str], processes: int) -> Iterator[FileTable]:
+    """A table for each file; after some seconds in several processes."""
+    end = time.monotonic() + _ALONE_S
+    for done, name in enumerate(names):
+        if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
+            yield from _scanned_elsewhere(task, root, names[done:], processes)
+            return
+        table = do(task, root, name)
+        assert isinstance(table, FileTable), task
+        yield table
+
+
+def _scanned_elsewhere(task: str, root: Path, names: list[str], processes: int) -> Iterator[FileTable]:
+    with contextlib.closing(each_shard(task, root, names, processes)) as answers:
+        for name, answer in answers:
+            if answer is None:
+                raise ShardError(f"{root / name}: the process that indexed it died; was there too little memory?")
+            yield msgspec.msgpack.decode(answer, type=FileTable)

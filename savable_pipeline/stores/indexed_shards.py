@@ -1,0 +1,103 @@
+"""`IndexedShards`: some shards of an index, with their samples counted through all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.shards.index_file import Layout, Rows, ShardIndex
+from savable_pipeline.shards.part_types import find_part
+
+
+class IndexedShards:
+    """The shards `names` of an index. Sample `i` is the `i`-th when these shards are read one after the other.
+
+    Raises `ShardError` if they hold no sample.
+    """
+
+    def __init__(self, index: ShardIndex, index_path: Path, names: list[str], address: str) -> None:
+        self.index = index
+        self.index_path = index_path
+        self.address = address
+        tables = index.tables()
+        self.entries = [tables[name][0] for name in names]
+        self.first_rows = np.array([tables[name][1] for name in names], dtype=np.int64)  # (shards,)
+        self.firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])  # int64 (shards + 1,)
+        self.count = int(self.firsts[-1])
+        if not self.count:
+            raise ShardError(
+                f"{address}: no sample in {len(names)} shards; a sample's files are named KEY.EXTENSION in the tar"
+            )
+        self.sizes_in_bytes = np.array([entry.size for entry in self.entries], dtype=np.int64)  # (shards,)
+        self.mean_bytes = int(self.sizes_in_bytes.sum()) / self.count  # of a sample, with its headers
+
+    def locate(self, indices: Rows) -> tuple[Rows, Rows]:
+        """The shard of each of these samples, and its row in the index."""
+        shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        return shards, self.rows(shards, indices - self.firsts[shards])
+
+    def rows(self, shards: Rows, places: Rows) -> Rows:
+        """The rows in the index of the samples at these places of these shards."""
+        rows: Rows = self.first_rows[shards] + places
+        return rows
+
+    def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
+        """The first byte, and the byte after the last, of runs of samples `first` to `last`, each run in one shard."""
+        starts = np.asarray(self.index.starts)
+        rows = self.first_rows[shards] - self.firsts[shards]
+        ends_shard = last + 1 == self.firsts[shards + 1]
+        ends = np.where(ends_shard, self.sizes_in_bytes[shards], starts[np.minimum(rows + last + 1, len(starts) - 1)])
+        return starts[rows + first].astype(np.int64), ends.astype(np.int64)
+
+    def layout(self, row: int) -> Layout:
+        """The layout of a sample. Raises `ShardError` if the index is damaged."""
+        try:
+            return self.index.layout(row)
+        except IndexError:
+            raise self.damaged("a shard") from None
+
+    def place(self, row: int, extension: str) -> tuple[int, int]:
+        """Offset and size in bytes of one part of a sample. Raises KeyError without the part."""
+        layout = self.layout(row)
+        member = layout.position.get(extension)
+        if member is None:
+            member = layout.position[find_part(extension, layout.position)]
+        return self.index.place(row, member, layout)
+
+    def offset(self, shard: int, row: int) -> int:
+        """The offset in bytes of a sample's first header in its shard."""
+        return self.index.starts[row]
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """The extensions of a sample, in their order in the tar."""
+        return list(self.layout(row).position)
+
+    def sizes(self, shard: int, row: int) -> dict[str, int]:
+        """The size in bytes of each part of a sample, by extension."""
+        layout = self.layout(row)
+        return {extension: self.index.place(row, member, layout)[1] for extension, member in layout.position.items()}
+
+    def part_sizes(self) -> dict[str, Rows]:
+        """The sizes in bytes of all parts, by extension; shards whose rows in the index are damaged are left out."""
+        whole = [i for i, entry in enumerate(self.entries) if entry.samples and self.index.is_whole(entry.name)]
+        rows = [np.arange(self.first_rows[i], self.first_rows[i] + self.entries[i].samples) for i in whole]
+        return self.index.part_sizes(np.concatenate(rows)) if rows else {}
+
+    def check_rows(self, shard: int) -> None:
+        """Raises `ShardError` unless the shard's rows in the index are as they were written."""
+        name = self.entries[shard].name
+        if not self.index.is_whole(name):
+            raise self.damaged(name)
+
+    def is_as_written(self, shard: int, descriptor: int) -> bool:
+        """Whether some samples of an open shard lie where the index says."""
+        return self.index.is_as_written(self.entries[shard].name, descriptor)
+
+    def damaged(self, shard: str) -> ShardError:
+        """The error for a damaged index; `shard` names the shard that it was needed for."""
+        return ShardError(
+            f"{self.address}: the index of {shard} is damaged; remove {self.index_path} and start again",
+            reason="damaged index",
+        )

@@ -1,0 +1,114 @@
+"""Parquet files: what their footers say, and whether it can be true; without a thread, so that a fork is safe.
+
+Places of a file in the index: for each row group its rows, then for each the bytes that it decodes to.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.open_files import is_out_of_handles
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.shards.index_file import ShardEntry
+from savable_pipeline.shards.paths import ShardKind
+from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.place_index import FileTable
+
+_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
+_LARGEST_FOOTER = 1 << 29
+_MOST_ROWS = 1 << 40
+
+
+class FooterError(ValueError):
+    """The footer of a file is missing, or cannot be true."""
+
+
+def scan(root: Path, name: str) -> FileTable:
+    """Entry and row groups of a file; damage is the entry's fault."""
+    size = 0
+    try:
+        descriptor = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            footer = read_footer(descriptor)
+            rows, sizes = _groups(footer, size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if is_out_of_handles(error):
+            raise
+        return _faulty(name, size, f"{error.strerror or error}")
+    except FooterError as error:
+        return _faulty(name, size, str(error))
+    entry = ShardEntry(name, size, sum(rows), xxh3_64_intdigest(footer))
+    return FileTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
+
+
+def read_footer(descriptor: int) -> bytes:
+    """The bytes of a file's footer. Raises `FooterError`, OSError."""
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, 8, max(0, size - 8))
+    if tail[4:] == _ENCRYPTED:
+        raise FooterError("an encrypted footer; write the file without encryption")
+    if size < 12 or tail[4:] != _MAGIC:
+        raise FooterError("no Parquet footer at its end: the file was cut short, or is no Parquet; copy it again")
+    length = int.from_bytes(tail[:4], "little")
+    if not 0 < length <= min(size - 12, _LARGEST_FOOTER):
+        raise FooterError(f"a footer of {length} bytes in a file of {size}: the end is damaged; copy the file again")
+    return os.pread(descriptor, length, size - 8 - length)
+
+
+def is_as_indexed(descriptor: int, table: FileTable) -> bool:
+    """Whether a file has the footer that it had."""
+    try:
+        return xxh3_64_intdigest(read_footer(descriptor)) == table.entry.digest
+    except (FooterError, OSError):
+        return False
+
+
+def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
+    """Rows and bytes of each row group. Raises `FooterError` where they cannot be right."""
+    import pyarrow as pa  # here, so that who reads tars need not have it
+    import pyarrow.parquet as pq
+
+    whole = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(whole))
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        rows = [group.num_rows for group in groups]
+        sizes = [group.total_byte_size for group in groups]
+        fault = next((fault for group in groups if (fault := _column_fault(group, size))), "")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise FooterError(f"a damaged footer: {encodable(_first_line(error))}; copy the file again") from error
+    if min([*rows, *sizes], default=0) < 0 or sum(rows) != metadata.num_rows or sum(rows) > _MOST_ROWS:
+        fault = f"row groups of {sum(rows)} rows, but {metadata.num_rows} in the file"
+    if fault:
+        raise FooterError(f"a footer that cannot be right: {fault}; copy the file again")
+    return rows, sizes
+
+
+def _column_fault(group: Any, size: int) -> str:
+    for i in range(group.num_columns):
+        column = group.column(i)
+        begin = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+        if begin < 0 or column.total_compressed_size < 0 or begin + column.total_compressed_size > size:
+            return f"a column at the bytes {begin} to {begin + column.total_compressed_size} of {size}"
+    return ""
+
+
+def _faulty(name: str, size: int, fault: str) -> FileTable:
+    return FileTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+PARQUET = FileFormat(
+    "parquet", ShardKind((".parquet", ".pq", ".parq")), "savable_pipeline.stores.parquet_file:scan", is_as_indexed
+)

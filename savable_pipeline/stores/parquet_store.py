@@ -1,0 +1,112 @@
+"""`ParquetStore`: the record store of Parquet files."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.errors import SavableError
+from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.stores.columnar_store import ColumnarStore
+from savable_pipeline.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
+from savable_pipeline.stores.parquet_file import PARQUET
+from savable_pipeline.stores.positioned_file import PositionedFile
+
+_OPEN = 16  # files whose footers are kept parsed
+_BATCH = 8192  # rows decoded at a time
+
+
+class ParquetStore(ColumnarStore):
+    """The rows of Parquet files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+
+    Row groups are decoded whole and kept in `blocks`; the other settings are those of `ColumnarStore`. Raises
+    `ShardError`, and ValueError for a column that is not there.
+    """
+
+    def __init__(
+        self,
+        files: Shards | IndexedFiles,
+        *,
+        columns: tuple[str, ...] | None = None,
+        key: str | None = None,
+        blocks: DecodedBlocks[Any] | None = None,
+        tolerant: bool = False,
+        unlistable: Unlistable = raise_it,
+    ) -> None:
+        self._ends: dict[int, list[int]] = {}
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        found = open_files(files, PARQUET, tolerant=tolerant, unlistable=unlistable)
+        super().__init__(found, PARQUET, columns, key, blocks)
+        self.decoded_bytes = self.blocks.limit
+
+    def group_rows(self, shard: int) -> list[int]:
+        """The rows of each row group of a file."""
+        places = self.places(shard)
+        rows: list[int] = places[: len(places) // 2].tolist()
+        return rows
+
+    def group_bytes(self, shard: int) -> list[int]:
+        """The bytes that each row group of a file decodes to, as its footer says."""
+        places = self.places(shard)
+        sizes: list[int] = places[len(places) // 2 :].tolist()
+        return sizes
+
+    def row_groups(self, shard: int) -> tuple[list[int], int]:
+        """See `RecordStore.row_groups`."""
+        return self.group_rows(shard), sum(self.group_bytes(shard))
+
+    def group_ends(self, shard: int) -> list[int]:
+        """See `ColumnarStore.group_ends`."""
+        ends = self._ends.get(shard)
+        if ends is None:
+            ends = self._ends[shard] = np.cumsum(self.group_rows(shard), dtype=np.int64).tolist()
+        return ends
+
+    def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
+        """See `ColumnarStore.decode`. In this thread: pyarrow starts none, so that processes may be forked."""
+        import pyarrow as pa
+
+        batches, size = [], 0
+        try:
+            file = self._file(shard)
+            self.check_columns(shard, file.schema_arrow.names)
+            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=self.wanted, use_threads=False):
+                batches.append(batch)
+                size += batch.nbytes
+                if size > self.most_decoded:
+                    raise ValueError(
+                        f"it decodes to more than {human_bytes(self.most_decoded)}: write smaller row groups, or give "
+                        "a larger cache_bytes"
+                    )
+        except SavableError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
+        return batches, size
+
+    def column_names(self, shard: int) -> list[str]:
+        """See `ColumnarStore.column_names`."""
+        import pyarrow as pa
+
+        try:
+            names: list[str] = self._file(shard).schema_arrow.names
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self.damaged(shard, "the schema", " ".join(str(error).split())) from error
+        return names
+
+    def _file(self, shard: int) -> Any:
+        """The file, its footer parsed."""
+        import pyarrow.parquet as pq
+
+        found = self._open.pop(shard, None)
+        if found is None:
+            raw = PositionedFile(self.files, shard, self.entries[shard].size)
+            found = pq.ParquetFile(raw, pre_buffer=False, page_checksum_verification=True)
+        self._open[shard] = found
+        while len(self._open) > _OPEN:
+            self._open.popitem(last=False)
+        return found

@@ -1,0 +1,41 @@
+"""The loader in Accelerate: `prepare` it, and `save_state` and `load_state` take it along."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+
+from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.trainers.whole import Whole
+
+
+def prepare(accelerator: Accelerator, loader: SavableLoader) -> Whole:
+    """The loader's batches on the accelerator's device, and its state in the accelerator's checkpoints.
+
+    `accelerator.save_state` then saves the lanes of all ranks after the batch taken last, and `load_state` goes on
+    there, on any number of ranks. Call it once a loader, in the place of `accelerator.prepare`. Make the loader after
+    the `Accelerator`, which begins torch.distributed.
+
+    ```python
+    from accelerate import Accelerator
+    from savable_pipeline.trainers.accelerate import prepare
+
+    accelerator = Accelerator(cpu=True)
+
+    class Labels(sp.TaskEncoder):
+        def encode(self, sample, rng):
+            return int(sample["cls"])
+
+    def pipeline(lane):
+        return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+
+    batches = prepare(accelerator, sp.SavableLoader(pipeline, seed=7))
+    len(next(iter(batches)))  # 4
+    ```
+    """
+    place = partial(send_to_device, device=accelerator.device, non_blocking=True)
+    whole = Whole(loader, place=place)
+    accelerator.register_for_checkpointing(whole)
+    return whole

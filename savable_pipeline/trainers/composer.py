@@ -1,0 +1,122 @@
+"""The loader in Composer: `SavableData` is the data to train on and a callback; `eval_data` the data to evaluate on.
+
+Composer asks callbacks for their state on every rank, and keeps that of rank 0. To go on in mid-epoch it *spins*: it
+takes the batches of the epoch again and throws them away, unless its `dataset_resumption` says that the data goes on by
+itself. It transforms each batch that it trains on, and none that it spins over, which is how the two are told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from composer.core import Callback, DataSpec, State
+from composer.loggers import Logger
+
+from savable_pipeline.errors import SavableError, StateError
+from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.trainers.micro_batches import micro_batches, rows
+from savable_pipeline.trainers.whole import Whole
+
+
+class SavableData(Callback):  # type: ignore[misc]
+    """The batches to train on, and the callback that saves where they are.
+
+    `spec` is the `train_dataloader` of Composer's `Trainer`, and this object is among its `callbacks`.
+
+    Each checkpoint holds the lanes of all ranks after the batch that was trained on last; `load_path` goes on there, on
+    any number of ranks, and Composer does not spin. `batch_size` is the number of rows of a batch, which Composer must
+    know beforehand; with `device_train_microbatch_size` it is cut as `micro_batches` does, packs rightly, and `shared`
+    is as there. Make the loader after `composer.utils.dist.initialize_dist`.
+
+    The run ends with `SavableError` at the batch if the trainer skips batches or lacks the callback, and with
+    `StateError` at its start if the checkpoint was saved without the data.
+
+    ```python
+    from savable_pipeline.trainers.composer import SavableData
+
+    def pipeline(lane):
+        return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+
+    data = SavableData(sp.SavableLoader(pipeline, seed=7), batch_size=4)
+    data.state_dict()["slot"]  # 0
+    ```
+    """
+
+    def __init__(self, loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> None:
+        self._begun = 0
+        self._restored = False
+        self._called = False  # whether Composer knows this callback
+        self._batches = _Sized(loader, batch_size, trained=lambda: self._begun)
+        self.spec = _spec(self._batches, shared, batch_transforms=self._begin_step)
+
+    def _begin_step(self, batch: Any) -> Any:
+        """Count this batch, which Composer is about to train on. Raises `SavableError` if it has skipped others."""
+        if not self._called:
+            raise SavableError(
+                "this SavableData is not among the trainer's callbacks, so that no checkpoint would hold the data's "
+                "state: Trainer(train_dataloader=data.spec, callbacks=[data], ...)"
+            )
+        self._begun += 1
+        self._batches.check()
+        return batch
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Have Composer go on without spinning. Raises `StateError` for a resumed run without a state of the data."""
+        if int(state.timestamp.batch) and not (self._restored or self._begun):
+            raise StateError(
+                "the checkpoint has no state of the data: it was saved without SavableData among the callbacks. Resume "
+                "from another one"
+            )
+        state.dataset_resumption["train"] = True
+        self._called = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the data; Composer asks for it. Collective."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; Composer calls it."""
+        self._batches.load_state_dict(state)
+        self._restored = True
+
+    def close(self, state: State, logger: Logger) -> None:
+        """End the workers; Composer calls it when the trainer is closed."""
+        self._batches.close()
+
+
+def eval_data(loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> DataSpec:
+    """What Composer's `Trainer` takes as `eval_dataloader`. Raises ValueError for a loader without on_iter="restart".
+
+    ```python
+    import torch
+
+    from savable_pipeline.trainers.composer import eval_data
+
+    def pipeline(lane):
+        return sp.Batcher(sp.TarShardReader("shards/", lane, epochs=1, shuffle=False), size=4)
+
+    data = eval_data(sp.SavableLoader(pipeline, seed=7, on_iter="restart", tail="pad"), batch_size=4)
+    data.get_num_samples_in_batch({"id": torch.arange(4)})  # 4
+    ```
+    """
+    if settings_of(loader).on_iter != "restart":
+        raise ValueError(
+            'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after one '
+            "that eval_subset_num_batches broke off"
+        )
+    return _spec(_Sized(loader, batch_size), shared)
+
+
+def _spec(batches: Whole, shared: Iterable[str], **more: Any) -> DataSpec:
+    cut = partial(micro_batches, shared=tuple(shared))
+    return DataSpec(batches, split_batch=cut, get_num_samples_in_batch=rows, **more)
+
+
+class _Sized(Whole):
+    """Batches of `batch_size` rows, as Composer asks for it."""
+
+    def __init__(self, loader: SavableLoader, batch_size: int, *, trained: Callable[[], int] | None = None) -> None:
+        super().__init__(loader, trained=trained)
+        self.batch_size = batch_size

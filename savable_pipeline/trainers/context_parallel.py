@@ -1,0 +1,116 @@
+"""Batches cut along their tokens for context parallelism, each rank's share of the work of causal attention alike.
+
+A document of 8 tokens over 2 ranks is cut into 4 pieces, and a rank gets one from each side (a zigzag): its first
+tokens look at few before them, its last ones at many.
+
+    tokens   0 1 │ 2 3 │ 4 5 │ 6 7
+    rank       0     1     1     0       rank 0: 0 1 6 7       rank 1: 2 3 4 5
+
+So each document, and the padding of each row, is a multiple of 2 · ranks tokens: the encoders' `multiple=` sees to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tensor:
+    """The tokens of rank `rank` of `size`: their places among the B · T of the batch, int64 (B · T / size,), in order.
+
+    Documents are what `cu_seqlens` says; without it each row is one. Raises ValueError for a document whose tokens are
+    no multiple of 2 · size.
+
+    >>> from savable_pipeline.trainers.context_parallel import context_index
+    >>> context_index({"tokens": torch.zeros(1, 8)}, 0, 2).tolist()
+    [0, 1, 6, 7]
+    """
+    import torch
+
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} does not lie in 0 … {size - 1}")
+    tokens = batch["tokens"]
+    borders = _borders(tokens, batch.get("cu_seqlens"))
+    lengths = borders.diff()
+    if len(wrong := lengths[lengths % (2 * size) != 0]):
+        raise ValueError(
+            f"a document or a row's padding of {int(wrong[0])} tokens is not a multiple of 2 · {size}, so that {size} "
+            f"ranks cannot share it: give the encoder multiple={2 * size}, and a max_length that is one"
+        )
+    own, piece = lengths // size, lengths // (2 * size)
+    document = torch.arange(len(own), device=tokens.device).repeat_interleave(own)
+    place = torch.arange(len(document), device=tokens.device) - (borders[:-1] // size)[document]
+    piece = piece[document]
+    second = place >= piece  # of the pieces numbered `rank` and 2 · size - 1 - `rank`; the first lies before it here
+    return borders[document] + place + piece * torch.where(second, 2 * size - 2 - rank, rank)
+
+
+def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The part of rank `rank` of the `size` that share a batch: itself a batch, of (B, T / size) tokens.
+
+    Every field of shape (B, T, …) is cut as `context_index` says; `position_ids` stay those in the document. Then
+    `cu_seqlens` says where the documents' parts begin, and `max_seqlen` is the longest of these; `size` times as much
+    is that of the whole. Other fields, such as images, are those of the whole. Raises what `context_index` raises.
+
+    >>> from savable_pipeline.trainers.context_parallel import cut_context
+    >>> batch = {"tokens": torch.arange(12).view(1, 12), "cu_seqlens": torch.tensor([0, 8, 12]), "max_seqlen": 8}
+    >>> part = cut_context(batch, 1, 2)
+    >>> part["tokens"].tolist(), part["cu_seqlens"].tolist(), part["max_seqlen"]
+    ([[2, 3, 4, 5, 9, 10]], [0, 4, 6], 4)
+    """
+    index = context_index(batch, rank, size)
+    rows, length = batch["tokens"].shape
+
+    def cut(value: Any) -> Any:
+        return value.flatten(0, 1)[index].unflatten(0, (rows, length // size)) if _is_of_tokens(value, batch) else value
+
+    lengths = {name: batch[name] // size for name in ("cu_seqlens", "max_seqlen") if name in batch}
+    return {name: cut(value) for name, value in batch.items()} | lengths
+
+
+def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole batch, from the parts of all ranks in their order: undoes `cut_context`.
+
+    Raises ValueError for no parts, or parts of different batches.
+
+    >>> from savable_pipeline.trainers.context_parallel import cut_context, join_context
+    >>> batch = {"tokens": torch.arange(8).view(1, 8)}
+    >>> join_context([cut_context(batch, rank, 2) for rank in (0, 1)])
+    {'tokens': tensor([[0, 1, 2, 3, 4, 5, 6, 7]])}
+    """
+    import torch
+
+    if not parts or any(part["tokens"].shape != parts[0]["tokens"].shape for part in parts):
+        raise ValueError("join_context takes the parts of all ranks of one batch, in the order of the ranks")
+    size, first = len(parts), parts[0]
+    rows, length = first["tokens"].shape
+    lengths = {name: first[name] * size for name in ("cu_seqlens", "max_seqlen") if name in first}
+    whole = {"tokens": first["tokens"].new_empty(rows, length * size), **lengths}
+    places = torch.cat([context_index(whole, rank, size) for rank in range(size)])
+
+    def joined(name: str) -> Any:
+        value = first[name]
+        if not _is_of_tokens(value, first):
+            return value
+        made = value.new_empty(rows * length * size, *value.shape[2:])
+        made[places] = torch.cat([part[name].flatten(0, 1) for part in parts])
+        return made.unflatten(0, (rows, length * size))
+
+    return {name: joined(name) for name in first} | lengths
+
+
+def _borders(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Where documents begin among the tokens, and their end, int64."""
+    import torch
+
+    if cu_seqlens is not None:
+        return cu_seqlens.long()
+    return torch.arange(tokens.shape[0] + 1, device=tokens.device) * tokens.shape[1]
+
+
+def _is_of_tokens(value: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether a field has something for each token."""
+    return getattr(value, "ndim", 0) >= 2 and value.shape[:2] == batch["tokens"].shape

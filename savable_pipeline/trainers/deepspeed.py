@@ -1,0 +1,61 @@
+"""The loader in DeepSpeed: `prepare` it, and put its state into the engine's `client_state`."""
+
+from __future__ import annotations
+
+from deepspeed import DeepSpeedEngine
+
+from savable_pipeline.errors import SavableError
+from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.trainers.device import tensors_changed
+from savable_pipeline.trainers.whole import Whole
+
+
+def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> Whole:
+    """The loader's batches on the engine's device; in the place of `training_data=` of `deepspeed.initialize`.
+
+    `engine.save_checkpoint(folder, client_state={"data": batches.state_dict()})`, on every rank, then saves the lanes
+    of all ranks after the batch taken last; `batches.load_state_dict(client_state["data"])` goes on there, on any
+    number of ranks, with what `engine.load_checkpoint` gives. Its `state_dict()` raises `SavableError` between two
+    steps, where the gradients of some micro-batches would be lost. Make the loader after `deepspeed.initialize`, which
+    begins torch.distributed.
+
+    ```python
+    from types import SimpleNamespace
+
+    from savable_pipeline.trainers.deepspeed import prepare
+
+    engine = SimpleNamespace(device="cpu", micro_steps=0, gradient_accumulation_steps=lambda: 1)  # deepspeed.initialize
+
+    class Labels(sp.TaskEncoder):
+        def encode(self, sample, rng):
+            return int(sample["cls"])
+
+    def pipeline(lane):
+        return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+
+    batches = prepare(engine, sp.SavableLoader(pipeline, seed=7))
+    len(next(iter(batches)))  # 4
+    ```
+    """
+    return _BetweenSteps(engine, loader)
+
+
+class _BetweenSteps(Whole):
+    """Saved only where the engine holds no gradients, which are not in its checkpoints."""
+
+    def __init__(self, engine: DeepSpeedEngine, loader: SavableLoader) -> None:
+        super().__init__(
+            loader, place=lambda batch: tensors_changed(batch, lambda t: t.to(engine.device, non_blocking=True))
+        )
+        self._engine = engine
+
+    def check(self) -> None:
+        """Raise `SavableError` too if the engine has stepped over part of a global batch."""
+        super().check()
+        steps = self._engine.gradient_accumulation_steps()
+        if done := self._engine.micro_steps % steps:
+            raise SavableError(
+                f"the engine holds the gradients of {done} of {steps} micro-batches, which DeepSpeed's checkpoints do "
+                "not: save after a step that updated the model (engine.micro_steps is a multiple of "
+                f"{steps} then)"
+            )

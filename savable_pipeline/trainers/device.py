@@ -1,0 +1,238 @@
+"""`OnDevice`: the batches of a loader on the device that trains, each moved while the step before is at work.
+
+    loader ── next ──▶ page-locked memory ── copy, on a stream of its own ──▶ GPU ── waits for that copy ──▶ trainer
+                                                                               └ one batch ahead
+
+The loader is a batch further than the trainer then. A state is that of the trainer: the position after the batch that
+it was given last, which is kept beside the batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from savable_pipeline.core.containers import with_parts_changed
+from savable_pipeline.loader.position import Position
+from savable_pipeline.loader.ranks import Ranks
+from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
+from savable_pipeline.loader.trace import Trace
+from savable_pipeline.state.state_dict import merge_states
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+_AHEAD = 1
+
+
+class OnDevice:
+    """The batches of `loader` with their tensors on `device`, moved one batch ahead of the trainer.
+
+    On a GPU, tensors go through page-locked memory (the loader's, if it has `pin_memory=True`) by copies that wait for
+    nothing, on a stream of their own; the trainer's stream waits for those of the batch that it is given. On other
+    devices they are moved when they come; on the CPU they stay where they are. What is no tensor stays as it is, in
+    containers of the same kinds.
+
+    It takes the loader's place for iterating, saving and loading: `state_dict()` is after the batch that the *trainer*
+    was given last. `lag` counts batches that the trainer itself is ahead. Use the loader through it alone. An error of
+    the loader is raised where its batch would have come, not one batch early.
+
+    >>> from savable_pipeline.trainers.device import OnDevice
+    >>> class Numbers(sp.TaskEncoder):
+    ...     def encode(self, sample, rng):
+    ...         return {"id": sample.json()["id"]}
+    >>> def pipeline(lane):
+    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+    >>> batches = OnDevice(sp.SavableLoader(pipeline, seed=7), "cpu")
+    >>> first, state, second = next(batches), batches.state_dict(), next(batches)  # {"id": int64 (4,)}
+    >>> again = sp.SavableLoader(pipeline, seed=7)  # the state is a loader's
+    >>> again.load_state_dict(state)
+    >>> bool((next(again)["id"] == second["id"]).all())
+    True
+    """
+
+    def __init__(self, loader: SavableLoader, device: str | torch.device) -> None:
+        import torch
+
+        self.loader = loader
+        self.device = torch.device(device)
+        self._move = _mover(self.device)
+        self._held: deque[tuple[_Moved, Position]] = deque()  # taken from the loader and not given; where it was after
+        self._given = run_of(loader).position  # after the batch given last
+        self._failed: Exception | None = None  # raised by the loader when the next batch was taken
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch given last, as `SavableLoader.epoch`."""
+        return run_of(self.loader).epoch_at(self._given)
+
+    def __iter__(self) -> OnDevice:
+        if self._held and settings_of(self.loader).on_iter == "restart":
+            if self._given.loaded:  # the first pass after a load goes on
+                self.load_state_dict(self.state_dict())
+            self._held.clear()
+        if not self._held:
+            self._failed = None
+            iter(self.loader)
+            self._given = run_of(self.loader).position
+        return self
+
+    def __next__(self) -> Any:
+        self._take(1 + _AHEAD)
+        if not self._held:
+            failed, self._failed = self._failed, None
+            assert failed is not None
+            self._given = run_of(self.loader).position
+            raise failed
+        moved, position = self._held[0]
+        batch = moved.ready()
+        self._given = position
+        self._held.popleft()  # last: whatever is interrupted before has given nothing
+        return batch
+
+    def _take(self, number: int) -> None:
+        """Hold so many batches, unless the loader ends or fails before."""
+        while len(self._held) < number and self._failed is None:
+            try:
+                batch = next(self.loader)
+            except Exception as error:
+                self._failed = error
+                return
+            self._held.append((_Moved(batch, self._move), run_of(self.loader).position))
+        for moved, _ in self._held:
+            moved.begin()
+
+    def __len__(self) -> int:
+        """As `len(loader)`: batches of an epoch."""
+        return len(self.loader)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def skip(self, slots: int) -> None:
+        """Pass over the next `slots` slots after the batch given last, as `SavableLoader.skip`."""
+        if self._held:
+            self.load_state_dict(self.state_dict())
+        self.loader.skip(slots)
+        self._given, self._failed = run_of(self.loader).position, None
+
+    def trace(self, *, lag: int = 0) -> Trace:
+        """The samples of the batch given last, or `lag` batches before, as `SavableLoader.trace`."""
+        return self.loader.trace(lag=lag + len(self._held))
+
+    def close(self) -> None:
+        """As `loader.close()`: iterating again goes on after the batch given last."""
+        self.loader.close()
+
+    def __enter__(self) -> OnDevice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Saving and restoring.
+
+    def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
+        """Where this rank is after the batch given last, or `lag` batches before: as `SavableLoader.state_dict`."""
+        return run_of(self.loader).state_at(self._given, lag)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
+        """Go on from where `state` was saved, as `SavableLoader.load_state_dict`; what was moved ahead is dropped."""
+        self.loader.load_state_dict(state, allow=allow)
+        self._held.clear()
+        self._given, self._failed = run_of(self.loader).position, None
+
+    def save_state(self) -> dict[str, Any]:
+        """The same as `state_dict()`."""
+        return self.state_dict()
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """The same as `load_state_dict(state)`."""
+        self.load_state_dict(state)
+
+    def global_state_dict(self, group: dist.ProcessGroup | None = None, *, lag: int = 0) -> dict[str, Any]:
+        """The state with the lanes of all ranks, on each of them. Collective."""
+        ranks = run_of(self.loader).ranks
+        ranks = ranks if group is None else Ranks(ranks.rank, ranks.world_size, group)
+        return merge_states(ranks.gather(self.state_dict(lag=lag)))
+
+
+# Moving.
+
+
+class _Moved:
+    """A batch on its way: kept as it was until its move has begun, so that a move that fails can be tried again."""
+
+    def __init__(self, batch: Any, move: Callable[[Any], Callable[[], Any]]) -> None:
+        self._batch = batch
+        self._move: Callable[[Any], Callable[[], Any]] | None = move
+        self._ready: Callable[[], Any] | None = None
+
+    def begin(self) -> None:
+        if self._move is not None:
+            self._ready = self._move(self._batch)
+            self._batch = self._move = None
+
+    def ready(self) -> Any:
+        self.begin()
+        assert self._ready is not None
+        return self._ready()
+
+
+def _mover(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
+    """What begins to move a batch to a device; that gives a function that returns the batch once it may be used."""
+    if device.type == "cuda":
+        return _CudaCopies(device).begin
+    return lambda batch: partial(_identity, tensors_changed(batch, lambda tensor: tensor.to(device)))
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+class _CudaCopies:
+    """Copies to a GPU on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Queue the copies of a batch, and a mark behind them."""
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            copied = tensors_changed(batch, self._copied)
+            done = self._stream.record_event()
+        return partial(self._ready, copied, done)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        pinned = tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self._device, non_blocking=True)
+
+    def _ready(self, batch: Any, done: torch.cuda.Event) -> Any:
+        """The batch for the current stream, which waits for its copies and keeps its memory while it is at work."""
+        import torch
+
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(done)
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(current)
+            return tensor
+
+        return tensors_changed(batch, kept)
+
+
+def tensors_changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A batch with `change(tensor)` in place of each tensor, in containers of the same kinds."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return with_parts_changed(value, lambda part: tensors_changed(part, change))

@@ -1,0 +1,110 @@
+"""`complete_state`: the state of all lanes where some ranks have died, for the ranks that keep running.
+
+Each survivor has its own lanes at the slot that all of them have come to. Those of the dead are in the last state that
+all ranks gathered. They pass over to the same slot, which is integers for most stages:
+
+    slot      last = 24               30 = where the survivors are
+    rank 0    lanes 0 3 6 9  ────────▶ at hand
+    rank 1    lanes 1 4 7 10 ────────▶ at hand
+    rank 2    lanes 2 5 8 11 ─ ─ ─ ─ ─ passed over: the batches that the dead rank had trained on are not made
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import UNSET
+
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.lane import Growth
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.loader.local_lanes import LocalLanes
+from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
+from savable_pipeline.state.lane_state import LaneState, pack_state
+from savable_pipeline.state.state_dict import (
+    batches_before,
+    check_flat,
+    common_growth,
+    lane_name,
+    lane_numbers,
+    merge_states,
+    read_lanes,
+)
+
+
+def complete_state(
+    loader: SavableLoader,
+    survivors: Iterable[Mapping[str, Any]],
+    last: Mapping[str, Any],
+    *,
+    lanes: Iterable[int] | None = None,
+) -> dict[str, Any]:
+    """The state of the slot at which the `survivors` are, with the lanes that none of them has.
+
+    `survivors` are their states, all of one slot: `state_dict()`, or with `lag=1` of a rank that took a batch on which
+    none has trained. `last` is an earlier state of the same run with all lanes, from `global_state_dict()` or a
+    checkpoint. The lanes that are missing are taken from there and pass over to the survivors' slot, in this process,
+    by the pipeline of `loader`, which itself stays where it is. `lanes` limits that to the lanes that are needed:
+    `range(rank, loader's lanes, world_size)` for the rank that loads the state.
+
+    It takes as long as `skip` over the batches since `last`: the stages before `Encode` count on, a packer needs the
+    lengths of its items, so that these are encoded again.
+
+    Raises `CheckpointMismatchError` for survivors at different slots, for another run, and for a `last` that is later
+    than the survivors or lacks lanes; ValueError for no survivor.
+
+    >>> from savable_pipeline.trainers.elastic import complete_state
+    >>> def pipeline(lane):
+    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+    >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+    >>> last = sp.merge_states(rank.state_dict() for rank in ranks)
+    >>> given = [next(rank) for rank in ranks]
+    >>> state = complete_state(ranks[0], [ranks[0].state_dict()], last)  # rank 1 is gone
+    >>> alone = sp.SavableLoader(pipeline, seed=7, lanes=4, rank=0, world_size=1)
+    >>> alone.load_state_dict(state)
+    >>> state["slot"], bool(next(alone)[0].key == next(ranks[0])[0].key)
+    (2, True)
+    """
+    state = merge_states(survivors)
+    check_flat(last)
+    for name in ("lanes", "fingerprint"):
+        if last[name] != state[name]:
+            raise CheckpointMismatchError(f"the last state is of another run: its {name} is not that of the survivors")
+    if (last["epoch"], last["slot"]) > (state["epoch"], state["slot"]):
+        raise CheckpointMismatchError(
+            f"the last state is at slot {last['slot']} of epoch {last['epoch']}, later than the survivors, who are at "
+            f"slot {state['slot']} of epoch {state['epoch']}: give one that was saved before"
+        )
+    wanted = range(state["lanes"]) if lanes is None else lanes
+    missing = [lane for lane in wanted if lane_name(lane) not in state]
+    if last["epoch"] == state["epoch"]:
+        read_lanes(last, missing)
+    growth = common_growth(read_lanes(state, lane_numbers(state)).values())
+    return {**state, **_passed_over(loader, missing, last, growth, state["epoch"], state["slot"])}
+
+
+def _passed_over(
+    loader: SavableLoader, missing: list[int], last: Mapping[str, Any], growth: Growth, epoch: int, slot: int
+) -> dict[str, bytes]:
+    """The states of these lanes at a slot, by their names."""
+    if not missing:
+        return {}
+    local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
+    try:
+        with as_in_a_worker(set(KINDS)):
+            return {lane_name(lane): _lane_at(local, lane, last, growth, epoch, slot) for lane in missing}
+    finally:
+        local.close()
+
+
+def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], growth: Growth, epoch: int, slot: int) -> bytes:
+    """The state of a lane at a slot, from the last one, or from the start of the epoch if that is of one before."""
+    lanes = last["lanes"]
+    done, raw = 0, pack_state(LaneState(lane, epoch, growth=growth or UNSET))
+    if last["epoch"] == epoch:
+        done, raw = batches_before(last["slot"], lane, lanes), bytes(last[lane_name(lane)])
+    for _ in range(done, batches_before(slot, lane, lanes)):
+        raw = local.runner.deliver(lane, raw, "skip").state
+    local.runner.forget(lane)
+    return raw

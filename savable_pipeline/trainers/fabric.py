@@ -1,0 +1,35 @@
+"""The loader in Lightning Fabric: `prepare` it, and name it in what `fabric.save` and `fabric.load` are given."""
+
+from __future__ import annotations
+
+from lightning.fabric import Fabric
+
+from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.trainers.whole import Whole
+
+
+def prepare(fabric: Fabric, loader: SavableLoader) -> Whole:
+    """The loader's batches on Fabric's device; in the place of `fabric.setup_dataloaders`, which takes no other loader.
+
+    In `fabric.save(path, {"model": model, "data": batches})` it saves the lanes of all ranks after the batch taken
+    last; `fabric.load(path, {…})` goes on there, on any number of ranks. Make the loader after `fabric.launch()`, which
+    begins torch.distributed.
+
+    ```python
+    from lightning.fabric import Fabric
+    from savable_pipeline.trainers.fabric import prepare
+
+    fabric = Fabric(accelerator="cpu")
+
+    class Labels(sp.TaskEncoder):
+        def encode(self, sample, rng):
+            return int(sample["cls"])
+
+    def pipeline(lane):
+        return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+
+    batches = prepare(fabric, sp.SavableLoader(pipeline, seed=7))
+    len(next(iter(batches)))  # 4
+    ```
+    """
+    return Whole(loader, place=fabric.to_device)

@@ -1,0 +1,111 @@
+"""A loader's state in other forms: for checkpoints that hold JSON alone, or arrays alone.
+
+state       "slot" 40    "lane_00000" bytes
+to_json     "slot" 40    "lane_00000" "base64:U0FWTAEA…"
+to_arrays   "slot" int64 ()    "lane_00000" uint8 (bytes,)
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.errors import StateError
+from savable_pipeline.state.state_dict import check_flat
+
+_BYTES = "base64:"
+
+
+def to_json(state: Mapping[str, Any]) -> dict[str, int | str]:
+    """The state as a dict that `json.dumps` takes: bytes become text, a third longer.
+
+    Raises `StateError` if `state` is none of a `SavableLoader`.
+
+    >>> import json
+    >>> from savable_pipeline.trainers.forms import from_json, to_json
+    >>> state = sp.SavableLoader(lambda lane: sp.TarShardReader("shards/", lane), seed=7).state_dict()
+    >>> from_json(json.loads(json.dumps(to_json(state)))) == state
+    True
+    """
+    check_flat(state)
+    return {name: _text(value) if isinstance(value, bytes) else value for name, value in state.items()}
+
+
+def _text(value: bytes) -> str:
+    return _BYTES + base64.b64encode(value).decode("ascii")
+
+
+def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that `to_json` made `saved` of. Raises `StateError` if it is damaged.
+
+    >>> from savable_pipeline.trainers.forms import from_json
+    >>> try:
+    ...     from_json({"slot": 3})
+    ... except sp.StateError as error:
+    ...     print(str(error).split(":")[0])
+    this is no state of a SavableLoader
+    """
+    check_flat(saved)
+    return {name: _bytes(value, name) if isinstance(value, str) else value for name, value in saved.items()}
+
+
+def _bytes(text: str, name: str) -> bytes:
+    kind, found, digits = text.partition(_BYTES)
+    try:
+        if kind or not found:
+            raise binascii.Error(f"it does not begin with {_BYTES}")
+        return base64.b64decode(digits.encode("ascii"), validate=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise StateError(f"{name}: no bytes as text ({error}); use another copy of the checkpoint") from error
+
+
+def to_arrays(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The state as arrays, as Orbax and Grain's handlers save them: int64 () for a number, uint8 (bytes,) for bytes.
+
+    The lengths change from one state to the next: restore by what was saved, not by the shapes of a state at hand.
+    Raises `StateError` if `state` is none of a `SavableLoader`.
+
+    >>> from savable_pipeline.trainers.forms import from_arrays, to_arrays
+    >>> state = sp.SavableLoader(lambda lane: sp.TarShardReader("shards/", lane), seed=7).state_dict()
+    >>> to_arrays(state)["lane_00000"].dtype
+    dtype('uint8')
+    >>> from_arrays(to_arrays(state)) == state
+    True
+    """
+    check_flat(state)
+    return {
+        name: np.frombuffer(value, np.uint8).copy() if isinstance(value, bytes) else np.asarray(value, np.int64)
+        for name, value in state.items()
+    }
+
+
+def from_arrays(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that `to_arrays` made `saved` of: arrays of NumPy, torch (on the CPU) or JAX.
+
+    Raises `StateError` if it is damaged.
+
+    >>> from savable_pipeline.trainers.forms import from_arrays
+    >>> try:
+    ...     from_arrays({"slot": np.zeros(2)})
+    ... except sp.StateError as error:
+    ...     print(str(error).split(",")[0])
+    slot: float64 (2
+    """
+    state = {name: _value(np.asarray(array), name) for name, array in saved.items()}
+    check_flat(state)
+    return state
+
+
+def _value(array: np.ndarray[Any, Any], name: str) -> int | bytes:
+    if array.dtype == np.uint8 and array.ndim == 1:
+        return array.tobytes()
+    if array.dtype.kind in "iu" and array.ndim == 0:
+        return int(array)
+    raise StateError(
+        f"{name}: {array.dtype} {array.shape}, where a state has int64 () or uint8 (bytes,); use another copy of the "
+        "checkpoint"
+    )

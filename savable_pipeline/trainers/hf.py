@@ -1,0 +1,147 @@
+"""The loader in Hugging Face's `Trainer`: `SavableTrainer`, or the mixin `SavableData` before another trainer.
+
+checkpoint-500/  model … trainer_state.json  savable_loader.json     the state of all ranks, written first
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.errors import StateError
+from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.trainers.forms import from_json, to_json
+from savable_pipeline.trainers.whole import Whole
+
+_FILE = "savable_loader.json"
+
+
+class SavableData:
+    """A mixin that gives a `Trainer` its batches: `class MyTrainer(SavableData, SFTTrainer)`.
+
+    `train_loader` is a `SavableLoader`, `eval_loader` one with `on_iter="restart"` or a dict of them by name; make them
+    after the `TrainingArguments`, which begin torch.distributed. Each checkpoint holds the lanes of all ranks;
+    `train(resume_from_checkpoint=…)` goes on there, on any number of ranks.
+    Raises ValueError for arguments under which a resumed run would be another: without `ignore_data_skip=True` the
+    trainer would skip batches that the state has passed already.
+    """
+
+    args: Any
+    eval_dataset: Any
+
+    def __init__(
+        self, *args: Any, train_loader: SavableLoader | None = None, eval_loader: Any = None, **kwargs: Any
+    ) -> None:
+        if eval_loader is not None:
+            kwargs.setdefault("eval_dataset", eval_loader)
+        super().__init__(*args, **kwargs)
+        _check_arguments(self.args, eval_loader)
+        self._batches: Whole | None = None
+        if train_loader is not None:
+            counter = _Counter()
+            self._batches = counter.batches = Whole(train_loader, trained=lambda: counter.trained)
+            self.add_callback(counter)  # type: ignore[attr-defined]
+
+    def get_train_dataloader(self) -> Any:
+        """The batches to train on."""
+        return self._batches if self._batches is not None else super().get_train_dataloader()  # type: ignore[misc]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The loader to evaluate on: `eval_dataset`, or that under this name, or the one that was given."""
+        found = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        found = self.eval_dataset if found is None else found
+        return found if isinstance(found, SavableLoader) else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the state of the data, then the model: a checkpoint with a model in it has both."""
+        if _internal_call and output_dir is not None and self._batches is not None:
+            state = self._batches.state_dict()
+            if self.args.should_save:
+                Path(output_dir).mkdir(parents=True, exist_ok=True)
+                replace_file(Path(output_dir, _FILE), [json.dumps(to_json(state)).encode()], sync=True)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, from a checkpoint on if one is named. Raises `StateError` if it lacks the state of the data."""
+        found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        if found and self._batches is not None:
+            self._batches.load_state_dict(_read(Path(found, _FILE)))
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+
+class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
+    """Hugging Face's `Trainer`, on loaders of savable_pipeline; arguments as of `SavableData`.
+
+    ```python
+    from savable_pipeline.trainers.hf import SavableTrainer
+
+    SavableTrainer.__mro__[1].__name__  # 'SavableData'
+    ```
+    """
+
+
+class _Counter(TrainerCallback):  # type: ignore[misc]
+    """Counts the batches that were trained on, and checks at each step that none was skipped."""
+
+    batches: Whole
+
+    def __init__(self) -> None:
+        self.trained = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _check_accumulation(args, self.batches)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trained += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trained += 1
+        self.batches.check()
+
+
+def _check_arguments(args: Any, eval_loader: Any) -> None:
+    if not args.ignore_data_skip:
+        raise ValueError(
+            "TrainingArguments needs ignore_data_skip=True: the state of the loader says where to go on, and skipping "
+            "beside it would leave batches out"
+        )
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size=True begins again with smaller batches; the pipeline makes the batches")
+    for loader in eval_loader.values() if isinstance(eval_loader, dict) else [eval_loader]:
+        if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
+            raise ValueError(
+                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
+                "one that was broken off"
+            )
+
+
+def _check_accumulation(args: Any, batches: Whole) -> None:
+    """Raise ValueError where an epoch's last gradients would be carried into the next one, but only after a resume."""
+    steps = args.gradient_accumulation_steps
+    try:
+        length = len(batches)
+    except TypeError:
+        return
+    if length % steps and args.save_strategy not in ("no", "epoch"):
+        raise ValueError(
+            f"an epoch has {length} batches, which gradient_accumulation_steps={steps} does not divide: resumed in "
+            "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch', "
+            "or an endless pipeline (epochs=None) with max_steps"
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return from_json(json.loads(file.read_bytes()))
+    except FileNotFoundError as error:
+        raise StateError(
+            f"{file} is not there: the checkpoint was saved without SavableTrainer; resume from another, or load a "
+            "state that you saved yourself into the loader and pass the trainer no checkpoint"
+        ) from error
+    except ValueError as error:
+        raise StateError(f"{file}: no JSON ({error}); resume from another checkpoint") from error

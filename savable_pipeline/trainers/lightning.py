@@ -1,0 +1,102 @@
+"""The loader in Lightning's `Trainer`: `SavableDataModule` makes it where it may be made, and counts with the trainer.
+
+Lightning asks what `train_dataloader()` gave for its state, on every rank, and keeps that of rank 0. Where the loader
+has no length it fetches one batch ahead, except behind an epoch's last one; where it has one, none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.trainers.whole import Whole
+
+_AHEAD = 1  # batches that Lightning fetches before it trains on one
+
+
+class SavableDataModule(LightningDataModule):  # type: ignore[misc]
+    """Makes the loaders of a run in each of its processes, and has the trainer's checkpoints hold the data's state.
+
+    `train`, `val`, `test` and `predict` are functions that make a `SavableLoader`, or a list or dict of them (not
+    `train`). They are called once in each process, after torch.distributed has begun: so `ddp`, `ddp_spawn` and
+    `ddp_fork` give each rank its own batches (functions for `ddp_spawn` must be picklable). Loaders for evaluation must
+    have `on_iter="restart"`, so that neither a sanity check nor a limit on batches takes any from the next evaluation:
+    otherwise ValueError.
+
+    ```python
+    from savable_pipeline.trainers.lightning import SavableDataModule
+
+    def train() -> sp.SavableLoader:
+        return sp.SavableLoader(lambda lane: sp.Batcher(sp.TarShardReader("shards/", lane), size=4), seed=7)
+
+    SavableDataModule(train).val_dataloader()  # []
+    ```
+    """
+
+    def __init__(
+        self,
+        train: Callable[[], SavableLoader] | None = None,
+        *,
+        val: Callable[[], Any] | None = None,
+        test: Callable[[], Any] | None = None,
+        predict: Callable[[], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._makers = {"train": train, "val": val, "test": test, "predict": predict}
+        self._made: dict[str, Any] = {}
+        self._batches: Whole | None = None
+        self._batches_for: Any = None
+
+    def _loaders(self, name: str) -> Any:
+        """What the function under this name makes; [] without one."""
+        if name not in self._made:
+            make = self._makers[name]
+            self._made[name] = [] if make is None else make()
+        return self._made[name]
+
+    def train_dataloader(self) -> Whole:
+        """The batches to train on, with the state that goes into the trainer's checkpoints."""
+        trainer = self.trainer
+        if self._batches is None or self._batches_for is not trainer:
+            progress = trainer.fit_loop.epoch_loop.batch_progress.total
+            whole = Whole(self._loaders("train"), trained=lambda: progress.processed, most_ahead=_AHEAD)
+            self._batches, self._batches_for = whole, trainer
+        return self._batches
+
+    def val_dataloader(self) -> Any:
+        """The loaders to validate on."""
+        return _restarting(self._loaders("val"))
+
+    def test_dataloader(self) -> Any:
+        """The loaders to test on."""
+        return _restarting(self._loaders("test"))
+
+    def predict_dataloader(self) -> Any:
+        """The loaders to predict for."""
+        return _restarting(self._loaders("predict"))
+
+    def teardown(self, stage: str) -> None:
+        """End the workers."""
+        for made in self._made.values():
+            for loader in _each(made):
+                loader.close()
+
+
+def _each(made: Any) -> list[Any]:
+    if isinstance(made, dict):
+        return list(made.values())
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def _restarting(made: Any) -> Any:
+    """What was made. Raises ValueError for a loader that goes on where an evaluation was broken off."""
+    for loader in _each(made):
+        if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
+            raise ValueError(
+                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
+                "a sanity check or limit_val_batches"
+            )
+    return made

@@ -1,0 +1,193 @@
+"""`split`: a batch in micro-batches of whole rows, which put together are the batch; packs and images are cut rightly.
+
+What a batch may hold, so that it can be cut; each is there only where it is needed:
+
+    of B rows             any tensor or list: `tokens`, `labels`, `position_ids`, `lengths`, `valid`, …
+    of packs              `cu_seqlens`, where segments begin among the B · T tokens; `max_seqlen`, the longest
+    of several samples    `sample_rows`, the row that each sample lies in, and `sample_ids`: the loader's `ids=True`
+    of images             `image_counts`, of B rows; `image`, and `image_index` into it
+    of images in patches  `tile_counts` of the images; `grids` of the tiles; `patches`; `patch_cu_seqlens`,
+                          `patch_max_seqlen`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+_PATCHES = ("patches", "patch_cu_seqlens", "patch_max_seqlen")
+_SAMPLES = ("sample_ids", "sample_rows")
+_BY_COUNTS = {"image": "image_counts", "tile_counts": "image_counts", "grids": "tile_counts"}
+
+
+def rows(batch: Any) -> int:
+    """The number B of rows of a batch, those that only fill it up (`valid`) among them.
+
+    It is that of `tokens` or, without it, what all tensors have as their first dimension. Raises ValueError where they
+    differ.
+
+    >>> from savable_pipeline.trainers.micro_batches import rows
+    >>> rows({"tokens": torch.zeros(2, 5), "cu_seqlens": torch.tensor([0, 3, 5, 10])})
+    2
+    """
+    import torch
+
+    if not isinstance(batch, Mapping):
+        return len(batch)
+    if "tokens" in batch:
+        return len(batch["tokens"])
+    special = {"max_seqlen", "cu_seqlens", *_PATCHES, *(name for name, by in _BY_COUNTS.items() if by in batch)}
+    special |= set(_SAMPLES if _SAMPLES[1] in batch else ())
+    sizes = {
+        name: len(value)
+        for name, value in batch.items()
+        if name not in special and isinstance(value, torch.Tensor) and value.ndim
+    }
+    if len(set(sizes.values())) != 1:
+        shown = ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "no field is a tensor with rows"
+        raise ValueError(f"the number of rows of this batch cannot be told: {shown}")
+    return next(iter(sizes.values()))
+
+
+def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """A batch of B rows as `n` batches of consecutive rows, whose numbers of rows differ by at most 1.
+
+    Every part is what the encoder would have made of its rows, as long as the whole: `cu_seqlens` begins at 0, and
+    `max_seqlen`, `image_index` and the images are those of its rows. `shared` names fields that each part gets as they
+    are. Raises ValueError for fewer rows than `n`, and for a field that is neither shared nor known nor of B rows.
+
+    The loss of the batch is the sum over the parts of summed losses, divided by the targets of the whole batch; the
+    mean of the parts' means is another number.
+
+    >>> from savable_pipeline.trainers.micro_batches import split
+    >>> batch = {"tokens": torch.arange(8).view(2, 4), "cu_seqlens": torch.tensor([0, 3, 4, 8]), "max_seqlen": 4}
+    >>> [(part["cu_seqlens"].tolist(), part["max_seqlen"]) for part in split(batch, 2)]
+    [([0, 3, 4], 3), ([0, 4], 4)]
+    """
+    whole = rows(batch)
+    if not 1 <= n <= whole:
+        raise ValueError(f"a batch of {whole} rows is split into 1 to {whole} parts, not {n}")
+    size, more = divmod(whole, n)
+    return _cut_at(batch, [part * size + min(part, more) for part in range(n + 1)], shared)
+
+
+def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """A batch as batches of `size` rows, a whole number, the last one with those that are left.
+
+    This is what Composer calls as `split_batch=`.
+
+    Raises what `split` raises.
+
+    >>> from savable_pipeline.trainers.micro_batches import micro_batches
+    >>> [len(part["id"]) for part in micro_batches({"id": torch.arange(5)}, 2)]
+    [2, 2, 1]
+    """
+    whole = rows(batch)
+    if size < 1 or int(size) != size:
+        raise ValueError(f"a micro-batch has a whole number of rows, at least 1, not {size}")
+    return _cut_at(batch, [*range(0, whole, int(size)), whole], shared)
+
+
+def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[str]) -> list[dict[str, Any]]:
+    whole, kept, spans = rows(batch), set(shared), _Counted(batch)
+    return [
+        {
+            name: value if name in kept else _part(batch, name, _Rows(start, stop, whole), spans)
+            for name, value in batch.items()
+        }
+        for start, stop in pairwise(borders)
+    ]
+
+
+class _Rows(NamedTuple):
+    """The rows `start` to `stop - 1` of `whole` ones."""
+
+    start: int
+    stop: int
+    whole: int
+
+
+class _Counted:
+    """Where the images, tiles and patches of rows begin."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self._batch = batch
+
+    def span(self, counts: str, rows: _Rows) -> tuple[int, int]:
+        """The first, and the first no more, of what is counted by this field, of these rows."""
+        start, stop = self.span("image_counts", rows) if counts == "tile_counts" else (rows.start, rows.stop)
+        return self._sums(self._batch[counts], start, stop)
+
+    def patches(self, rows: _Rows) -> tuple[int, int]:
+        """The first patch, and the first no more, of these rows."""
+        return self._sums(self._batch["grids"].prod(1), *self.span("tile_counts", rows))
+
+    @staticmethod
+    def _sums(counts: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
+        before, within = int(counts[:start].sum()), int(counts[start:stop].sum())
+        return before, before + within
+
+
+def _part(batch: Mapping[str, Any], name: str, rows: _Rows, counted: _Counted) -> Any:
+    """What a field is of these rows."""
+    value = batch[name]
+    if name == "cu_seqlens":
+        return _boundaries(value, *_tokens(batch, rows), name)
+    if name == "max_seqlen" and "cu_seqlens" in batch:
+        return _longest(_boundaries(batch["cu_seqlens"], *_tokens(batch, rows), "cu_seqlens"), value)
+    if name in _SAMPLES and "sample_rows" in batch:
+        own = (batch["sample_rows"] >= rows.start) & (batch["sample_rows"] < rows.stop)
+        return value[own] - rows.start if name == "sample_rows" else value[own]
+    if name in _PATCHES and "grids" in batch:
+        return _patches(batch, name, counted.patches(rows))
+    if name == "image_index":
+        first, _ = counted.span("image_counts", rows)
+        own = value[rows.start : rows.stop]
+        return own.where(own < 0, own - first)
+    if name in _BY_COUNTS and _BY_COUNTS[name] in batch:
+        start, stop = counted.span(_BY_COUNTS[name], rows)
+        return value[start:stop]
+    return _of_rows(name, value, rows)
+
+
+def _tokens(batch: Mapping[str, Any], rows: _Rows) -> tuple[int, int]:
+    """The first token, and the first no more, of these rows among the B · T of all."""
+    length = batch["tokens"].shape[1]
+    return rows.start * length, rows.stop * length
+
+
+def _patches(batch: Mapping[str, Any], name: str, span: tuple[int, int]) -> Any:
+    if name == "patches":
+        return batch[name][span[0] : span[1]]
+    own = _boundaries(batch["patch_cu_seqlens"], *span, "patch_cu_seqlens")
+    return own if name == "patch_cu_seqlens" else _longest(own, batch[name])
+
+
+def _boundaries(whole: torch.Tensor, start: int, stop: int, name: str) -> torch.Tensor:
+    """The boundaries of the segments from `start` to `stop`, counted from 0."""
+    own = whole[(whole >= start) & (whole <= stop)]
+    if not len(own) or int(own[0]) != start or int(own[-1]) != stop:
+        raise ValueError(f"{name} has no boundary at {start} or at {stop}, where rows begin: segments lie in one row")
+    return own - start
+
+
+def _longest(boundaries: torch.Tensor, like: Any) -> Any:
+    """The longest segment, as an int or, where the whole batch has a tensor, as one like it."""
+    longest = int(boundaries.diff().max()) if len(boundaries) > 1 else 0
+    return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest
+
+
+def _of_rows(name: str, value: Any, rows: _Rows) -> Any:
+    import torch
+
+    sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
+    if not sized or len(value) != rows.whole:
+        raise ValueError(
+            f"the field {name!r} is not of {rows.whole} rows, so that it cannot be split with them: name it in shared= "
+            "if each part is to have it as it is, or leave it out of the batch"
+        )
+    return value[rows.start : rows.stop]

@@ -1,0 +1,74 @@
+"""`rescue`: goes on from a checkpoint that holds the lanes of one rank only, because a trainer kept no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.state.state_dict import check_flat, lane_name, lane_numbers
+
+
+def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Take a fresh loader of one rank to where a `state` without all lanes was saved, and give the whole state.
+
+    Run it in one process, with a loader made with `rank=0, world_size=1` and the settings of the run; put what it gives
+    in the place of `state` in the checkpoint, and resume as ever, on any number of ranks.
+
+    The price: every lane passes over its batches from the start of the epoch. Samples are read and, where the pipeline
+    packs or filters, encoded again; no batch is made. An endless run is one epoch from its first batch on: then it
+    takes about as long as the data of the run took. More `num_workers` share it. What lanes that are not in `state`
+    skipped for a fault of the environment (`on_error`) is not known, and would come again.
+
+    Lanes that `state` does hold are compared with what was passed over. Raises `CheckpointMismatchError` if one
+    differs, or the state is of a run with other settings, `StateError` if it is damaged, ValueError if the loader is
+    one of several ranks.
+
+    >>> from savable_pipeline.trainers.rescue import rescue
+    >>> def pipeline(lane):
+    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+    >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+    >>> _ = [next(rank) for rank in ranks]
+    >>> kept = ranks[0].state_dict()  # of rank 0 only
+    >>> rescue(sp.SavableLoader(pipeline, seed=7, lanes=4), kept) == sp.merge_states(r.state_dict() for r in ranks)
+    True
+    """
+    check_flat(state)
+    fresh = loader.state_dict()
+    missing = state["lanes"] - len(lane_numbers(fresh))
+    if missing > 0:
+        raise ValueError(
+            f"rescue needs a loader with all lanes, and this one lacks {missing}: make it in one process, with "
+            "rank=0, world_size=1"
+        )
+    loader.load_state_dict({**fresh, **_start(state)})
+    loader.skip(state["slot"])
+    found = loader.state_dict()
+    _compare(found, state)
+    return found
+
+
+def _start(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs in a state at the start of the epoch of `state`, of the same run."""
+    epoch = state["epoch"]
+    lanes = {lane_name(lane): pack_state(LaneState(lane, epoch)) for lane in range(state["lanes"])}
+    return {"lanes": state["lanes"], "epoch": epoch, "slot": 0, "fingerprint": state["fingerprint"], **lanes}
+
+
+def _compare(found: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointMismatchError` unless `found` stands where `state` does, in all lanes that this holds."""
+    if (found["epoch"], found["slot"]) != (state["epoch"], state["slot"]):
+        raise CheckpointMismatchError(
+            f"the state is at slot {state['slot']} of epoch {state['epoch']}, but the epoch ends before: it came to "
+            f"slot {found['slot']} of epoch {found['epoch']}. Is the pipeline the one of the saved run?"
+        )
+    for lane in lane_numbers(state):
+        name = lane_name(lane)
+        mine, saved = (unpack_state(one[name], LaneState, name) for one in (found, state))
+        if (mine.batches, mine.stages) != (saved.batches, saved.stages):
+            raise CheckpointMismatchError(
+                f"{name} is another after passing over {state['slot']} slots than the one saved: the pipeline is not "
+                "the one of the saved run, is not pure, or that run went on from a state of another"
+            )

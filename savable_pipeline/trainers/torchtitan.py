@@ -1,0 +1,102 @@
+"""The loader in torchtitan: `SavableDataLoader.Config` stands where its trainer's config has a dataloader.
+
+Each data-parallel rank saves its own lanes, under keys of their own, into torchtitan's checkpoint; any number goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torchtitan.components.dataloader import BaseDataLoader
+
+from savable_pipeline.loader.savable_loader import SavableLoader
+
+
+def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What torchtitan's trainer takes: `input`, int64 (B, T), and `positions` of the same shape, beside the labels.
+
+    The trainer gives the model every other field that is there as an argument, so only these two pass.
+
+    ```python
+    import torch
+
+    from savable_pipeline.trainers.torchtitan import inputs_and_labels
+
+    inputs, labels = inputs_and_labels({"tokens": torch.tensor([[1, 2]]), "labels": torch.tensor([[2, -100]])})
+    list(inputs)  # ['input']
+    ```
+    """
+    inputs = {"input": batch["tokens"]}
+    if "position_ids" in batch:
+        inputs["positions"] = batch["position_ids"]
+    return inputs, batch["labels"]
+
+
+class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
+    """The batches of the loader that `make` makes, as torchtitan's trainer takes them, and its state.
+
+    `Config(make=…)` is the `dataloader` of a `Trainer.Config` or a `Validator.Config`. `make` is called in each process
+    with the keywords `rank` and `world_size`, of data parallelism, which go into the `SavableLoader`, and `tokenizer`,
+    `seq_len`, `local_batch_size` and `infinite`. `convert` makes a batch what the trainer takes: a dict with `input`,
+    and the labels. The trainer asks for one pass: make an endless loader (`epochs=None`) to train on.
+    Raises TypeError if `make` gives something else than a `SavableLoader`.
+
+    ```python
+    from savable_pipeline.trainers.torchtitan import SavableDataLoader
+
+    def make_loader(*, rank, world_size, **given):
+        def pipeline(lane):
+            return sp.Batcher(sp.TarShardReader("shards/", lane), size=given["local_batch_size"])
+        return sp.SavableLoader(pipeline, seed=7, rank=rank, world_size=world_size)
+
+    config = SavableDataLoader.Config(make=make_loader)
+    data = config.build(dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=64, local_batch_size=4)
+    data.state_dict()["slot"]  # 0
+    ```
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]
+        """Set in the function that makes the trainer's config; the command line does not show them."""
+
+        make: Annotated[Callable[..., SavableLoader], tyro.conf.Suppress]
+        convert: Annotated[Callable[[Any], tuple[dict[str, Any], Any]], tyro.conf.Suppress] = inputs_and_labels
+        infinite: bool = True
+        """What `make` is told; the validator sets it."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
+    ) -> None:
+        given = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": local_batch_size}
+        self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **given)
+        if not isinstance(self.loader, SavableLoader):
+            raise TypeError(f"make must give a SavableLoader, not {type(self.loader).__name__}")
+        self._convert = config.convert
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        for batch in self.loader:
+            yield self._convert(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of the loader, after the batch given last: the trainer takes none ahead."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As that of the loader. Raises `StateError` for an empty state: the checkpoint lacks it."""
+        self.loader.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """As that of the loader."""
+        self.loader.close()

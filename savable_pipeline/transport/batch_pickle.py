@@ -1,0 +1,84 @@
+"""Serialises a batch on its way from a worker to the trainer: pickle protocol 5, with tensors as raw bytes.
+
+A tensor keeps its memory format (channels last, say), since the bits of a convolution's result depend on it.
+
+`loads` only reads pickles that our own worker process wrote, never data or a saved state.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+_SMALL = 4096  # a tensor of up to 4,096 bytes is copied: kept for long, it then does not keep a whole batch in memory
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")  # if nothing has imported torch, no value is a tensor
+        if (
+            torch is not None
+            and type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout is torch.strided
+        ):
+            other = value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
+            if not other:
+                order = () if value.is_contiguous() else _memory_order(value)
+                laid = value.permute(order) if order else value
+                return _tensor, (_raw(laid), value.dtype, tuple(laid.shape), order)
+        return NotImplemented
+
+
+def dumps(value: Any) -> tuple[list[Buffer], list[memoryview]]:
+    """The pickle of `value` in pieces, and views of the bytes of its larger tensors and arrays, without a copy.
+
+    Large `bytes` objects are pieces of their own and not copied either.
+    """
+    buffers: list[memoryview] = []
+
+    def apart(buffer: pickle.PickleBuffer) -> bool:
+        """Whether a buffer is small enough to go into the pickle itself; else keep a view of it."""
+        raw = buffer.raw()
+        if raw.nbytes <= _SMALL:
+            return True
+        buffers.append(raw)
+        return False
+
+    pieces: list[Buffer] = []
+    file = SimpleNamespace(write=pieces.append)
+    _Pickler(file, protocol=5, buffer_callback=apart).dump(value)
+    return pieces, buffers
+
+
+def loads(pickled: Buffer, buffers: Iterable[Buffer]) -> Any:
+    """The value that `dumps` wrote. Its larger tensors and arrays view `buffers`, and are writable if those are."""
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _raw(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
+    import torch
+
+    if not tensor.numel():
+        return b""
+    return pickle.PickleBuffer(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions in the order of their strides, the largest first."""
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    laid = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+    return laid.permute([order.index(i) for i in range(len(order))]) if order else laid

@@ -1,0 +1,106 @@
+"""`StatusPage`: memory in which a worker records its current stage and sample, so that a crash can be reported.
+
+    word 0 │ 1     │ 2     │ 3      │ …    from byte 4096 on: the Python stack, written when the worker crashes
+    depth  │ index │ epoch │ ticket │       or receives STACK_SIGNAL
+
+`depth` is the number of stages before the one that runs; `index` and `epoch` are the ref of the sample being encoded;
+`ticket` is the number of the request. The page outlives the worker. `faulthandler` writes the stack, even in a worker
+that is stuck in C code.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import tempfile
+from typing import NamedTuple
+
+NOTHING = (1 << 64) - 1
+_PAGE = 4096
+STACK_SIGNAL = signal.SIGUSR2  # tells a worker to write its stack
+
+
+class WorkerStatus(NamedTuple):
+    """A worker's current stage, by its depth; sample, by index and epoch; and request. None: not recorded."""
+
+    depth: int | None
+    sample: int | None
+    epoch: int
+    ticket: int
+
+
+class StatusPage:
+    """The page, in an anonymous file: trainer and worker each map it through a descriptor of their own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._page = mmap.mmap(descriptor, _PAGE)
+        self.words = memoryview(self._page).cast("Q")
+        self._read_to = _PAGE  # stacks in the file have been read up to this offset
+
+    @classmethod
+    def make(cls) -> StatusPage:
+        """A new, empty page."""
+        status = cls(anonymous_file("savable_pipeline status", _PAGE))
+        status.begin(0)
+        return status
+
+    def begin(self, ticket: int) -> None:
+        """In the worker: clear the page at the start of a request."""
+        self.words[0] = self.words[1] = self.words[2] = NOTHING
+        self.words[3] = ticket
+
+    def write_stacks(self) -> None:
+        """In the worker: make `faulthandler` write the Python stack here at a crash, and at STACK_SIGNAL."""
+        os.lseek(self.descriptor, _PAGE, os.SEEK_SET)
+        faulthandler.enable(self.descriptor)
+        faulthandler.register(STACK_SIGNAL, self.descriptor)
+
+    def read(self) -> WorkerStatus:
+        """In the trainer: the status that the worker recorded last."""
+        depth, index, epoch, ticket = self.words[:4].tolist()
+        return WorkerStatus(None if depth == NOTHING else depth, None if index == NOTHING else index, epoch, ticket)
+
+    def new_stack(self, outermost: str) -> str:
+        """In the trainer: the stack, written since the last call, of the thread that runs the function `outermost`."""
+        size, start = os.fstat(self.descriptor).st_size, self._read_to
+        raw = os.pread(self.descriptor, min(size - start, 1 << 16), start) if size > start else b""
+        self._read_to = max(size, start)
+        return _calls_within(outermost, raw.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Unmap the page and close the descriptor; safe to call again."""
+        if self.descriptor >= 0:
+            self.words.release()
+            self._page.close()
+            descriptor, self.descriptor = self.descriptor, -1  # first, so that a Ctrl-C here cannot close it twice
+            os.close(descriptor)
+
+
+def _calls_within(outermost: str, stacks: str) -> str:
+    """From the stacks of all threads, the calls inside the function `outermost`, the innermost first.
+
+    Without such a thread, the first 2,000 characters of all stacks.
+    """
+    found: list[str] = []
+    for line in stacks.splitlines():
+        if line.startswith(("Current thread", "Thread")):
+            found = []
+        elif line.endswith(f"in {outermost}"):
+            return "\n".join(["Stack, the innermost call first:", *found])
+        else:
+            found.append(line)
+    return stacks[:2000]
+
+
+def anonymous_file(name: str, size: int) -> int:
+    """The descriptor of a file in memory that has no path, and is gone when its last descriptor is closed."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor

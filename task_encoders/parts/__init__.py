@@ -1,0 +1,1 @@
+"""Parts that encoders are made of: tokenizers, images, formats of documents and conversations."""

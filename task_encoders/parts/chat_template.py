@@ -1,0 +1,148 @@
+"""How messages become text for a model: ChatML, or the template that comes with a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from xxhash import xxh3_128_hexdigest
+
+from task_encoders.parts.conversation_formats import Message
+
+
+class ChatTemplate(Protocol):
+    """How messages become text. Any object with these two methods is one; `ChatML` and `OwnTemplate` are.
+
+    ```python
+    from task_encoders import ChatEncoder
+    class Plain:
+        def render(self, messages, image, *, answering):
+            said = "".join(f"{message.role}: {message.parts[0]}\\n" for message in messages)
+            return said + "assistant:" * answering
+        def settings(self):
+            return "plain 1"
+    ChatEncoder(template=Plain()).settings()["template"]   # 'plain 1'
+    ```
+    """
+
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
+        """The text of messages, with `image` for each image; if `answering`, and the beginning of an answer."""
+
+    def settings(self) -> str:
+        """All that changes the text, or a hash of that: what a saved state knows the template by."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatML:
+    """The format of OpenAI, 2023, for tokenizers that have no template of their own.
+
+    Args:
+        start: The mark of a message's beginning.
+        end: The mark of its end.
+
+    ```python
+    from task_encoders import ChatML, Message
+    messages = [Message("user", ["Hello"]), Message("assistant", ["Hi."])]
+    ChatML().render(messages[:1], "<image>", answering=True)   # '<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>...'
+    ChatML("[", "]").render(messages, "", answering=False)     # '[user\\nHello]\\n[assistant\\nHi.]\\n'
+    ```
+    """
+
+    start: str = "<|im_start|>"
+    end: str = "<|im_end|>"
+
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
+        """As `ChatTemplate`. Raises ValueError where a message has fields besides its role and content."""
+        for number, message in enumerate(messages):
+            if message.more:
+                raise ValueError(f"messages[{number}]: ChatML has no place for {', '.join(message.more)}")
+        said = [f"{self.start}{message.role}\n{_text(message, image)}{self.end}\n" for message in messages]
+        return "".join(said) + f"{self.start}assistant\n" * answering
+
+    def settings(self) -> str:
+        """Both marks."""
+        return f"ChatML {self.start} {self.end}"
+
+
+_NO_CLOCK = (  # in place of the function that transformers gives templates
+    "{% macro strftime_now(form) %}{{ raise_exception('the chat template asks for the date, which would make another "
+    'sample of the same one tomorrow; pass OwnTemplate(tokenizer, {"date_string": ...}), or what the template calls '
+    "it') }}{% endmacro +%}"
+)
+
+
+class HasTemplate(Protocol):
+    """A tokenizer or processor of `transformers`."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], /, **settings: Any) -> Any:
+        """The text of messages, with tokenize=False."""
+
+
+@dataclass(frozen=True)
+class OwnTemplate:
+    """The template that comes with a tokenizer or processor of `transformers`.
+
+    A template that asks for the date is given none, since a sample must not depend on the day: pass the date as one of
+    the `arguments`.
+
+    Args:
+        tokenizer: An object with `chat_template` and `apply_chat_template`.
+        arguments: What the template takes, such as {"enable_thinking": False}.
+        content: "parts" hands it lists of {"type": "text"} and {"type": "image"}, for templates that write the places
+            of images themselves; "text" the text with these written in it.
+
+    Raises ValueError for a tokenizer that has no template, or several.
+
+    ```python
+    from types import SimpleNamespace
+    from task_encoders import OwnTemplate
+    OwnTemplate(SimpleNamespace(chat_template=None))   # ValueError: SimpleNamespace has no chat_template; pass ...
+    OwnTemplate(SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=print)).content   # 'text'
+    ```
+    """
+
+    tokenizer: HasTemplate
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    content: Literal["text", "parts"] = "text"
+
+    def __post_init__(self) -> None:
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            raise ValueError(f"{type(self.tokenizer).__name__} has no chat_template; pass template=ChatML()")
+        if not isinstance(template, str):
+            raise ValueError(f"several chat templates, {', '.join(template)}: set the tokenizer's chat_template to one")
+        if self.content not in ("text", "parts"):
+            raise ValueError(f"OwnTemplate: content is 'text' or 'parts', not {self.content!r}")
+
+    def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
+        """As `ChatTemplate`. Raises jinja2's TemplateError where the template does, or asks for the date."""
+        listed = [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
+        text: str = self.tokenizer.apply_chat_template(
+            listed,
+            chat_template=_NO_CLOCK + self.tokenizer.chat_template,
+            tokenize=False,
+            add_generation_prompt=answering,
+            **self.arguments,
+        )
+        return text
+
+    def settings(self) -> str:
+        """A hash of the template, the special tokens it may name, and the arguments."""
+        special = {name: str(text) for name, text in getattr(self.tokenizer, "special_tokens_map", {}).items()}
+        made_of = [self.tokenizer.chat_template, special, dict(self.arguments), self.content]
+        return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True).encode())}"
+
+    def _content(self, message: Message, image: str) -> Any:
+        if self.content == "text":
+            return _text(message, image)
+        return [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts
+        ]
+
+
+def _text(message: Message, image: str) -> str:
+    return "".join(part if isinstance(part, str) else image for part in message.parts)

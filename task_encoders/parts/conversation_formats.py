@@ -1,0 +1,113 @@
+"""Conversations as data sets write them, LLaVA's or OpenAI's way, as one list of messages.
+
+    {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
+
+    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+                  {"role": "assistant", "content": "A cat."}]}
+
+A place for an image is `<image>` in LLaVA's text, and in OpenAI's content {"type": "image"}, which takes the images of
+the sample in order, or {"type": "image_url", "image_url": {"url": …}} with the name of a part or a `data:` URL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from task_encoders.parts.sample_images import SampleImages
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_PLACE = "<image>"  # in LLaVA's text
+
+Part = str | Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation.
+
+    Args:
+        role: "user", "assistant", "system", or another that the chat template knows.
+        parts: Texts (str) and images (PIL.Image.Image), in order.
+        trained: False for an answer that is context only (in OpenAI's format, "weight": 0).
+        more: Further fields, for the chat template.
+
+    ```python
+    from task_encoders import Message
+    Message("assistant", ["A cat."]).is_answer                  # True
+    Message("assistant", ["A cat."], trained=False).is_answer   # False
+    ```
+    """
+
+    role: str
+    parts: list[Part]
+    trained: bool = True
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether this is an answer that is learned."""
+        return self.role == "assistant" and self.trained
+
+
+def parse_conversation(record: Any, images: SampleImages) -> list[Message]:
+    """The messages of a sample's JSON. Raises ValueError that names the field which is not as it should be."""
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, dict) or not {"conversations", "messages"} & record.keys():
+        found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"expected an object with conversations or messages, found {found}")
+    name, parse = ("messages", _openai) if "messages" in record else ("conversations", _llava)
+    turns = _expect(record[name], list, name)
+    messages = [parse(_expect(turn, dict, f"{name}[{i}]"), f"{name}[{i}]", images) for i, turn in enumerate(turns)]
+    images.check_all_used()
+    return messages
+
+
+def _llava(turn: dict[str, Any], at: str, images: SampleImages) -> Message:
+    role = turn.get("from")
+    if role not in _ROLES:
+        raise ValueError(f"{at}.from: expected one of {', '.join(_ROLES)}, found {role!r}")
+    first, *others = _expect(turn.get("value"), str, f"{at}.value").split(_PLACE)
+    parts: list[Part] = [first]
+    for text in others:
+        parts += [images.next(f"{at}.value"), text]
+    return Message(_ROLES[role], [part for part in parts if part != ""])
+
+
+def _openai(turn: dict[str, Any], at: str, images: SampleImages) -> Message:
+    role = _expect(turn.get("role"), str, f"{at}.role")
+    weight = turn.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"{at}.weight: expected 0 or 1, found {weight!r}")
+    content = turn.get("content")
+    if isinstance(content, str) or (content is None and "tool_calls" in turn):
+        parts: list[Part] = [content] if content else []
+    else:
+        listed = enumerate(_expect(content, list, f"{at}.content"))
+        parts = [_part(_expect(part, dict, f"{at}.content[{i}]"), f"{at}.content[{i}]", images) for i, part in listed]
+    more = {name: value for name, value in turn.items() if name not in ("role", "content", "weight")}
+    return Message(role, parts, trained=weight == 1, more=more)
+
+
+def _part(part: dict[str, Any], at: str, images: SampleImages) -> Part:
+    kind = part.get("type")
+    if kind == "text":
+        text: str = _expect(part.get("text"), str, f"{at}.text")
+        return text
+    if kind == "image":
+        return images.next(at)
+    if kind == "image_url":
+        link = part.get("image_url")
+        url = link.get("url") if isinstance(link, dict) else link
+        return images.named(_expect(url, str, f"{at}.image_url.url"), f"{at}.image_url.url")
+    raise ValueError(f"{at}.type: expected text, image or image_url, found {kind!r}")
+
+
+def _expect(value: Any, kind: type, at: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+    raise ValueError(f"{at}: expected {names[kind]}, found {'nothing' if value is None else repr(value)[:80]}")

@@ -1,0 +1,209 @@
+"""Tokens of text and of images in one sequence, and packs and batches of such sequences.
+
+`ab`, an image of 2 × 4 patches of which 2 × 2 are a token (`#`), and `c`; what is predicted is `b` and `c`:
+
+    tokens       a b # # c
+    labels       b - - c -     never an image
+    patches      8 of them, row by row
+    grids        2 4           rows and columns of each tile
+    tile_counts  1             tiles of each image
+
+Image features take the places of `#` in order: those of a batch, read row by row, are those of `patches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+
+from task_encoders.parts.image_tiles import ImageTiles
+from task_encoders.parts.square_crop import MEAN, STD, normalized
+from task_encoders.parts.token_packing import IGNORED, batch_documents, batch_tokens, is_packed, pack_tokens
+from task_encoders.parts.tokenizer import Ids, Tokenizer, joined
+
+_IMAGES = ("patches", "grids", "tile_counts")
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How images stand in a sequence of tokens.
+
+    Args:
+        tiles: How an image becomes patches: `NativeSize`, `Tiles` or `Buckets`.
+        token: The id that stands in the sequence once for each token of an image; text must not have it.
+        text: What a chat template writes in the place of an image.
+        before: Text in front of each image, such as the tokenizer's mark of its beginning.
+        after: Text behind each image.
+        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
+        std: Their standard deviation.
+
+    Raises ValueError where `text` is empty.
+
+    ```python
+    from task_encoders import NativeSize, Vision
+    qwen = Vision(
+        NativeSize(), 151655, text="<|image_pad|>", before="<|vision_start|>", after="<|vision_end|>"
+    )
+    qwen.tiles.size(1280, 720)   # (1288, 728)
+    ```
+    """
+
+    tiles: ImageTiles
+    token: int
+    text: str = "<image>"
+    before: str = ""
+    after: str = ""
+    mean: tuple[float, float, float] = MEAN
+    std: tuple[float, float, float] = STD
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.token, "__index__"):
+            raise ValueError(
+                f"Vision: token is the id of a token, such as tokenizer.token_to_id({str(self.token)!r}), not "
+                f"{self.token!r}; what a template writes in an image's place is text="
+            )
+        if not self.text:
+            raise ValueError("Vision: text is what stands for an image in rendered text; it cannot be empty")
+
+    def normalize(self, patches: torch.Tensor) -> torch.Tensor:
+        """uint8 (n, 3, patch, patch) as float32, with `mean` and `std` of a channel taken to 0 and 1."""
+        return normalized(patches, self.mean, self.std)
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument, for `TaskEncoder.settings`."""
+        own = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
+        return {**self.tiles.settings(), **own, "mean": list(self.mean), "std": list(self.std)}
+
+
+class MixedTokens:
+    """A sequence under construction: add texts and images in order, then take `item`. `vision=None`: no images."""
+
+    def __init__(self, tokenizer: Tokenizer, vision: Vision | None) -> None:
+        self._tokenizer = tokenizer
+        self._vision = vision
+        self._pieces: list[Ids] = []
+        self._targets: list[bool] = []  # of each piece
+        self._patches: list[torch.Tensor] = []
+        self._grids: list[torch.Tensor] = []
+
+    def add_ids(self, ids: Ids, *, target: bool) -> None:
+        """Append ids, which are predicted where `target`. Raises ValueError where one is the image token's."""
+        if self._vision is not None and self._vision.token in ids:
+            raise ValueError(
+                f"the text holds the image token {self._vision.token} itself; its images would be mistaken"
+            )
+        self._append(ids, target)
+
+    def add_text(self, text: str, *, target: bool) -> None:
+        """Append a text, tokenized by itself."""
+        self.add_ids(self._tokenizer.piece(text), target=target)
+
+    def add_image(self, image: Image.Image) -> None:
+        """Append an RGB image. Raises ValueError where there are no tiles for its shape."""
+        assert self._vision is not None, "an image without vision"
+        patches, grids = self._vision.tiles.cut(image)
+        self.add_text(self._vision.before, target=False)
+        self._append([self._vision.token] * self._vision.tiles.tokens(grids), False)
+        self.add_text(self._vision.after, target=False)
+        self._patches.append(patches)
+        self._grids.append(grids)
+
+    def item(self) -> dict[str, Any]:
+        """`tokens` and `labels`, int64 (n,), and unless `vision` is None:
+
+        `patches`, uint8 (p, 3, patch, patch); `grids`, int64 (tiles, 2); `tile_counts`, int64 (images,).
+        """
+        tokens = joined(self._pieces) if self._pieces else torch.empty(0, dtype=torch.int64)
+        lengths = torch.tensor([len(piece) for piece in self._pieces], dtype=torch.int64)
+        target = torch.tensor(self._targets, dtype=torch.bool).repeat_interleave(lengths)
+        labels = torch.full_like(tokens, IGNORED)
+        labels[:-1] = torch.where(target[1:], tokens[1:], IGNORED)
+        text = {"tokens": tokens, "labels": labels}
+        return text if self._vision is None else {**text, **self._image_fields(self._vision.tiles.patch)}
+
+    def _append(self, ids: Ids, target: bool) -> None:
+        if len(ids):
+            self._pieces.append(ids)
+            self._targets.append(target)
+
+    def _image_fields(self, patch: int) -> dict[str, torch.Tensor]:
+        return {
+            "patches": torch.cat([torch.empty(0, 3, patch, patch, dtype=torch.uint8), *self._patches]),
+            "grids": torch.cat([torch.empty(0, 2, dtype=torch.int64), *self._grids]),
+            "tile_counts": torch.tensor([len(grids) for grids in self._grids], dtype=torch.int64),
+        }
+
+
+def pack_mixed(items: Sequence[dict[str, Any]], *, pad: int = 0, multiple: int = 1) -> dict[str, Any]:
+    """One pack of items: tokens as `pack_tokens` lays them, their images one after another."""
+    images = {name: torch.cat([item[name] for item in items]) for name in _IMAGES if name in items[0]}
+    return {**pack_tokens(items, pad=pad, multiple=multiple), **images}
+
+
+def cut_mixed(item: dict[str, Any], start: int, stop: int, vision: Vision | None) -> dict[str, Any]:
+    """The tokens `start` to `stop - 1` of an item, and the images among them; the last label is the token after.
+
+    Raises ValueError where that cuts through an image.
+    """
+    cut = {name: item[name][start:stop] for name in ("tokens", "labels")}
+    if vision is None:
+        return cut
+    inside = []
+    for number, (begin, end) in enumerate(image_places(item, vision)):
+        if start <= begin and end <= stop:
+            inside.append(number)
+        elif begin < stop and start < end:
+            raise ValueError(
+                f"tokens {start} to {stop} cut through the image at {begin} to {end}: lay such items whole"
+            )
+    tiles = torch.tensor([0, *item["tile_counts"].cumsum(0)])
+    patches = torch.tensor([0, *item["grids"].prod(1).cumsum(0)])
+    first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+    return {
+        **cut,
+        "patches": item["patches"][patches[tiles[first]] : patches[tiles[last]]],
+        "grids": item["grids"][tiles[first] : tiles[last]],
+        "tile_counts": item["tile_counts"][first:last],
+    }
+
+
+def image_places(item: dict[str, Any], vision: Vision) -> list[tuple[int, int]]:
+    """Where the tokens of each image begin, and where they end."""
+    places = (item["tokens"] == vision.token).nonzero().flatten().tolist()
+    found, seen = [], 0
+    for grids in item["grids"].split(item["tile_counts"].tolist()) if len(item["grids"]) else ():
+        tokens = vision.tiles.tokens(grids)
+        found.append((places[seen], places[seen] + tokens))
+        seen += tokens
+    return found
+
+
+def batch_mixed(
+    rows: Sequence[dict[str, Any]], *, pad: int, length: int | None, vision: Vision | None, multiple: int = 1
+) -> dict[str, Any]:
+    """B packs as `batch_tokens` makes rows of them, or B items as `batch_documents` does; and their images, in order.
+
+    Images, unless `vision` is None: `patches`, float32 (P, 3, patch, patch), normalized; `grids`, int64 (tiles, 2);
+    `tile_counts`, int64 (images,); `image_counts`, int64 (B,), the images of each row; `patch_cu_seqlens`, int32
+    (tiles + 1,), and `patch_max_seqlen`, int, for attention among the patches of a tile.
+    """
+    if is_packed(rows):
+        text = batch_tokens(rows, pad=pad, length=length)
+    else:
+        text = batch_documents(rows, pad=pad, length=length, multiple=multiple)
+    if vision is None:
+        return text
+    joint = {name: torch.cat([row[name] for row in rows]) for name in _IMAGES}
+    sizes = joint["grids"].prod(1)
+    return {
+        **text,
+        **joint,
+        "patches": vision.normalize(joint["patches"]),
+        "image_counts": torch.tensor([len(row["tile_counts"]) for row in rows]),
+        "patch_cu_seqlens": torch.tensor([0, *sizes.cumsum(0)], dtype=torch.int32),
+        "patch_max_seqlen": int(sizes.max()) if len(sizes) else 0,
+    }

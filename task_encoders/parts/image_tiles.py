@@ -1,0 +1,254 @@
+"""How an image of any shape becomes tiles that a vision model takes, its aspect kept; and their patches.
+
+    1280 × 720 ─ NativeSize ─ one tile, 1288 × 728        both sides a multiple of 28
+               ─ Buckets    ─ one tile of a few shapes    the nearest in aspect, filled and cropped in the centre
+               ─ Tiles      ─ 4 × 2 tiles and a thumbnail, each 448 × 448
+
+A tile is then cut into square patches, row by row; its model merges `merge` × `merge` of them into one token.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+_BICUBIC = Image.Resampling.BICUBIC
+
+
+@dataclass(frozen=True)
+class ImageTiles(ABC):
+    """How an image becomes tiles: the base of `NativeSize`, `Buckets` and `Tiles`, and of one of your own.
+
+    A subclass defines `tiles(image)`, a list of images both of whose sides are multiples of `patch * merge`.
+
+    Args:
+        patch: The side of a patch, in pixels.
+        merge: A model merges `merge` × `merge` patches into one token.
+
+    Raises ValueError where one is less than 1.
+
+    ```python
+    from PIL import Image
+    from task_encoders import NativeSize
+    patches, grids = NativeSize().cut(Image.new("RGB", (100, 60)))
+    patches.shape               # torch.Size([32, 3, 14, 14])
+    grids                       # tensor([[4, 8]])
+    NativeSize().tokens(grids)  # 8
+    ```
+    """
+
+    patch: int = 14
+    merge: int = 2
+
+    def __post_init__(self) -> None:
+        if self.patch < 1 or self.merge < 1:
+            raise ValueError(
+                f"{type(self).__name__}: patch and merge are at least 1, not {self.patch} and {self.merge}"
+            )
+
+    @property
+    def unit(self) -> int:
+        """The pixels along a token: every side of a tile is a multiple of it."""
+        return self.patch * self.merge
+
+    @abstractmethod
+    def tiles(self, image: Image.Image) -> list[Image.Image]:
+        """The tiles of an RGB image. Raises ValueError where it has a shape for which there are none."""
+
+    def tokens(self, grids: torch.Tensor) -> int:
+        """How many tokens tiles take whose rows and columns of patches are `grids`, int64 (tiles, 2)."""
+        return int(grids.prod(1).sum()) // self.merge**2
+
+    def cut(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
+        """The patches of an RGB image, uint8 (n, 3, patch, patch); rows and columns of each tile, int64 (tiles, 2)."""
+        tiles = self.tiles(image)
+        grids = [(tile.height // self.patch, tile.width // self.patch) for tile in tiles]
+        patches = [_patches(tile, *grid) for tile, grid in zip(tiles, grids, strict=True)]
+        return torch.from_numpy(np.concatenate(patches)), torch.tensor(grids)
+
+    def settings(self) -> dict[str, Any]:
+        """The class and every argument, for `TaskEncoder.settings`."""
+        return {"tiles": type(self).__qualname__, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class NativeSize(ImageTiles):
+    """One tile of about the image's own size and aspect: each side is rounded to a multiple of `patch * merge`.
+
+    This is `smart_resize` of Qwen2-VL (Wang et al., 2024, section 2.1).
+
+    Args:
+        patch: The side of a patch, in pixels.
+        merge: A model merges `merge` × `merge` patches into one token.
+        min_pixels: A smaller image is enlarged to this many pixels.
+        max_pixels: A larger one is shrunk to this many.
+
+    Raises ValueError for a setting out of its range, and for an image of which one side is over 200 times as long as
+    the other.
+
+    ```python
+    from task_encoders import NativeSize
+    NativeSize().size(1280, 720)                      # (1288, 728)
+    NativeSize(max_pixels=448 * 448).size(1280, 720)  # (588, 336)
+    NativeSize().size(1000, 4)                        # ValueError: an image of 1000 × 4 pixels: one side is ...
+    ```
+    """
+
+    min_pixels: int = 56 * 56
+    max_pixels: int = 1280 * 28 * 28
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.unit**2 <= self.max_pixels >= self.min_pixels >= 1:
+            raise ValueError(
+                f"NativeSize: expected 1 ≤ min_pixels ≤ max_pixels and room for a token of {self.unit} × {self.unit}, "
+                f"not {self.min_pixels} and {self.max_pixels}"
+            )
+
+    def tiles(self, image: Image.Image) -> list[Image.Image]:
+        """The image, resized."""
+        return [image.resize(self.size(image.width, image.height), _BICUBIC)]
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """The width and height that an image of this width and height is resized to."""
+        unit, sides = self.unit, (width, height)
+        if max(sides) > 200 * min(sides):
+            raise ValueError(f"an image of {width} × {height} pixels: one side is over 200 times as long as the other")
+        wide, high = (round(side / unit) * unit for side in sides)  # 0 where it is thin; then it grows
+        if wide * high > self.max_pixels:
+            shrunk = math.sqrt(width * height / self.max_pixels)
+            wide, high = (max(unit, math.floor(side / shrunk / unit) * unit) for side in sides)
+        elif wide * high < self.min_pixels:
+            grown = math.sqrt(self.min_pixels / (width * height))
+            wide, high = (math.ceil(side * grown / unit) * unit for side in sides)
+        return wide, high
+
+
+@dataclass(frozen=True)
+class Buckets(ImageTiles):
+    """One tile, of the shape among a few of like area that is nearest to the image's aspect.
+
+    The image is scaled until it covers the shape, and cropped evenly on both sides (NovelAI: aspect ratio bucketing,
+    2022). The shapes have sides from `min_side` to `max_side` in steps of `patch * merge`; for each width, the height
+    is the largest that keeps within `max_pixels`.
+
+    Args:
+        patch: The side of a patch, in pixels.
+        merge: A model merges `merge` × `merge` patches into one token.
+        max_pixels: The most pixels of a shape.
+        min_side: The least width and height, in pixels.
+        max_side: The greatest width and height, in pixels.
+
+    Raises ValueError where no shape fits.
+
+    ```python
+    from PIL import Image
+    from task_encoders import Buckets
+    buckets = Buckets(max_pixels=224 * 224)
+    buckets.shapes()[:3]                                     # [(168, 280), (196, 252), (224, 224)]
+    buckets.tiles(Image.new("RGB", (1280, 720)))[0].size     # (280, 168)
+    ```
+    """
+
+    max_pixels: int = 336 * 336
+    min_side: int = 168
+    max_side: int = 672
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shapes():
+            raise ValueError(
+                f"Buckets: no shape has sides from {self.min_side} to {self.max_side}, multiples of {self.unit}, and "
+                f"at most {self.max_pixels} pixels"
+            )
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Width and height of each bucket, from the narrowest on."""
+        sides = [side for side in range(self.unit, self.max_side + 1, self.unit) if side >= self.min_side]
+        found: set[tuple[int, int]] = set()
+        for one in sides:
+            fitting = [other for other in sides if one * other <= self.max_pixels]
+            if fitting:
+                found |= {(one, fitting[-1]), (fitting[-1], one)}
+        return sorted(found)
+
+    def tiles(self, image: Image.Image) -> list[Image.Image]:
+        """The image, scaled and cropped to its bucket."""
+        aspect = math.log(image.width / image.height)
+        wide, high = min(self.shapes(), key=lambda shape: abs(math.log(shape[0] / shape[1]) - aspect))
+        scale = min(image.width / wide, image.height / high)
+        left, upper = (image.width - wide * scale) / 2, (image.height - high * scale) / 2
+        right, lower = min(image.width, left + wide * scale), min(image.height, upper + high * scale)
+        box = (max(0.0, left), max(0.0, upper), right, lower)  # rounding must not leave the image
+        return [image.resize((wide, high), _BICUBIC, box=box)]
+
+
+@dataclass(frozen=True)
+class Tiles(ImageTiles):
+    """Square tiles, and where there are several a thumbnail of the whole image.
+
+    Columns and rows are those nearest to the image's aspect; among grids as near, a larger one where the image has more
+    than half of its pixels. This is the dynamic tiling of InternVL 1.5 (Chen et al., 2024, section 3.3) and of NVLM.
+
+    Args:
+        patch: The side of a patch, in pixels.
+        merge: A model merges `merge` × `merge` patches into one token.
+        side: The side of a tile, in pixels: a multiple of `patch * merge`.
+        min_tiles: The least number of tiles, without the thumbnail.
+        max_tiles: The greatest.
+        thumbnail: Whether several tiles are followed by the whole image as one more.
+
+    Raises ValueError for a setting out of its range.
+
+    ```python
+    from PIL import Image
+    from task_encoders import Tiles
+    Tiles().grid(1280, 720)                              # (4, 2)
+    len(Tiles().tiles(Image.new("RGB", (1280, 720))))    # 9
+    Tiles(side=450)                                      # ValueError: Tiles: side is a multiple of ...
+    ```
+    """
+
+    side: int = 448
+    min_tiles: int = 1
+    max_tiles: int = 12
+    thumbnail: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.side % self.unit or self.side < 1:
+            raise ValueError(f"Tiles: side is a multiple of patch × merge, {self.unit}, not {self.side}")
+        if not 1 <= self.min_tiles <= self.max_tiles:
+            raise ValueError(f"Tiles: expected 1 ≤ min_tiles ≤ max_tiles, not {self.min_tiles} and {self.max_tiles}")
+
+    def tiles(self, image: Image.Image) -> list[Image.Image]:
+        """The tiles, row by row, then the thumbnail."""
+        columns, rows = self.grid(image.width, image.height)
+        whole = image.resize((columns * self.side, rows * self.side), _BICUBIC)
+        corners = [(column * self.side, row * self.side) for row in range(rows) for column in range(columns)]
+        tiles = [whole.crop((left, upper, left + self.side, upper + self.side)) for left, upper in corners]
+        if self.thumbnail and len(tiles) > 1:
+            tiles.append(image.resize((self.side, self.side), _BICUBIC))
+        return tiles
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows for an image of this width and height."""
+        sides = range(1, self.max_tiles + 1)
+        grids = [(c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles]
+        grids.sort(key=lambda grid: grid[0] * grid[1])
+        nearest = min(abs(width / height - columns / rows) for columns, rows in grids)
+        first, *larger = [grid for grid in grids if abs(width / height - grid[0] / grid[1]) == nearest]
+        fitting = [(c, r) for c, r in larger if width * height > 0.5 * self.side**2 * c * r]
+        return fitting[-1] if fitting else first
+
+
+def _patches(tile: Image.Image, rows: int, columns: int) -> Any:
+    """A tile of `rows` by `columns` patches as uint8 (rows * columns, 3, patch, patch)."""
+    pixels = np.asarray(tile).reshape(rows, tile.height // rows, columns, tile.width // columns, 3)
+    return pixels.transpose(0, 2, 4, 1, 3).reshape(rows * columns, 3, tile.height // rows, tile.width // columns)

@@ -1,0 +1,80 @@
+"""Compressed tars re-packed by `savable convert`: the same members, readable at an offset."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.convert import Options, convert
+from savable_pipeline.errors import SavableError
+from tests.conftest import write_tar
+from tests.support.toy_files import reasons, snapshot
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A folder of four tars of two samples each, three of them compressed, each in its way."""
+    source = tmp_path / "in"
+    kinds = {"a.tar.gz": gzip, "b/c.tgz": gzip, "d.tar.bz2": bz2, "e.tar.xz": lzma}
+    for i, (name, kind) in enumerate(kinds.items()):
+        write_tar(tmp_path / "plain.tar", [(f"k{2 * i + n}.txt", b"text %d" % (2 * i + n)) for n in range(2)])
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(kind.compress((tmp_path / "plain.tar").read_bytes()))
+    write_tar(source / "f.tar", [("k8.txt", b"text 8"), ("k9.txt", b"text 9")])
+    return source
+
+
+def texts(root: Path) -> list[str]:
+    return [sample.text() for sample in sp.TarShardReader(root, sp.Lane(), shuffle=False, epochs=1)]
+
+
+def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(sp.ShardError, match="`savable convert` re-packs it"):
+        sp.TarShardReader(packed / "a.tar.gz", sp.Lane())
+    told: list[Any] = []
+    report = convert(packed, tmp_path / "out", Options(), progress=lambda *numbers: told.append(numbers))
+    assert (report.samples, report.shards, report.rejected) == (10, 5, [])
+    assert told[0] == (0, 5, 0) and told[-1][:2] == (5, 5)
+    names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.tar"))
+    assert names == ["a.tar", "b/c.tar", "d.tar", "e.tar", "f.tar"]
+    assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
+    train = sp.TarShardReader(tmp_path / "out", sp.Lane(), split="train", epochs=1)
+    assert train.population == 10
+    before = snapshot(tmp_path / "out")
+    convert(packed, tmp_path / "out", Options())  # there is nothing left to do
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_one_tar_by_itself(packed: Path, tmp_path: Path) -> None:
+    assert convert(packed / "d.tar.bz2", tmp_path / "out", Options()).samples == 2
+    assert texts(tmp_path / "out") == ["text 4", "text 5"]
+
+
+def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> None:
+    whole = (packed / "a.tar.gz").read_bytes()
+    (packed / "a.tar.gz").write_bytes(whole[:-20])
+    (packed / "d.tar.bz2").write_bytes(b"no bz2")
+    (packed / "e.tar.xz").write_bytes(lzma.compress(b"no tar" * 1000))
+    (packed / "g.tar.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    report = convert(packed, tmp_path / "out", Options())
+    assert report.samples == 4
+    found = {Path(name).name: reason for name, reason in reasons(tmp_path / "out").items()}
+    assert found == dict.fromkeys(["a.tar.gz", "d.tar.bz2", "e.tar.xz", "g.tar.zst"], "damaged tar")
+    assert texts(tmp_path / "out") == ["text 2", "text 3", "text 8", "text 9"]
+
+
+def test_other_tars_into_the_same_folder_and_two_of_one_name_are_refused(packed: Path, tmp_path: Path) -> None:
+    convert(packed, tmp_path / "out", Options())
+    with pytest.raises(SavableError, match="holds another conversion"):
+        convert(packed / "a.tar.gz", tmp_path / "out", Options())
+    (packed / "a.tgz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"two tars would become a\.tar"):
+        convert(packed, tmp_path / "other", Options())
+    with pytest.raises(ValueError, match="one within the other"):
+        convert(packed, packed / "out", Options())

@@ -1,0 +1,50 @@
+"""A child process answers, prints where errors go, and ends with its parent whoever else holds the connection."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from savable_pipeline.core.child_process import ChildProcess
+from tests.support.processes import wait_until_gone
+
+
+def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -> None:
+    child = ChildProcess("os:_exit")  # which takes no connection: it dies of a TypeError
+    with pytest.raises(EOFError):
+        child.connection.recv()
+    assert child.process.wait() == 1
+    child.close()
+    child = ChildProcess("tests.core.test_child_process:echo", "x", 1.5)
+    child.connection.send("a message")
+    assert child.connection.recv() == ("a message", "x", 1.5)
+    child.close()
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def echo(connection: Connection, messages: Iterator[object], *arguments: object) -> None:
+    for message in messages:
+        print("noise")
+        connection.send((message, *arguments))
+
+
+def test_a_child_ends_with_its_parent_though_a_fork_of_the_parent_holds_the_connection() -> None:
+    program = (
+        "import os, time; from savable_pipeline.core.child_process import ChildProcess\n"
+        "child = ChildProcess('tests.core.test_child_process:echo'); fork = os.fork() or time.sleep(60)\n"
+        "print(child.process.pid, fork, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child, fork = map(int, parent.stdout.readline().split())
+    parent.kill()
+    parent.wait()
+    wait_until_gone([child])
+    os.kill(fork, signal.SIGKILL)
+    parent.stdout.close()

@@ -1,0 +1,195 @@
+"""The trainer's own random numbers and threads: as if the loader were not there; and what encoders are given."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds, seeder
+from tests.support.streams import take
+from tests.support.toy_faults import NumberEncoder, number_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+def trainers_draws() -> list[Any]:
+    """What a trainer draws in a step: its own augmentation, and dropout."""
+    dropped = torch.nn.functional.dropout(torch.ones(20), p=0.5)
+    return [random.random(), np.random.rand(3).tolist(), dropped.tolist(), torch.randn(2).tolist()]
+
+
+def seed_all(seed: int = 1234) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_a_trainers_own_draws_are_those_it_makes_without_a_loader(
+    make_shards: Any, num_workers: int, epochs: int | None
+) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
+    seed_all()
+    expected = [trainers_draws() for _ in range(12)]
+
+    seed_all()
+    found = []
+    with sp.SavableLoader(pipeline, seed=3, lanes=6, num_workers=num_workers) as loader:
+        for _, _batch in zip(range(10), loader, strict=False):
+            found.append(trainers_draws())
+            loader.load_state_dict(loader.state_dict())
+    assert len(found) > 5
+    assert found == expected[: len(found)]
+
+
+def test_a_trainers_draws_are_its_own_when_an_encoder_fails(make_shards: Any) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([40])), encoder=DrawsThenFails())
+    seed_all()
+    expected = trainers_draws()
+    seed_all()
+    with pytest.raises(sp.EncodeError):
+        next(sp.SavableLoader(pipeline, seed=3, lanes=1))
+    assert trainers_draws() == expected
+
+
+class DrawsThenFails(NumberEncoder):
+    """Draws from every global generator in each call."""
+
+    global_rng = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        raise ValueError(trainers_draws())
+
+
+@pytest.mark.parametrize("global_rng", [True, False])
+def test_a_pipeline_function_that_draws_takes_nothing_of_the_trainer(make_shards: Any, global_rng: bool) -> None:
+    shards = str(make_shards([40]))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        trainers_draws()  # as the making of a torch module does
+        encoder = NumberEncoder()
+        encoder.global_rng = global_rng
+        return number_pipeline(shards, lane, encoder)
+
+    seed_all()
+    expected = trainers_draws()
+    seed_all()
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=4)
+    loader.state_dict()
+    take(loader, 9)
+    assert trainers_draws() == expected
+
+
+def test_what_the_trainer_draws_between_batches_changes_no_batch(make_shards: Any) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
+    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=6), 9)
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=6)
+    found = []
+    for seed in range(9):
+        seed_all(seed)
+        found += take(loader, 1)
+    assert found == expected
+
+
+# Threads.
+
+
+class Reduction(NumberEncoder):
+    """A sum whose bits depend on the number of threads."""
+
+    global_rng = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return torch.randn(2_000_000).sum(), torch.get_num_threads()
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+@pytest.fixture
+def four_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_sum_of_floats_has_the_same_bits_in_this_process_and_in_a_worker(
+    make_shards: Any, four_threads: None
+) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([20])), encoder=Reduction())
+    torch.randn(2_000_000).sum()  # a worker forked after this has no such threads, and would wait for them
+    found = []
+    for num_workers in (0, 1):
+        with sp.SavableLoader(pipeline, seed=3, lanes=2, num_workers=num_workers, timeout=10) as loader:
+            found.append(take(loader, 4))
+    assert found[0] == found[1]
+
+
+def test_the_trainers_number_of_threads_is_as_it_was(make_shards: Any, four_threads: None) -> None:
+    shards = str(make_shards([20]))
+    loader = sp.SavableLoader(partial(number_pipeline, shards, encoder=Reduction()), seed=3, lanes=2)
+    loader.state_dict()
+    assert torch.get_num_threads() == 4
+    for _ in range(3):
+        assert {threads for _, threads in next(loader)} == {1}
+        assert torch.get_num_threads() == 4
+    failing = sp.SavableLoader(partial(number_pipeline, shards, encoder=DrawsThenFails()), seed=3, lanes=2)
+    with pytest.raises(sp.EncodeError):
+        next(failing)
+    assert torch.get_num_threads() == 4
+
+
+# Seeding.
+
+
+@pytest.mark.parametrize("named", [("python",), ("numpy",), ("torch",), ("torch", "python")])
+def test_only_the_generators_that_an_encoder_names_are_seeded_and_put_back(named: tuple[str, ...]) -> None:
+    seed = seeder(named)
+    assert seed is not None
+
+    def drawn() -> dict[str, float]:
+        return {"python": random.random(), "numpy": np.random.rand(), "torch": float(torch.rand(()))}
+
+    seed_all()
+    first, second = drawn(), drawn()
+    seed_all()
+    with as_in_a_worker(set(named)):
+        seed(7)
+        inside = drawn()
+    after = drawn()
+    for kind in KINDS:
+        assert (inside[kind] == first[kind]) == (kind not in named)
+        assert after[kind] == (first if kind in named else second)[kind]
+
+
+def test_a_key_of_64_bits_seeds_every_kind() -> None:
+    seed = seeder(True)
+    assert seed is not None
+    with as_in_a_worker(set(KINDS)):
+        found = []
+        for key in (0, 1, 2**32, 2**63, 2**64 - 1):
+            seed(key)
+            found.append(trainers_draws())
+        seed(2**63)
+        assert trainers_draws() == found[3]
+    assert len({draws[0] for draws in found}) == 5
+
+
+def test_global_rng_names_all_none_or_some() -> None:
+    assert kinds(True) == KINDS
+    assert kinds(False) == kinds(()) == ()
+    assert seeder(False) is None
+    assert kinds(("torch",)) == ("torch",)
+
+
+@pytest.mark.parametrize("setting", ["torch", ("torch", "cuda"), ("Torch",)])
+def test_a_global_rng_that_names_something_else_is_an_error(setting: Any) -> None:
+    with pytest.raises(ValueError, match="global_rng must be True, False or a tuple of some of"):
+        kinds(setting)

@@ -1,0 +1,104 @@
+"""Descriptors are bounded over all datasets of a process, and running out of them is never a fault of the data."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.dataset.opening import open_dataset
+from savable_pipeline.dataset.sample import REF
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextlib.contextmanager
+def limited(more: int) -> Iterator[int]:
+    """Permits this process `more` descriptors than it has; yields the limit."""
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + more, hard))
+    try:
+        yield highest + 1 + more
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def taken(left: int) -> Iterator[None]:
+    """Takes all descriptors but `left` of those that are free."""
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    for _ in range(left):
+        os.close(held.pop())
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+class Ids(sp.TaskEncoder):
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
+        return int(sample.json()["id"])
+
+
+def test_many_datasets_together_keep_half_of_what_the_process_may_open(make_shards: Any) -> None:
+    roots = [make_shards([2] * 60, folder=f"shards{i}") for i in range(5)]
+    with limited(100) as limit:
+        before = open_files()
+        lane = sp.Lane()
+        readers = [sp.TarShardReader(root, lane, epochs=1, on_error="skip") for root in roots]
+        blend = sp.Blend({f"s{i}": r for i, r in enumerate(readers)}, weights={f"s{i}": 1 for i in range(5)})
+        encode = sp.Encode(blend, Ids(), on_error="skip")
+        assert sorted(encode) == sorted([*range(120)] * 5)
+        assert not encode.counts.get("skipped/unreadable shard")
+        assert open_files() - before <= limit // 2 + 5  # and the indexes
+
+
+def test_a_process_without_a_descriptor_closes_those_of_datasets_and_tries_again(make_shards: Any) -> None:
+    root = make_shards([1] * 20)
+    dataset = open_dataset(root, on_error="skip")
+    samples = dataset.open_samples(np.array([(i, 0) for i in range(20)], REF))
+    with limited(60):
+        assert [sample.json()["id"] for sample in samples[:10]] == list(range(10))
+        with taken(left=0):
+            assert [sample.json()["id"] for sample in samples] == list(range(20))
+            assert open_dataset(root).count == 20
+
+
+def test_no_descriptor_at_all_is_an_error_that_no_policy_skips(make_shards: Any) -> None:
+    root = make_shards([4, 4])
+    new = make_shards([3], folder="new")
+    encode = sp.Encode(sp.TarShardReader(root, sp.Lane(), epochs=1, on_error="skip"), Ids(), on_error="skip")
+    with limited(30), taken(left=0), pytest.raises(sp.SavableError, match=r"raise the limit \(ulimit -n\)"):
+        next(encode)
+    assert len(list(encode)) == 8
+    with limited(30), taken(left=0), pytest.raises(sp.SavableError, match=r"raise the limit \(ulimit -n\)"):
+        sp.TarShardReader(new, sp.Lane(), on_error="skip")
+
+
+def test_an_encoder_that_runs_out_of_descriptors_is_not_skipped(make_shards: Any) -> None:
+    class Opening(Ids):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    encode = sp.Encode(sp.TarShardReader(make_shards([4]), sp.Lane(), epochs=1), Opening(), on_error="skip")
+    with pytest.raises(sp.EncodeError, match="Too many open files"):
+        next(encode)

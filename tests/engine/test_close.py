@@ -1,0 +1,255 @@
+"""No process, descriptor or shared memory is left, on whatever path a loader or its trainer ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from tests.support.processes import alive, descendants, wait_until_gone, workers
+from tests.support.streams import take
+from tests.support.toy_faults import FaultyEncoder, LargeEncoder, number_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def pipeline(make_shards: Any) -> Any:
+    return partial(toy_pipeline, str(make_shards([40, 7, 60])))
+
+
+def loader(pipeline: Any, num_workers: int = 2, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 12, "num_workers": num_workers, **settings})
+
+
+def held() -> tuple[list[int], list[str]]:
+    """The processes and descriptors that this process has."""
+    gc.collect()
+    descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return descendants(os.getpid()), [name for name in descriptors if "/proc/" not in name]
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = held()
+    yield
+    assert held() == before
+
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+# Paths on which a loader ends. Each leaves the loader itself alive, so that nothing is left to the garbage collector.
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_nothing_is_left_after_close(pipeline: Any, num_workers: int) -> None:
+    before = held()
+    own = loader(pipeline, num_workers)
+    take(own, 5)
+    assert len(descendants(os.getpid())) == (num_workers + 1 if num_workers else 0) + len(before[0])  # and a server
+    own.close()
+    assert held() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_nothing_is_left_after_a_with_block_that_an_error_leaves(pipeline: Any, num_workers: int) -> None:
+    before = held()
+    with pytest.raises(ZeroDivisionError), loader(pipeline, num_workers) as own:
+        for _batch in own:
+            _ = 1 / 0
+    assert held() == before
+
+
+def test_workers_live_from_pass_to_pass_until_the_loader_is_closed(make_shards: Any) -> None:
+    own = loader(partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1))
+    assert take(own, 1000)
+    living = workers(own)
+    assert len(living) == 2
+    assert take(own, 1000)
+    assert workers(own) == living
+    own.close()
+    assert not workers(own)
+
+
+def test_no_worker_is_left_after_an_error_of_an_encoder(make_shards: Any, tmp_path: Path) -> None:
+    encoder = FaultyEncoder("value", 9, tmp_path / "cured")
+    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder))
+    with pytest.raises(sp.EncodeError):
+        take(own, 100)
+    assert not workers(own)
+    own.close()
+
+
+def test_nothing_is_left_after_break_and_del(pipeline: Any) -> None:
+    before = held()
+    own = loader(pipeline)
+    for _batch in own:
+        break
+    del own
+    assert held() == before
+
+
+def test_nothing_is_left_of_a_loader_that_never_began(pipeline: Any) -> None:
+    before = held()
+    own = loader(pipeline)
+    own.state_dict()
+    own.close()
+    assert held() == before
+
+
+def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: Any, tmp_path: Path) -> None:
+    encoder = FaultyEncoder("hang", 9, tmp_path / "cured")
+    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), prefetch=4)
+    next(own)
+    time.sleep(0.2)
+    start = time.monotonic()
+    own.close()
+    assert time.monotonic() - start < 1.5
+
+
+def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -> None:
+    own = loader(partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder()), prefetch=4)
+    next(own)
+    time.sleep(0.2)
+    start = time.monotonic()
+    own.close()
+    assert time.monotonic() - start < 1.5
+
+
+def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:
+    """A file in /dev/shm outlives whom it belongs to."""
+    before = {pid: in_shared_memory(pid) for pid in (*descendants(os.getpid()), os.getpid())}
+    with loader(pipeline) as own:
+        take(own, 5)
+        for pid in (*descendants(os.getpid()), os.getpid()):
+            assert in_shared_memory(pid) <= before.get(pid, before[os.getpid()])
+
+
+def in_shared_memory(pid: int) -> set[str]:
+    """The files in /dev/shm that a process has mapped: other libraries put some there, which forks inherit."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[5] for line in lines if "/dev/shm/" in line}
+
+
+def test_fifty_starts_and_stops_leave_nothing(pipeline: Any) -> None:
+    expected = take(loader(pipeline, 0), 50)
+    own = loader(pipeline, 1)
+    found = []
+    for _ in range(50):
+        found += take(own, 1)
+        own.close()
+    assert found == expected
+
+
+def test_two_loaders_at_once_do_not_disturb_each_other(pipeline: Any) -> None:
+    train, validation = take(loader(pipeline, 0), 12), take(loader(pipeline, 0, seed=4), 12)
+    first, second = loader(pipeline), loader(pipeline, seed=4)
+    found: list[str] = []
+    for step in range(6):
+        found += take(first, 1)
+        assert take(second, 1) == [validation[step]]
+    first.close()
+    assert take(second, 3) == validation[6:9]
+    found += take(first, 3)  # begun anew, after the other
+    second.close()
+    found += take(first, 3)
+    first.close()
+    assert found == train
+
+
+def test_a_child_of_the_trainer_that_exits_ends_no_worker(pipeline: Any) -> None:
+    """Such as a process that the trainer forks to save a checkpoint, which inherits the loader."""
+    own = loader(pipeline)
+    expected = take(loader(pipeline, 0), 10)
+    found = take(own, 4)
+    for _ in range(2):
+        child = os.fork()
+        if not child:
+            own.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert found + take(own, 6) == expected
+    own.close()
+
+
+def test_a_forked_child_of_the_trainer_that_asks_for_batches_is_told_to_make_a_loader_of_its_own(pipeline: Any) -> None:
+    own = loader(pipeline)
+    take(own, 4)
+    told, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            next(own)
+        except sp.WorkerError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(told, 1000) == (
+        b"this loader's workers belong to the process that forked this one: make a loader here"
+    )
+    assert take(own, 6) == take(loader(pipeline, 0), 10)[4:]
+    own.close()
+    os.close(told)
+    os.close(write)
+
+
+# Paths on which a trainer ends.
+
+
+def start(shards: Path, method: str, how: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A trainer in a session of its own, and its workers."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.toy_trainer", str(shards), method, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(workers) >= 2
+    return trainer, workers
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_end_when_their_trainer_is_killed(make_shards: Any, method: str) -> None:
+    trainer, workers = start(make_shards([40, 7, 60]), method, "run")
+    assert alive(workers) == workers
+    trainer.kill()
+    trainer.communicate()
+    wait_until_gone(workers, 5)
+
+
+def test_ctrl_c_reaches_the_trainer_alone_whose_state_is_whole(make_shards: Any, tmp_path: Path) -> None:
+    trainer, workers = start(make_shards([40, 7, 60]), "fork", "run")
+    time.sleep(0.2)
+    os.killpg(trainer.pid, signal.SIGINT)
+    printed, errors = trainer.communicate(timeout=30)
+    assert (printed, errors, trainer.returncode) == ("saved\n", "", 0)
+    wait_until_gone(workers, 5)
+
+    saved = torch.load(tmp_path / "state.pt")
+    fresh = loader(partial(toy_pipeline, str(tmp_path / "shards")), 0)
+    fresh.load_state_dict(saved["data"])
+    assert take(fresh, 3) == saved["next"]
+    assert saved["data"]["slot"] > 3
+
+
+@pytest.mark.parametrize("how", ["leave", "raise"])
+def test_a_trainer_that_ends_without_closing_leaves_no_worker(make_shards: Any, how: str) -> None:
+    trainer, workers = start(make_shards([40, 7, 60]), "fork", how)
+    _, errors = trainer.communicate(timeout=30)
+    assert trainer.returncode == (how == "raise")
+    assert ("the trainer broke" in errors) == (how == "raise") and errors.count("Traceback") == (how == "raise")
+    wait_until_gone(workers, 1)

@@ -1,0 +1,194 @@
+"""`StatefulDataset` under torchdata's own loader, and the traps of that loader."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from tests.support.toy_numbers import counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def pipeline(make_shards: Any) -> Any:
+    return partial(toy_pipeline, str(make_shards([40, 7, 60])))
+
+
+def loader(pipeline: Any, num_workers: int, **options: Any) -> Any:
+    dataset = sp.StatefulDataset(pipeline, seed=3, lanes=12)
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers, collate_fn=unchanged, **options)
+
+
+def unchanged(batch: Any) -> Any:
+    """In place of that loader's own conversion of NumPy arrays to tensors."""
+    return batch
+
+
+def take(batches: Any, n: int) -> list[str]:
+    return [digest(batch) for _, batch in zip(range(n), batches, strict=False)]
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # the loader's own part of it holds more than plain values
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+def test_gives_the_batches_of_savable_loader_in_its_order(pipeline: Any, num_workers: int) -> None:
+    with sp.SavableLoader(pipeline, seed=3, lanes=12) as own:
+        expected = take(own, 20)
+    assert take(loader(pipeline, num_workers), 20) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_chains_of_resumes_are_exact_with_the_same_workers(pipeline: Any, num_workers: int) -> None:
+    expected = take(loader(pipeline, num_workers), 20)
+    found: list[str] = []
+    state = None
+    for steps in (3, 0, 1, 5, 2, 9):
+        resumed = loader(pipeline, num_workers)
+        if state is not None:
+            resumed.load_state_dict(state)
+        found += take(iter(resumed), steps)
+        state = through_a_file(resumed.state_dict())
+    assert found == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_state_between_its_snapshots_is_exact(pipeline: Any, num_workers: int) -> None:
+    expected = take(loader(pipeline, num_workers), 12)
+    first = loader(pipeline, num_workers, snapshot_every_n_steps=4)
+    batches = iter(first)
+    assert take(batches, 6) == expected[:6]
+    resumed = loader(pipeline, num_workers, snapshot_every_n_steps=4)
+    resumed.load_state_dict(through_a_file(first.state_dict()))
+    assert take(iter(resumed), 6) == expected[6:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_before_the_first_batch_changes_nothing(pipeline: Any, num_workers: int) -> None:
+    expected = take(loader(pipeline, num_workers), 8)
+    asked = loader(pipeline, num_workers)
+    state = through_a_file(asked.state_dict())
+    assert take(asked, 8) == expected
+    resumed = loader(pipeline, num_workers)
+    resumed.load_state_dict(state)
+    assert take(resumed, 8) == expected
+
+
+def test_a_state_that_was_returned_does_not_change_later(pipeline: Any) -> None:
+    dataset = sp.StatefulDataset(pipeline, seed=3, lanes=12)
+    batches = iter(dataset)
+    next(batches)
+    state = dataset.state_dict()
+    before = dict(state)
+    next(batches)
+    assert state == before != dataset.state_dict()
+
+
+@pytest.mark.parametrize(("num_workers", "options"), [(0, {}), (2, {}), (2, {"persistent_workers": True})])
+def test_each_epoch_is_whole_and_other_than_the_one_before(
+    make_shards: Any, num_workers: int, options: dict[str, Any]
+) -> None:
+    finite = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
+    with sp.SavableLoader(finite, seed=3, lanes=12) as own:
+        expected = [[digest(batch) for batch in own] for _ in range(3)]
+    batches = loader(finite, num_workers, **options)
+    epochs = [take(batches, 1000) for _ in range(3)]
+    for ours, theirs in zip(expected, epochs, strict=True):
+        assert theirs[: len(ours)] == ours and len(ours) > 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resume_in_the_second_epoch_and_at_the_end_of_the_first(make_shards: Any, num_workers: int) -> None:
+    finite = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
+    uninterrupted = loader(finite, num_workers)
+    first, second, third = (take(uninterrupted, 1000) for _ in range(3))
+
+    ended = loader(finite, num_workers)
+    assert take(ended, 1000) == first
+    state = through_a_file(ended.state_dict())
+    resumed = loader(finite, num_workers)
+    resumed.load_state_dict(state)
+    assert take(resumed, 1000) == second
+
+    inside = loader(finite, num_workers)
+    take(inside, 1000)
+    batches = iter(inside)
+    assert take(batches, 5) == second[:5]
+    resumed = loader(finite, num_workers)
+    resumed.load_state_dict(through_a_file(inside.state_dict()))
+    assert take(resumed, 1000) == second[5:]
+    assert take(resumed, 1000) == third
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["packed", "counted"])
+def test_saved_at_every_step_no_epoch_is_given_twice(make_shards: Any, num_workers: int, kind: str) -> None:
+    """Above all right after an epoch's last batch, before its end is told."""
+    shards = str(make_shards([40, 7, 60]))
+    finite: Any = (
+        partial(toy_pipeline, shards, epochs=1) if kind == "packed" else partial(counted_pipeline, shards, size=8)
+    )
+    uninterrupted = loader(finite, num_workers)
+    first, second, third = (take(uninterrupted, 1000) for _ in range(3))
+    for step in range(len(first) - 2, len(first) + 1):
+        saved = loader(finite, num_workers)
+        assert take(islice(saved, step), 1000) == first[:step]
+        resumed = loader(finite, num_workers)
+        resumed.load_state_dict(through_a_file(saved.state_dict()))
+        rest = take(resumed, 1000)
+        if step == len(first) and rest == second:  # that loader passes over a pass that has ended
+            rest = []
+        else:
+            assert take(resumed, 1000) == second
+        assert rest == first[step:]
+        assert take(resumed, 1000) == third
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 3])
+def test_with_filled_up_batches_every_sample_comes_once_in_the_order_of_savable_loader(
+    make_shards: Any, num_workers: int
+) -> None:
+    evaluation = partial(counted_pipeline, str(make_shards([50, 21])), size=8, shuffle=False)
+    dataset = sp.StatefulDataset(evaluation, seed=3, lanes=12, tail="pad")
+    batches = StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers, collate_fn=unchanged)
+    for _ in range(2):
+        found = [number for batch in batches for number in batch["id"][batch["valid"]].tolist()]
+        assert found == list(range(71))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_another_number_of_workers_is_a_clear_error(pipeline: Any, before: int, after: int) -> None:
+    saved = loader(pipeline, before)
+    take(iter(saved), 4)
+    resumed = loader(pipeline, after)
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.raises(sp.CheckpointMismatchError, match=f"saved with {before} workers .* here are {after}"):
+        next(iter(resumed))
+
+
+def test_workers_and_ranks_that_do_not_divide_the_lanes_are_a_clear_error(pipeline: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"1 ranks × 5 workers .* num_workers that do: 1, 2, 3, 4, 6, 12\."):
+        next(iter(loader(pipeline, 5)))
+
+
+def test_ranks_and_workers_together_give_the_slots_in_order(pipeline: Any) -> None:
+    with sp.SavableLoader(pipeline, seed=3, lanes=12) as own:
+        expected = take(own, 16)
+    for rank in range(2):
+        dataset = sp.StatefulDataset(pipeline, seed=3, lanes=12, rank=rank, world_size=2)
+        ranked = StatefulDataLoader(dataset, batch_size=None, num_workers=2, collate_fn=unchanged)
+        assert take(ranked, 8) == expected[rank::2]

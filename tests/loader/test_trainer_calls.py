@@ -1,0 +1,69 @@
+"""A bare loader refuses trainers that keep rank 0's state only, or are a batch ahead; and to be copied."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def make(make_shards: Any) -> Any:
+    return partial(sp.SavableLoader, partial(toy_pipeline, str(make_shards([40]))), seed=3, lanes=4)
+
+
+def asked_by(module: str, loader: sp.SavableLoader, method: str = "state_dict") -> Any:
+    """What the method gives when that module calls it."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(f"def ask(loader): return loader.{method}()", names)
+    return names["ask"](loader)
+
+
+LIGHTNING = ("lightning.pytorch.utilities.combined_loader", "pytorch_lightning.utilities.combined_loader")
+OTHERS = ("accelerate.checkpointing", "lightning.fabric.strategies.strategy", "lightning_fabric.strategies.fsdp")
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_trainers_that_keep_the_state_of_rank_0_are_refused_on_several_ranks(make: Any, module: str) -> None:
+    assert asked_by(module, make())["slot"] == 0
+    with pytest.raises(sp.SavableError, match=r"keeps the state of rank 0 only.*savable_pipeline\.trainers"):
+        asked_by(module, make(rank=0, world_size=2))
+
+
+def test_a_callback_of_composer_is_refused_on_several_ranks_and_given_what_is_whole(make: Any) -> None:
+    def callback(loader: sp.SavableLoader) -> Any:
+        return loader.state_dict()
+
+    names: dict[str, Any] = {"__name__": "composer.core.state"}
+    exec("def ask(callbacks, loader): return {i: one(loader) for i, one in enumerate(callbacks)}", names)
+    assert names["ask"]([callback], make())[0]["slot"] == 0
+    with pytest.raises(sp.SavableError, match=r"Composer keeps the state of rank 0 only.*composer\.SavableData"):
+        names["ask"]([callback], make(rank=0, world_size=2))
+
+
+@pytest.mark.parametrize("module", LIGHTNING)
+def test_lightning_is_refused_always(make: Any, module: str) -> None:
+    with pytest.raises(sp.SavableError, match=r"a batch ahead.*SavableDataModule"):
+        asked_by(module, make())
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.checkpoint.state_dict_saver", "accelerated", "__main__"])
+def test_others_are_given_the_state(make: Any, module: str) -> None:
+    assert asked_by(module, make(rank=0, world_size=2))["slot"] == 0
+
+
+@pytest.mark.parametrize("module", [*OTHERS, *LIGHTNING])
+def test_a_state_that_is_whole_is_given(make: Any, module: str) -> None:
+    assert asked_by(module, make(), "global_state_dict")["slot"] == 0
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_is_not_copied_and_says_what_to_do(make: Any, copied: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: .*give a function that makes it"):
+        copied(make())

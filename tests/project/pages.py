@@ -1,0 +1,128 @@
+"""The pages for people, as tests see them: their code blocks, and the folder in which these run.
+
+A block begins with its language; a comment on the line above says why one is not run:
+
+    ```python                       run, after the others of its page, in one namespace
+    ```python title="train.py"      the same, and written to that file, as a block of any language is
+    ```console                      lines with `$ savable …` are run; the lines below one are what it prints
+    <!-- not run: needs two nodes -->
+
+Other languages (`text`, `sh`, `yaml`, `json`) are never run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from typer.testing import CliRunner
+
+from savable_pipeline.cli.main import app
+from tests.conftest import write_tar
+from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+RUN = ("python", "console")
+_BLOCK = re.compile(
+    r'^(?:<!-- not run: (?P<why>.+?) -->\n\n?)?```(?P<language>\S*)(?: title="(?P<title>.+?)")?\n(?P<text>.*?)^```$',
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page; `why` it is not run, if it is not."""
+
+    place: str  # page and line
+    language: str
+    text: str
+    title: str | None
+    why: str | None
+
+    @property
+    def runs(self) -> bool:
+        return self.why is None and (self.language in RUN or self.title is not None)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            f"{name_of(page)}, line {text[: found.start('language')].count(chr(10)) + 1}",
+            found["language"],
+            found["text"],
+            found["title"],
+            found["why"],
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
+    """Run these blocks one after the other in the current folder."""
+    for block in blocks:
+        if block.title:
+            Path(block.title).write_text(block.text)
+        if block.language == "python":
+            exec(compile(block.text, block.place, "exec"), names)
+        elif block.language == "console":
+            _run_commands(block)
+
+
+def _run_commands(block: Block) -> None:
+    """Run the commands of a block. What stands below one must be what it prints; `…` there is any text."""
+    for command, expected in re.findall(r"^\$ savable (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
+        result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
+        if not expected:
+            assert result.exit_code == 0, f"{block.place}: {command}: {result.output}"
+        pattern = ".*".join(map(re.escape, expected.rstrip().split("…")))
+        found = result.stdout.rstrip() if expected else ""
+        assert re.fullmatch(pattern, found, re.DOTALL), f"{block.place}: {command} printed\n{result.output}"
+
+
+def png(number: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (number % 256, 7, 7)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_captioned_shards(folder: Path) -> None:
+    """400 pictures with captions in 4 shards."""
+    for shard in range(4):
+        members = []
+        for i in range(100):
+            name = f"{shard}_{i:04d}"
+            members += [(f"{name}.png", png(i)), (f"{name}.txt", f"picture {i} of shard {shard}".encode())]
+        write_tar(folder / f"{shard}.tar", members)
+
+
+def write_files(folder: Path) -> None:
+    """Six photos with captions, another that is broken, records that name the six; folders of MDS and LitData."""
+    (folder / "photos").mkdir()
+    for i in range(6):
+        (folder / f"photos/{i:03}.png").write_bytes(png(i))
+        (folder / f"photos/{i:03}.txt").write_text(f"photo {i}")
+    (folder / "photos/broken.png").write_bytes(b"no picture")
+    lines = [{"image": f"photos/{i:03}.png", "caption": f"photo {i}"} for i in range(6)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "captions.jsonl").write_text(text)
+    (folder / "captions.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    chats = [{"id": f"chat{i}", "image": f"photos/{i % 3:03}.png", "conversations": []} for i in range(6)]
+    (folder / "llava.json").write_text(json.dumps(chats, indent=1))
+    rows = "".join(f"photos/{i:03}.png,photo {i}\n" for i in range(6))
+    (folder / "captions.csv").write_text(f"path,caption\n{rows}")
+    write_captioned_mds(folder / "mds")
+    write_captioned_litdata(folder / "litdata")

@@ -1,0 +1,209 @@
+"""The pages in docs/: their code runs, the site builds without a network, and a page loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import savable_pipeline
+from tests.project.pages import PAGES, README, ROOT, blocks_of, name_of, run_blocks, write_captioned_shards, write_files
+
+# How many blocks of each page are not run. Each says why on the line above it.
+NOT_RUN = {
+    "docs/coming-from/energon.md": 1,
+    "docs/coming-from/grain.md": 1,
+    "docs/coming-from/hf-datasets.md": 1,
+    "docs/coming-from/mosaic.md": 1,
+    "docs/elastic.md": 1,
+    "docs/encoders.md": 1,
+    "docs/model-parallel.md": 1,
+    "docs/operations.md": 1,
+    "docs/several-machines.md": 2,
+    "docs/trainers/accelerate.md": 1,
+    "docs/trainers/composer.md": 1,
+    "docs/trainers/deepspeed.md": 1,
+    "docs/trainers/fabric.md": 1,
+    "docs/trainers/hf.md": 2,
+    "docs/trainers/lightning.md": 1,
+    "docs/trainers/megatron.md": 1,
+    "docs/trainers/torch.md": 1,
+    "docs/trainers/torchtitan.md": 1,
+}
+LANGUAGES = {"python", "console", "text", "sh", "yaml", "json"}
+
+# Addresses in the theme's scripts that are loaded only for what no page has.
+NEVER_LOADED = {
+    "https://unpkg.com/mermaid@": "mermaid",  # class of a diagram
+    "https://unpkg.com/resize-observer-polyfill": None,  # for browsers of before 2020
+    "https://api.github.com/repos/": "md-source",  # the link to a repository
+    "https://api.github.com/users/": "md-source",
+    "https://${e}/api/v4/projects/": "md-source",
+}
+
+
+@pytest.fixture
+def folder_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shards and files; what a page sets for its whole process is as before afterwards."""
+    write_captioned_shards(tmp_path / "shards")
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    logger = logging.getLogger("savable_pipeline")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+    sys.modules.pop("train", None)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks_of(page))], ids=name_of)
+@pytest.mark.usefixtures("folder_of_a_page")
+def test_the_blocks_of_a_page_run_one_after_the_other(page: Path) -> None:
+    blocks = [block for block in blocks_of(page) if block.runs]
+    run_blocks(blocks, {"train_step": lambda batch: None, "__name__": page.stem})
+
+
+def test_every_block_has_a_language_and_those_that_are_not_run_are_counted() -> None:
+    blocks = {name_of(page): blocks_of(page) for page in PAGES}
+    assert {block.language for found in blocks.values() for block in found} <= LANGUAGES
+    not_run = {name: sum(block.why is not None for block in found) for name, found in blocks.items()}
+    assert {name: number for name, number in not_run.items() if number} == NOT_RUN
+    for page in PAGES:
+        fences = page.read_text().count("\n```")
+        assert fences == 2 * len(blocks[name_of(page)]), f"{name_of(page)}: a fence that is indented or not closed"
+
+
+def test_a_savable_command_stands_in_a_block_that_is_run() -> None:
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language in ("sh", "text"):
+                assert not re.search(r"^(\$ )?savable ", block.text, re.MULTILINE), block.place
+
+
+def test_pages_speak_of_modules_and_files_that_are_there() -> None:
+    for page in [*PAGES, README]:
+        for name in re.findall(r"`((?:tools|tests|savable_pipeline|task_encoders)/[\w/]+\.py)", page.read_text()):
+            assert (ROOT / name).is_file(), f"{name_of(page)}: {name}"
+
+
+def test_pages_speak_of_loggers_that_are_there() -> None:
+    for page in [*PAGES, README]:
+        for name in re.findall(r"`(savable_pipeline(?:\.(?!testing)[a-z_]+)+)`", page.read_text()):
+            path = ROOT / name.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").is_file(), f"{name_of(page)}: {name}"
+
+
+def test_every_public_name_has_its_place_on_the_page_of_the_api() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    listed = re.findall(r"^::: savable_pipeline\.(\w+)$", text, re.MULTILINE)
+    assert Counter(listed) == Counter(savable_pipeline.__all__)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as a reader would, with no way out to a network."""
+    pytest.importorskip("mkdocs", reason="the extra [docs]")
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+class _Loads(HTMLParser):
+    """What a page makes a browser load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag == "link" and given.get("rel", "") not in ("canonical", "next", "prev", "alternate"):
+            self.found.append(given.get("href", ""))
+        if tag not in ("a", "link", "area"):
+            self.found += [given.get(name, "") for name in ("src", "srcset", "data", "poster", "href", "xlink:href")]
+        self.found += _urls_of_css(given.get("style", ""))
+
+
+def _urls_of_css(text: str) -> list[str]:
+    imported = re.findall(r"@import\s+[\"']([^\"']+)", text)
+    return imported + re.findall(r"url\(\s*[\"']?([^\"')]+)", text)
+
+
+def _elsewhere(addresses: list[str]) -> list[str]:
+    return [address for address in addresses if re.match(r"\s*(https?:)?//", address)]
+
+
+def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > len(PAGES) / 2
+    for page in pages:
+        loads = _Loads()
+        loads.feed(page.read_text())
+        styles = re.findall(r"<style[^>]*>(.*?)</style>", page.read_text(), re.DOTALL)
+        assert not _elsewhere(loads.found + [url for style in styles for url in _urls_of_css(style)]), page
+    for sheet in [*site.rglob("*.css"), *site.rglob("*.svg")]:
+        assert not _elsewhere(_urls_of_css(sheet.read_text())), sheet
+    for picture in site.rglob("*.svg"):
+        assert not re.search(r"<(script|image|use)\b", picture.read_text()), picture
+
+
+def test_the_scripts_of_the_theme_know_no_address_that_a_page_of_ours_would_load(site: Path) -> None:
+    pages = "".join(page.read_text() for page in site.rglob("*.html"))
+    for script in site.rglob("*.js"):
+        code = re.sub(r"/\*.*?\*/", "", script.read_text(), flags=re.DOTALL)
+        for address in re.findall(r"[\"'`](https?://[^\"'`]+)", code):
+            known = [start for start in NEVER_LOADED if address.startswith(start)]
+            assert known, f"{script}: {address}"
+            needed = NEVER_LOADED[known[0]]
+            assert needed is None or f'class="{needed}' not in pages, f"{needed} makes a page load {address}"
+
+
+def test_every_page_is_found_from_the_contents(site: Path) -> None:
+    contents = (ROOT / "mkdocs.yml").read_text()
+    assert not [name_of(page) for page in PAGES if str(page.relative_to(ROOT / "docs")) not in contents]
+
+
+def test_the_messages_on_their_page_are_those_of_the_code() -> None:
+    told = _texts_of_the_code()
+    text = (ROOT / "docs/messages.md").read_text()
+    messages = [line[2:].split("` | ")[0].strip("`") for line in text.splitlines() if line.startswith("| `")]
+    messages = [message for message in messages if " " in message]  # the others are names of errors
+    assert len(messages) > 50
+    stale = [message for message in messages if not any(_is_written_so(message, text) for text in told)]
+    assert not stale, "no such message in the code (… stands for what differs):\n" + "\n".join(stale)
+
+
+def _texts_of_the_code() -> list[str]:
+    """Every text in the package, `…` where a value is put in."""
+    texts = []
+    for path in (ROOT / "savable_pipeline").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%[.\d]*[a-z]", "…", node.value))
+    return texts
+
+
+def _is_written_so(message: str, text: str) -> bool:
+    """Whether the words of a message, between what differs, stand in this order in a text."""
+    place = 0
+    for words in message.split("…"):
+        found = text.find(words.strip(" :;"), place)
+        if found < 0:
+            return False
+        place = found + len(words.strip(" :;"))
+    return True

@@ -1,0 +1,358 @@
+"""Encoding: one item, none or several of a sample; errors that say where; nothing lost and nothing twice."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline.stages.stage import StageInfo, max_empty_samples
+from tests.conftest import write_tar
+
+
+class Made(sp.TaskEncoder):
+    """An encoder that calls a function of the sample's number."""
+
+    global_rng = False
+
+    def __init__(self, make: Callable[[int, sp.Rng], Any]) -> None:
+        self.make = make
+        self.calls: list[int] = []
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = int(sample.json()["id"])
+        self.calls.append(number)
+        return self.make(number, rng)
+
+
+@pytest.fixture
+def encoded(make_shards: Any) -> Callable[..., sp.Encode]:
+    """Makes the `Encode` of the samples 0, 1, 2, … in file order."""
+    folder = make_shards([4, 6])
+
+    def build(make: Callable[[int, sp.Rng], Any], *, epochs: int | None = 1, **how: Any) -> sp.Encode:
+        reader = sp.TarShardReader(folder, sp.Lane(**how), epochs=epochs, shuffle=False)
+        return sp.Encode(reader, Made(make))
+
+    return build
+
+
+def test_an_item_a_sample_with_its_ref(encoded: Any) -> None:
+    stage = encoded(lambda n, rng: n * 10)
+    assert next(stage) == 0
+    assert stage.ref == (0, 0, 0)
+    assert stage.take(3) == ([10, 20, 30], [(1, 0, 0), (2, 0, 0), (3, 0, 0)])
+    assert list(stage) == [40, 50, 60, 70, 80, 90]
+    assert stage.take(3) == ([], [])
+
+
+def test_none_is_no_item_but_a_forgotten_return(encoded: Any) -> None:
+    with pytest.raises(sp.EncodeError, match=r"it gave None; return an item or Skip\(reason\).*key 's000000'"):
+        next(encoded(lambda n, rng: None))
+
+
+def without_sources(counts: Counter[str]) -> dict[str, int]:
+    """What was counted, without what is counted by source."""
+    return {name: count for name, count in counts.items() if not name.startswith("source/")}
+
+
+def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:
+    stage = encoded(lambda n, rng: sp.Skip("odd" if n % 2 else "zero") if n % 2 or not n else n)
+    assert list(stage) == [2, 4, 6, 8]
+    assert without_sources(stage.counts) == {"items": 4, "skipped/odd": 5, "skipped/zero": 1}
+
+
+@pytest.mark.parametrize("item", [[1, 2], (1, 2), {"a": 1}, "text", {1, 2}, np.arange(2)])
+def test_whatever_has_no_next_is_one_item(encoded: Any, item: Any) -> None:
+    items, refs = encoded(lambda n, rng: item).take(3)
+    assert [one is item for one in items] == [True, True, True]
+    assert refs == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+
+
+def fan(n: int, rng: sp.Rng) -> Iterator[Any]:
+    """n % 4 parts of a sample, of which the second is left out."""
+    for part in range(n % 4):
+        yield sp.Skip("second") if part == 1 else (n, part, rng.integers(1000))
+
+
+def test_a_sample_may_fan_out_into_several_items(encoded: Any) -> None:
+    stage = encoded(fan)
+    items, refs = stage.take(100)
+    assert [item[:2] for item in items] == [(1, 0), (2, 0), (3, 0), (3, 2), (5, 0), (6, 0), (7, 0), (7, 2), (9, 0)]
+    assert refs == [(n, 0, part) for n, part, _ in items]
+    assert without_sources(stage.counts) == {"items": 9, "skipped/second": 4, "skipped/an iterator without items": 3}
+
+
+def mixed(n: int, rng: sp.Rng) -> Any:
+    """Items, skips and fan-outs in turn, each with random numbers."""
+    if n % 4 == 0:
+        return sp.Skip("fourth")
+    return (n, 0, rng.integers(1000)) if n % 3 == 0 else fan(n, rng)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_cut_anywhere_and_taken_in_any_numbers_the_items_are_the_same(
+    encoded: Any, takes: list[int], cuts: list[bool]
+) -> None:
+    whole = encoded(mixed, epochs=2)
+    expected = whole.take(1000)
+    stage, items, refs = encoded(mixed, epochs=2), [], []
+    skips: Counter[str] = Counter()
+    for n, cut in zip(takes * 8, cuts * 8, strict=False):
+        taken = stage.take(n)
+        items, refs = items + taken[0], refs + taken[1]
+        if cut:
+            state, skips = stage.save_state(), skips + stage.counts
+            stage = encoded(mixed, epochs=2)
+            stage.restore_state(state)
+    rest = stage.take(1000)
+    assert (items + rest[0], refs + rest[1]) == expected
+    assert skips + stage.counts == whole.counts
+
+
+def test_the_state_within_a_fan_out_is_the_refs_left_and_the_parts_given(encoded: Any) -> None:
+    stage = encoded(lambda n, rng: iter([(n, i) for i in range(5)]))
+    stage.take(7)  # all of sample 0, and parts 0 and 1 of sample 1
+    state = stage.save_state()
+    refs = np.frombuffer(state["refs"], dtype=[("index", "<u8"), ("epoch", "<u4")])
+    assert state["part"] == 2
+    assert refs["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    after = encoded(lambda n, rng: iter([(n, i) for i in range(5)]))
+    after.restore_state(state)
+    assert after.take(4)[0] == [(1, 2), (1, 3), (1, 4), (2, 0)]
+
+
+def test_restoring_reads_and_encodes_nothing(encoded: Any) -> None:
+    stage = encoded(fan)
+    stage.take(4)
+    after = encoded(fan)
+    after.restore_state(stage.save_state())
+    assert after.info.encoder.calls == []
+    assert after.save_state() == stage.save_state()
+
+
+def test_fetch_makes_every_item_again_parts_too_and_disturbs_nothing(encoded: Any) -> None:
+    stage, helper = encoded(mixed), encoded(mixed)
+    taken: list[tuple[Any, Any]] = []
+    for item in stage:
+        taken.append((item, stage.ref))
+        for old, ref in taken[-3:]:
+            assert stage.fetch(ref) == old
+    assert [item for item, _ in taken] == helper.take(100)[0]
+    index, epoch, part = taken[-1][1]
+    assert stage.fetch(sp.Ref(0, epoch, index, part)) == taken[-1][0]
+
+
+def test_fetching_a_part_that_is_not_made_is_an_error(encoded: Any) -> None:
+    with pytest.raises(sp.EncodeError, match=r"made no part 9 of shard 0000.tar, key 's000003'"):
+        encoded(fan).fetch((3, 0, 9))
+
+
+class Fails:
+    """An encode function that raises for one sample as often as told."""
+
+    def __init__(self, number: int, times: int, part: int | None = None) -> None:
+        self.number, self.times, self.part = number, times, part
+
+    def __call__(self, n: int, rng: sp.Rng) -> Any:
+        if self.part is not None and n == self.number:
+            return self._parts(n)
+        if n == self.number:
+            self._maybe()
+        return sp.Skip("first") if n == 0 else n
+
+    def _parts(self, n: int) -> Iterator[Any]:
+        for part in range(3):
+            if part == self.part:
+                self._maybe()
+            yield (n, part)
+
+    def _maybe(self) -> None:
+        if self.times:
+            self.times -= 1
+            raise ZeroDivisionError("no such luck")
+
+
+def test_an_error_says_stage_shard_key_offset_and_cause(encoded: Any) -> None:
+    stage = encoded(Fails(5, 1))
+    with pytest.raises(sp.EncodeError) as caught:
+        stage.take(10)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    for part in ("Made.encode raised ZeroDivisionError: no such luck", "stage Encode", "shard 0001.tar", "'s000005'"):
+        assert part in str(caught.value)
+    assert "byte offset 1024" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", [None, 0, 1, 2])
+@pytest.mark.parametrize("n", [1, 4, 100])
+@pytest.mark.parametrize("restore", [False, True])
+def test_after_an_error_the_same_sample_is_tried_again_and_nothing_is_lost_or_twice(
+    encoded: Any, part: int | None, n: int, restore: bool
+) -> None:
+    expected = encoded(Fails(5, 0, part))
+    expected_items = expected.take(100)[0]
+    stage, items, errors = encoded(Fails(5, 2, part)), [], 0
+    while True:
+        try:
+            taken, _ = stage.take(n)
+        except sp.EncodeError:
+            errors += 1
+            if restore:
+                state, encoder, skips = stage.save_state(), stage.info.encoder, stage.counts
+                stage = sp.Encode(stage.source, encoder)
+                stage.source.restore_state(state["source"])
+                stage.restore_state(state)
+                stage.counts.update(skips)
+            continue
+        if not taken:
+            break
+        items += taken
+    assert errors == 2
+    assert items == expected_items
+    assert stage.counts == expected.counts
+
+
+class Texts(sp.TaskEncoder):
+    """The text of a sample, as one item or as one of several."""
+
+    def __init__(self, fan_out: bool) -> None:
+        self.fan_out = fan_out
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return (sample.text() for _ in range(2)) if self.fan_out else sample.text()
+
+
+@pytest.mark.parametrize("fan_out", [False, True])
+def test_a_shard_that_cannot_be_read_is_a_shard_error_not_the_encoders(tmp_path: Path, fan_out: bool) -> None:
+    write_tar(tmp_path / "a.tar", [(f"{key}.{extension}", b"{}") for key in "ab" for extension in ("json", "txt")])
+    stage = sp.Encode(sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False), Texts(fan_out))
+    assert next(stage) == "{}"
+    os.truncate(tmp_path / "a.tar", 3584)  # the last payload is gone
+    with pytest.raises(sp.ShardError, match=r"a\.tar: 2 of 2 bytes at byte 3584 are missing"):
+        stage.take(3)
+    with pytest.raises(sp.ShardError, match=r"a\.tar: 2 of 2 bytes"):
+        stage.fetch((1, 0, 0))
+
+
+def drawn(n: int, rng: sp.Rng) -> list[Any]:
+    """What the global generators and the sample's own give."""
+    return [random.random(), np.random.rand(), torch.rand(1).item(), rng.random()]
+
+
+@pytest.mark.parametrize(
+    ("setting", "seeded"),
+    [(True, {0, 1, 2}), (False, set()), (("numpy",), {1}), (("python", "torch"), {0, 2}), ((), set())],
+)
+def test_global_generators_are_seeded_for_each_call_as_global_rng_says(
+    encoded: Any, setting: Any, seeded: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Made, "global_rng", setting)
+    one = encoded(drawn).take(100)[0]
+    random.random(), np.random.rand(), torch.rand(1)
+    two = encoded(drawn).take(100)[0]
+    for generator in range(4):
+        same = [a[generator] == b[generator] for a, b in zip(one, two, strict=True)]
+        assert all(same) if generator in {*seeded, 3} else not any(same)
+        assert len({item[generator] for item in one}) == len(one)
+
+
+@pytest.mark.parametrize("wrong", ["numpy", ("jax",)])
+def test_a_global_generator_that_is_not_known_is_refused(encoded: Any, wrong: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Made, "global_rng", wrong)
+    with pytest.raises(ValueError, match="global_rng must be"):
+        encoded(drawn)
+
+
+def test_random_numbers_belong_to_seed_epoch_and_sample_not_to_the_lane(encoded: Any) -> None:
+    def numbers(**how: Any) -> dict[Any, float]:
+        stage = encoded(lambda n, rng: rng.random(), epochs=2, **how)
+        items, refs = stage.take(100)
+        return dict(zip(refs, items, strict=True))
+
+    alone = numbers(seed=3)
+    assert len(set(alone.values())) == 20
+    assert {**numbers(seed=3, index=0, count=2), **numbers(seed=3, index=1, count=2)} == alone
+    assert not set(numbers(seed=4).values()) & set(alone.values())
+
+
+def test_parts_of_a_sample_have_random_numbers_of_their_own(encoded: Any) -> None:
+    items, _ = encoded(lambda n, rng: (rng.random() for _ in range(3))).take(100)
+    assert len(set(items)) == 30
+
+
+@pytest.mark.parametrize("nothing", [lambda: sp.Skip("never"), lambda: iter([]), lambda: iter([sp.Skip("never")] * 3)])
+@pytest.mark.parametrize("n", [1, 5000])
+def test_an_encoder_that_never_gives_an_item_is_an_error_not_a_spin(encoded: Any, nothing: Any, n: int) -> None:
+    stage = encoded(lambda n, rng: nothing(), epochs=None)
+    with pytest.raises(sp.EncodeError, match="skipped 1300 samples in a row"):
+        stage.take(n)
+
+
+def test_many_skips_between_items_are_no_error_however_many_are_taken_at_once(encoded: Any) -> None:
+    stage = encoded(lambda n, rng: n if n % 2 else sp.Skip("even"), epochs=None)
+    assert max_empty_samples(10) == 1300
+    assert stage.take(3000)[0] == [1, 3, 5, 7, 9] * 600
+
+
+def test_a_run_dry_after_some_items_of_the_same_call_is_an_error_too(encoded: Any) -> None:
+    calls = iter(range(10**9))
+    stage = encoded(lambda n, rng: n if next(calls) < 5 else sp.Skip("later"), epochs=None)
+    with pytest.raises(sp.EncodeError, match="1300 samples in a row"):
+        stage.take(100)
+
+
+def test_the_error_limit_is_the_data_thirty_times_over_and_at_most_a_hundred_thousand() -> None:
+    assert [max_empty_samples(n) for n in (0, 1, 10, 10**9)] == [1000, 1030, 1300, 100_000]
+
+
+def test_settings_are_the_encoders_own_and_its_class() -> None:
+    class Sized(Made):
+        def settings(self) -> dict[str, Any]:
+            return {"image_size": 3}
+
+    assert "Sized" in sp.Encode(_Source(), Sized(mixed)).settings()["encoder"]
+    assert sp.Encode(_Source(), Sized(mixed)).settings()["encoder.image_size"] == 3
+
+
+class _Source(sp.SampleStage):
+    """A source of nothing."""
+
+    def __init__(self) -> None:
+        none = frozenset([0])
+        self._info = StageInfo(sp.Lane(), 0, population=1, endless=True, tags=none, origins=none)
+
+
+def test_the_state_of_another_stage_is_a_mismatch(encoded: Any) -> None:
+    stage = encoded(mixed)
+    with pytest.raises(sp.CheckpointMismatchError, match="no state of Encode"):
+        stage.restore_state(stage.source.save_state())
+
+
+def test_a_source_of_only_next_will_do(encoded: Any, tmp_path: Path) -> None:
+    class EveryOther(sp.PassThrough, sp.SampleStage):
+        def __next__(self) -> sp.Sample:
+            next(self.source)
+            return next(self.source)  # type: ignore[no-any-return]
+
+    write_tar(tmp_path / "own" / "a.tar", [(f"{i}.json", b'{"id": %d}' % i) for i in range(7)])
+
+    def build() -> sp.Encode:
+        reader = sp.TarShardReader(tmp_path / "own", sp.Lane(), epochs=1, shuffle=False)
+        return sp.Encode(EveryOther(reader), Made(lambda n, rng: n))
+
+    stage = build()
+    assert stage.take(2)[0] == [1, 3]
+    after = build()
+    after.restore_state(stage.save_state())
+    assert list(after) == list(stage) == [5]

@@ -1,0 +1,491 @@
+"""Packing: the two policies against plain ones, nothing lost, and open packs that survive a cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline.stages.stage import ItemRef
+from tests.support.toy_dataset import readers
+
+LENGTHS = st.lists(st.integers(1, 12), max_size=60)
+Pack = list[tuple[int, int]]  # (number, length) of its items
+
+
+class Packs(sp.TaskEncoder):
+    """Items are (number, length); a pack is the list of its items."""
+
+    global_rng = False
+
+    def length(self, item: Any) -> int:
+        return item[1]  # type: ignore[no-any-return]
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return list(items)
+
+
+class Items(sp.ItemStage):
+    """Gives (number, length) for each of some lengths; remakes them by ref."""
+
+    def __init__(self, lengths: list[Any]) -> None:
+        super().__init__(readers([max(1, len(lengths))])(0))
+        self.lengths = lengths
+        self.next = 0
+        self.fetched: list[int] = []
+
+    def __next__(self) -> tuple[int, int]:
+        if self.next == len(self.lengths):
+            raise StopIteration
+        self.next += 1
+        return self.next - 1, self.lengths[self.next - 1]
+
+    @property
+    def ref(self) -> ItemRef:
+        return (self.next - 1, 0, 0)
+
+    def fetch(self, ref: Any) -> tuple[int, int]:
+        self.fetched.append(ref[0])
+        return ref[0], self.lengths[ref[0]]
+
+    def save_state(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def packer(lengths: list[Any], *, encoder: sp.TaskEncoder | None = None, **how: Any) -> sp.OnlinePacker:
+    return sp.OnlinePacker(Items(lengths), encoder=encoder or Packs(), **{"max_length": 10, "open_packs": 3, **how})
+
+
+def best_fit(lengths: list[int], max_length: int, open_packs: int) -> Iterator[Pack]:
+    """Each item to the fullest pack with room; with too many open, the fullest but the new one goes."""
+    packs: list[Pack] = []
+
+    def full(pack: Pack) -> int:
+        return sum(length for _, length in pack)
+
+    for number, length in enumerate(lengths):
+        if length > max_length:
+            continue
+        fitting = [pack for pack in packs if full(pack) + length <= max_length]
+        if fitting:
+            max(fitting, key=full).append((number, length))
+        else:
+            packs.append([(number, length)])
+        for pack in [pack for pack in packs if full(pack) == max_length]:
+            packs.remove(pack)
+            yield pack
+        if len(packs) > open_packs:
+            fullest = max(packs[:-1], key=full)
+            packs.remove(fullest)
+            yield fullest
+    yield from packs
+
+
+def first_fit(lengths: list[int], max_length: int, open_packs: int) -> Iterator[Pack]:
+    """Each item to the oldest pack with room; with too many open, the oldest goes."""
+    packs: list[Pack] = []
+    for number, length in enumerate(lengths):
+        if length > max_length:
+            continue
+        for pack in packs:
+            if sum(n for _, n in pack) + length <= max_length:
+                pack.append((number, length))
+                break
+        else:
+            packs.append([(number, length)])
+        for pack in [pack for pack in packs if sum(n for _, n in pack) == max_length]:
+            packs.remove(pack)
+            yield pack
+        if len(packs) > open_packs:
+            yield packs.pop(0)
+    yield from packs
+
+
+REFERENCES: dict[str, Callable[[list[int], int, int], Iterator[Pack]]] = {"best_fit": best_fit, "first_fit": first_fit}
+POLICIES = st.sampled_from(["best_fit", "first_fit"])
+
+
+@settings(max_examples=200)
+@given(LENGTHS, st.integers(1, 14), st.integers(1, 5), POLICIES)
+def test_packs_are_those_of_a_plain_implementation(lengths: list[int], longest: int, n: int, policy: str) -> None:
+    stage = packer(lengths, max_length=longest, open_packs=n, policy=policy)
+    packs = list(stage)
+    assert packs == list(REFERENCES[policy](lengths, longest, n))
+    assert sorted(item for pack in packs for item in pack) == [
+        (number, length) for number, length in enumerate(lengths) if length <= longest
+    ]
+    assert all(pack and sum(length for _, length in pack) <= longest for pack in packs)
+    assert stage.counts["skipped/longer than max_length"] == sum(length > longest for length in lengths)
+
+
+def test_best_fit_fills_the_fullest_pack_with_room_and_gives_the_fullest() -> None:
+    #   open packs: 6 │ 6 7 │ 6 7 8, one too many: the fuller of the two old ones goes
+    assert list(packer([6, 7, 8, 3, 2], open_packs=2)) == [[(1, 7)], [(2, 8), (4, 2)], [(0, 6), (3, 3)]]
+
+
+def test_first_fit_fills_the_oldest_pack_with_room_and_gives_the_oldest() -> None:
+    assert list(packer([6, 7, 8, 3, 2], open_packs=2, policy="first_fit")) == [
+        [(0, 6)],
+        [(1, 7), (3, 3)],
+        [(2, 8), (4, 2)],
+    ]
+
+
+def test_a_pack_that_is_exactly_full_is_given_before_another_item_is_taken() -> None:
+    stage = packer([4, 6, 10, 1])
+    assert next(stage) == [(0, 4), (1, 6)]
+    assert stage.source.next == 2  # type: ignore[attr-defined]
+    assert list(stage) == [[(2, 10)], [(3, 1)]]
+
+
+def test_what_is_open_at_the_end_comes_oldest_first() -> None:
+    assert list(packer([9, 8, 7])) == [[(0, 9)], [(1, 8)], [(2, 7)]]
+    assert list(packer([])) == []
+
+
+def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
+    stage = packer([11, 3, 99, 10])
+    assert list(stage) == [[(3, 10)], [(1, 3)]]
+    assert stage.counts == {
+        "skipped/longer than max_length": 2,
+        "source/0/skipped": 2,
+        "skipped_tokens": 110,
+        "packs": 2,
+        "items": 2,
+        "tokens": 13,
+        "room": 7,
+    }
+
+
+def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin() -> None:
+    stage = packer([11] * 200_000)
+    with pytest.raises(sp.EncodeError, match=r"100000 items in a row were longer than max_length, the last 11"):
+        next(stage)
+
+
+@settings(max_examples=100)
+@given(LENGTHS, st.integers(1, 4), POLICIES, st.sets(st.integers(0, 30), max_size=6))
+def test_restored_after_any_packs_the_rest_is_the_same(lengths: list[int], n: int, policy: str, cuts: set[int]) -> None:
+    expected = list(packer(lengths, open_packs=n, policy=policy))
+    stage, packs = packer(lengths, open_packs=n, policy=policy), []
+    for number in range(len(expected)):
+        if number in cuts:
+            state, stage = stage.save_state(), packer(lengths, open_packs=n, policy=policy)
+            stage.restore_state(state)
+            assert stage.source.fetched == []  # type: ignore[attr-defined]
+            assert stage.save_state() == state
+        packs.append(next(stage))
+    assert packs == expected
+
+
+def test_the_state_is_the_refs_and_lengths_of_open_packs() -> None:
+    stage = packer([10, 6, 7, 3, 10])
+    next(stage), next(stage)  # [10] and [7, 3]
+    assert stage.save_state() == {
+        "packs": [[((1, 0, 0), 6)]],
+        "count": 2,
+        "taken": None,
+        "source": {"next": 4},
+    }
+
+
+def test_a_pack_has_the_refs_of_its_items_and_is_made_again_by_them() -> None:
+    stage = packer([4, 6, 3])
+    pack = next(stage)
+    assert stage.ref == (0, (0, 0, 0), (1, 0, 0))
+    assert stage.fetch(stage.ref) == pack
+    next(stage)
+    assert stage.ref == (1, (2, 0, 0))
+
+
+class DrawingPacks(Packs):
+    """Packs with a random number in front."""
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [rng.integers(10**9), *items]
+
+
+def test_random_numbers_of_a_pack_belong_to_its_number_in_the_lane() -> None:
+    stage = packer([10] * 5, encoder=DrawingPacks())
+    packs = list(stage)
+    assert len({pack[0] for pack in packs}) == 5
+    again = packer([10] * 5, encoder=DrawingPacks())
+    assert next(again) == packs[0]
+    resumed = packer([10] * 5, encoder=DrawingPacks())
+    resumed.restore_state(again.save_state())
+    assert list(resumed) == packs[1:]
+    assert again.fetch((3, (3, 0, 0))) == packs[3]
+
+
+class FailingPacks(Packs):
+    """Fails in `length` and in `pack`, each so many times for each call."""
+
+    def __init__(self, in_length: int, in_pack: int) -> None:
+        self.left = {"length": in_length, "pack": in_pack}
+
+    def _fail(self, where: str) -> None:
+        if self.left[where]:
+            self.left[where] -= 1
+            raise OSError("for now")
+
+    def length(self, item: Any) -> int:
+        self._fail("length")
+        return super().length(item)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        self._fail("pack")
+        return super().pack(items, rng)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize(("in_length", "in_pack"), [(0, 3), (3, 0), (2, 2)])
+def test_after_an_error_the_same_is_tried_again_and_nothing_is_lost(
+    in_length: int, in_pack: int, restore: bool
+) -> None:
+    lengths = [6, 7, 8, 3, 2, 10, 1]
+    expected = list(packer(lengths))
+    encoder = FailingPacks(in_length, in_pack)
+    stage, packs, errors = packer(lengths, encoder=encoder), [], 0
+    while len(packs) < len(expected):
+        try:
+            packs.append(next(stage))
+        except sp.EncodeError as error:
+            assert isinstance(error.__cause__, OSError)
+            assert "FailingPacks." in str(error) and "for now; stage OnlinePacker" in str(error)
+            errors += 1
+            if restore:
+                state, stage = stage.save_state(), packer(lengths, encoder=encoder)
+                stage.restore_state(state)
+    assert errors == in_length + in_pack
+    assert packs == expected
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor, bool])
+def test_lengths_of_any_integer_kind_are_saved_as_plain_integers(kind: Any) -> None:
+    stage = packer([kind(1), kind(1), 10])
+    next(stage)
+    assert [type(length) for pack in stage.save_state()["packs"] for _, length in pack] == [int, int]
+
+
+@pytest.mark.parametrize(("length", "cause"), [(2.5, TypeError), (-1, ValueError), ("4", TypeError)])
+def test_a_length_that_is_no_count_is_an_error(length: Any, cause: type[Exception]) -> None:
+    with pytest.raises(sp.EncodeError, match=r"Packs\.length raised") as caught:
+        next(packer([length]))
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_an_item_of_length_zero_is_an_error_for_no_pack_would_be_full_of_them() -> None:
+    with pytest.raises(sp.EncodeError, match="every item takes at least 1"):
+        list(packer([3, 0]))
+
+
+@pytest.mark.parametrize("wrong", [{"max_length": 0}, {"open_packs": 0}, {"policy": "worst_fit"}])
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="OnlinePacker"):
+        packer([1], **wrong)
+
+
+def test_without_an_encoder_upstream_one_must_be_given() -> None:
+    with pytest.raises(ValueError, match="no Encode stage upstream; give encoder="):
+        sp.OnlinePacker(Items([1]), max_length=10)
+
+
+def test_an_open_pack_that_is_longer_than_this_packers_is_a_mismatch() -> None:
+    stage = packer([6, 3, 10])
+    next(stage)
+    with pytest.raises(sp.CheckpointMismatchError, match="an open pack of the state is 1 longer"):
+        packer([6, 3, 10], max_length=8).restore_state(stage.save_state())
+    with pytest.raises(sp.CheckpointMismatchError, match="no state of OnlinePacker"):
+        stage.restore_state({"next": 0})
+
+
+def test_settings_name_the_encoder_only_if_it_is_not_the_one_upstream(make_shards: Any) -> None:
+    assert packer([]).settings() == {"max_length": 10, "policy": "best_fit", "open_packs": 3, "encoder": "Packs"}
+    items = sp.Encode(sp.TarShardReader(make_shards([1]), sp.Lane()), Packs())
+    assert "encoder" not in sp.OnlinePacker(items, max_length=5).settings()
+
+
+# Cuts, a second budget, and what is held.
+
+
+class Spans(Packs):
+    """Items are (number, length) or, cut, (number, length, start); one image for every three tokens at their front."""
+
+    def length(self, item: Any) -> int:
+        return item[1]  # type: ignore[no-any-return]
+
+    def images(self, item: Any) -> int:
+        return int(item[1]) // 3
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        return (item[0], stop - start, start)
+
+
+ALL = st.sampled_from(["sequential", "first_fit", "best_fit", "first_fit_decreasing"])
+HOW = st.fixed_dictionaries(
+    {
+        "policy": ALL,
+        "max_length": st.integers(6, 14),
+        "max_images": st.sampled_from([None, 4, 6]),
+        "too_long": st.sampled_from([None, "skip", "truncate", "split"]),
+        "open_packs": st.integers(1, 4),
+        "max_held_bytes": st.sampled_from([0, 700, 1 << 30]),
+    }
+)
+
+
+def cutting(lengths: list[int], **how: Any) -> sp.OnlinePacker:
+    return packer(lengths, encoder=Spans(), **how)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=50), HOW, st.sets(st.integers(0, 30), max_size=6))
+def test_tokens_in_are_tokens_out_and_those_reported_wherever_it_is_cut(
+    lengths: list[int], how: dict[str, Any], cuts: set[int]
+) -> None:
+    expected = list(cutting(lengths, **how))
+    stage, packs, counts = cutting(lengths, **how), [], Counter[str]()
+    while len(packs) < len(expected):
+        if len(packs) in cuts:
+            state = stage.save_state()
+            counts += stage.counts
+            stage = cutting(lengths, **how)
+            stage.restore_state(state)
+            assert stage.source.fetched == []  # type: ignore[attr-defined]
+            assert stage.save_state() == state
+        packs.append(next(stage))
+    assert next(stage, None) is None
+    counts += stage.counts
+    assert packs == expected
+    assert counts["packs"] == len(packs)
+    assert counts["tokens"] + counts["room"] == how["max_length"] * len(packs)
+    assert counts["tokens"] == sum(item[1] for pack in packs for item in pack)
+    assert sum(lengths) == counts["tokens"] + counts["skipped_tokens"] + counts["truncated_tokens"]
+    assert all(sum(item[1] for item in pack) <= how["max_length"] for pack in packs)
+    assert all(sum(item[1] // 3 for item in pack) <= (how["max_images"] or 99) for pack in packs)
+    for number, length in enumerate(lengths):
+        starts = sorted(
+            (item[2] if len(item) == 3 else 0, item[1]) for pack in packs for item in pack if item[0] == number
+        )
+        assert [start for start, _ in starts] == [sum(n for _, n in starts[:i]) for i in range(len(starts))]
+        assert counts["skipped_tokens"] or counts["truncated_tokens"] or sum(n for _, n in starts) == length
+
+
+def test_what_is_too_long_is_skipped_truncated_or_split() -> None:
+    assert list(cutting([25, 3], too_long="skip")) == [[(1, 3)]]
+    assert list(cutting([25, 3], too_long="truncate")) == [[(0, 10, 0)], [(1, 3)]]
+    assert list(cutting([25, 3], too_long="split")) == [[(0, 10, 0)], [(0, 10, 10)], [(0, 5, 20), (1, 3)]]
+    assert list(cutting([4, 25], policy="sequential")) == [[(0, 4), (1, 6, 0)], [(1, 10, 6)], [(1, 9, 16)]]
+    stage = cutting([25, 3], too_long="truncate")
+    list(stage)
+    assert (stage.counts["truncated"], stage.counts["truncated_tokens"]) == (1, 15)
+
+
+def test_a_pack_has_room_for_so_many_images() -> None:
+    assert list(cutting([3, 3, 3, 1], max_images=2)) == [[(0, 3), (1, 3), (3, 1)], [(2, 3)]]
+    stage = cutting([9, 1], max_images=2)
+    assert list(stage) == [[(1, 1)]]
+    assert stage.counts["skipped/of more than max_images"] == 1
+    assert next(packer([10], max_images=2)) == next(packer([10]))  # an encoder that says nothing of images has none
+
+
+def test_the_ref_of_a_pack_says_which_part_of_an_item_it_has() -> None:
+    stage = cutting([4, 25], policy="sequential")
+    packs = {}
+    for pack in stage:
+        packs[stage.ref] = pack
+    assert list(packs) == [
+        (0, (0, 0, 0), ((1, 0, 0), 0, 6)),
+        (1, ((1, 0, 0), 6, 16)),
+        (2, ((1, 0, 0), 16, 25)),
+    ]
+    assert {ref: stage.fetch(ref) for ref in packs} == packs
+
+
+def test_after_a_restore_an_item_of_which_several_pieces_are_held_is_read_once() -> None:
+    after = cutting([10, 5, 9], policy="sequential")
+    pack = [[((2, 0, 0), 4, 0, 0, 9)]]
+    after.restore_state({"packs": pack, "count": 7, "taken": (2, 0, 0), "taken_part": (4, 9), "source": {"next": 3}})
+    assert list(after) == [[(2, 4, 0), (2, 5, 4)]]
+    assert after.source.fetched == [2]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", ["best_fit", "sequential"])
+def test_an_encoder_that_changed_in_between_is_noticed(policy: Any) -> None:
+    stage = cutting([10, 7, 9], policy=policy)
+    next(stage)
+    next(stage)
+    after = cutting([10, 8, 8], policy=policy)
+    after.restore_state(stage.save_state())
+    with pytest.raises(
+        sp.CheckpointMismatchError, match=r"the item \(\d, 0, 0\) took \d when it was placed; made again"
+    ):
+        list(after)
+
+
+def test_a_cut_of_another_length_than_asked_for_is_an_error() -> None:
+    class Wrong(Spans):
+        def cut(self, item: Any, start: int, stop: int) -> Any:
+            return (item[0], stop - start - 1, start)
+
+    with pytest.raises(sp.EncodeError, match=r"Wrong\.cut raised ValueError: 9 tokens, not the 10 from 0 on"):
+        next(packer([11], encoder=Wrong(), too_long="split"))
+
+
+def test_items_beyond_the_budget_of_the_process_are_made_again() -> None:
+    lengths = [6, 7, 8, 3, 2, 10, 1]
+    stage, poor = packer(lengths), packer(lengths, max_held_bytes=0)
+    first = next(stage)
+    assert next(poor) == first
+    assert stage.held_items == 2
+    assert poor.held_items == 0
+    assert list(poor) == list(stage)
+    assert stage.source.fetched == []  # type: ignore[attr-defined]
+    assert sorted(poor.source.fetched) == list(range(7))  # type: ignore[attr-defined]
+
+
+def test_lanes_of_a_process_share_the_budget() -> None:
+    shared: dict[Any, Any] = {}
+    stages = []
+    for _ in range(2):
+        items = Items([4, 4, 4])
+        items.source._lane._shared = shared  # type: ignore[attr-defined]
+        stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_held_bytes=300))
+    for stage in stages:
+        stage._take()
+        stage._place()
+        stage._take()
+        stage._place()
+    assert [stage.held_items for stage in stages] == [2, 0]
+    del stages[0], stage
+    assert shared["held items"].used == 0
+
+
+def test_nothing_is_lost_over_a_hundred_random_kills() -> None:
+    drawn = np.random.default_rng(5)
+    lengths = np.maximum(1, drawn.lognormal(np.log(400), 1.0, 3000)).astype(int).tolist()
+    for policy in ("sequential", "best_fit", "first_fit_decreasing"):
+        how: dict[str, Any] = {"max_length": 4096, "open_packs": 16, "policy": policy, "too_long": "split"}
+        expected = list(cutting(lengths, **how))
+        stage = cutting(lengths, **how)
+        packs: list[Any] = []
+        for _ in range(100):
+            state, at = stage.save_state(), len(packs)
+            for _ in range(int(drawn.integers(0, 9))):  # then it is killed: what came after the state is done again
+                next(stage, None)
+            stage = cutting(lengths, **how)
+            stage.restore_state(state)
+            packs[at:] = [pack for _, pack in zip(range(int(drawn.integers(0, 9))), stage, strict=False)]
+        packs += list(stage)
+        assert packs == expected
+        assert sum(item[1] for pack in packs for item in pack) == sum(lengths)

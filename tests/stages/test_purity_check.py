@@ -1,0 +1,143 @@
+"""`Encode(check=...)` finds an encoder that gives two results for one sample, and changes no batch."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import savable_pipeline as sp
+from tests.support.toy_pipelines import ToyEncoder
+
+
+class OneField(sp.TaskEncoder):
+    """The number of a sample, and what `value` gives. Notes which samples it was given."""
+
+    def __init__(self, value: Callable[[sp.Rng], Any]) -> None:
+        self.value = value
+        self.given: list[int] = []
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        self.given.append(sample.json()["id"])
+        return {"id": sample.json()["id"], "value": self.value(rng)}
+
+
+class Fans(OneField):
+    """Makes three items of each sample."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return (super(Fans, self).encode(sample, rng) for _ in range(3))
+
+
+@pytest.fixture
+def items(make_shards: Any) -> Callable[..., sp.Encode]:
+    folder: Path = make_shards([30])
+
+    def make(encoder: sp.TaskEncoder, **settings: Any) -> sp.Encode:
+        return sp.Encode(sp.TarShardReader(str(folder), sp.Lane(seed=4), epochs=1), encoder, **settings)
+
+    return make
+
+
+SEQUENCE = iter(range(1000))
+PYTHON = random.Random()
+TORCH = torch.Generator()
+MISTAKES = {
+    "clock": lambda rng: time.perf_counter_ns(),
+    "state": lambda rng: next(SEQUENCE),
+    "numpy": lambda rng: np.random.default_rng().random(),
+    "python": lambda rng: PYTHON.random(),
+    "torch": lambda rng: (TORCH.seed(), torch.rand(2, generator=TORCH))[1],
+    "no dict twice": lambda rng: [1] * (next(SEQUENCE) % 2),
+}
+
+
+@pytest.mark.parametrize("encoder", [OneField, Fans])
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_mistake_is_named_with_encoder_field_sample_and_both_values_and_never_skipped(
+    items: Any, mistake: str, encoder: type[OneField], on_error: str
+) -> None:
+    stage = items(encoder(MISTAKES[mistake]), check=1.0, on_error=on_error)
+    with pytest.raises(sp.EncodeError) as caught:
+        next(stage)
+    told = str(caught.value)
+    assert told.startswith(f"{encoder.__name__}.encode gave two results for one sample, item['value']")
+    assert " expected, " in told and "shard 0000.tar, key 's0000" in told
+
+
+def test_items_are_the_same_checked_and_not(items: Any) -> None:
+    """With draws from every generator, skips and fan-outs."""
+    plain, checked = (list(map(repr, items(ToyEncoder(), check=share))) for share in (0.0, 1.0))
+    assert plain == checked and len(plain) > 30
+
+
+def test_a_share_of_the_samples_is_checked_the_same_ones_after_a_resume(items: Any) -> None:
+    def twice(encoder: OneField) -> set[int]:
+        return {number for number in encoder.given if encoder.given.count(number) > 1}
+
+    whole, first, second = (OneField(lambda rng: rng.random()) for _ in range(3))
+    assert len(list(items(whole, check=0.4))) == 30
+    assert 3 < len(twice(whole)) < 27
+    cut = items(first, check=0.4)
+    for _ in range(11):
+        next(cut)
+    resumed = items(second, check=0.4)
+    resumed.restore_state(cut.save_state())
+    assert len(list(resumed)) == 19
+    assert twice(first) | twice(second) == twice(whole) and twice(first) and twice(second)
+
+
+def test_without_check_nothing_is_encoded_twice_and_the_encoder_is_called_itself(items: Any) -> None:
+    encoder = OneField(lambda rng: next(SEQUENCE))
+    stage = items(encoder)
+    assert stage._encode == encoder.encode
+    assert len(list(stage)) == len(encoder.given) == 30
+
+
+def test_a_buffer_that_is_given_again_and_again_is_compared_as_it_was(items: Any) -> None:
+    buffer = np.zeros(2)
+
+    def value(rng: sp.Rng) -> Any:
+        buffer[:] += 1
+        return buffer
+
+    with pytest.raises(sp.EncodeError, match=r"item\['value'\], sample 0 .*1\.0\) expected, .*2\.0\) found"):
+        next(items(OneField(value), check=1.0))
+
+
+def test_what_fails_the_second_time_or_cannot_be_copied_is_told(items: Any) -> None:
+    def fails(rng: sp.Rng, calls: list[int] = []) -> int:  # noqa: B006
+        calls.append(1)
+        return 1 // (len(calls) % 2)
+
+    with pytest.raises(sp.EncodeError, match="the second time it raised ZeroDivisionError"):
+        next(items(OneField(fails), check=1.0, on_error="skip"))
+    with pytest.raises(sp.EncodeError, match="cannot be copied"):
+        next(items(OneField(lambda rng: SEQUENCE.__next__ and (x for x in "a")), check=1.0, on_error="skip"))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_lies_between_none_and_all(items: Any, share: float) -> None:
+    with pytest.raises(ValueError, match=r"0\.0 to 1\.0"):
+        items(OneField(lambda rng: 0), check=share)
+
+
+def test_a_loader_with_workers_raises_it(make_shards: Any) -> None:
+    folder = str(make_shards([30]))
+    encoder = OneField(lambda rng: next(SEQUENCE))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), encoder, check=1.0), size=2)
+
+    with (
+        sp.SavableLoader(pipeline, seed=1, lanes=2, num_workers=1) as loader,
+        pytest.raises(sp.EncodeError, match="two results for one sample"),
+    ):
+        next(loader)

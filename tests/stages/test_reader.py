@@ -1,0 +1,338 @@
+"""The reader: a lane's refs, from any position, for as many epochs as asked."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from tests.conftest import write_tar
+from tests.support.toy_dataset import NumberDataset, drained, first, pairs, readers
+
+SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "shuffle": st.booleans(),
+        "block_size": st.integers(1, 10),
+        "window": st.one_of(st.none(), st.integers(1, 8)),
+    }
+)
+
+
+@given(SIZES, st.integers(1, 30), st.integers(1, 3), st.integers(0, 5), SETTINGS)
+def test_the_lanes_of_an_epoch_have_every_sample_once(
+    sizes: list[int], lanes: int, epochs: int, seed: int, how: dict[str, Any]
+) -> None:
+    make = readers(sizes, lanes=lanes, seed=seed, epochs=epochs, **how)
+    given = [ref for lane in range(lanes) for ref in drained(make(lane), 7)]
+    assert sorted(given) == sorted((index, epoch) for epoch in range(epochs) for index in range(sum(sizes)))
+
+
+@given(SIZES, st.integers(1, 8), SETTINGS, st.lists(st.integers(1, 50), min_size=1), st.data())
+def test_refs_are_the_same_however_many_are_taken_at_a_time_and_after_any_restore(
+    sizes: list[int], lanes: int, how: dict[str, Any], chunks: list[int], data: st.DataObject
+) -> None:
+    make = readers(sizes, lanes=lanes, **how)
+    lane = data.draw(st.integers(0, lanes - 1))
+    expected = first(make(lane), 200, chunk=1)
+    reader, given = make(lane), []
+    for chunk in itertools.islice(itertools.cycle(chunks), 200):
+        if len(given) + chunk > 200:
+            break
+        given += pairs(reader.take_refs(chunk))
+        if data.draw(st.booleans()):
+            state = reader.save_state()
+            reader = make(lane)
+            reader.restore_state(state)
+    assert given == expected[: len(given)]
+
+
+def test_a_restore_at_every_position_goes_on_exactly() -> None:
+    make = readers([3, 0, 5, 1], lanes=2, epochs=3, block_size=2)
+    expected = drained(make(1))
+    for position in range(len(expected) + 1):
+        before, after = make(1), make(1)
+        assert first(before, position) == expected[:position]
+        after.restore_state(before.save_state())
+        assert drained(after) == expected[position:]
+
+
+def test_unshuffled_lanes_read_blocks_of_file_order_in_turn() -> None:
+    make = readers([4, 1, 6], lanes=2, epochs=2, shuffle=False, block_size=2)
+    assert drained(make(0)) == [(i, epoch) for epoch in (0, 1) for i in (0, 1, 4, 5, 8, 9)]
+    assert drained(make(1)) == [(i, epoch) for epoch in (0, 1) for i in (2, 3, 6, 7, 10)]
+
+
+def test_epochs_none_never_ends_and_a_number_ends() -> None:
+    assert {epoch for _, epoch in first(readers([5])(0), 5000)} == set(range(1000))
+    assert readers([5])(0).info.endless
+    finite = readers([5], epochs=3)(0)
+    assert not finite.info.endless
+    assert len(drained(finite)) == 15
+    assert len(finite.take_refs(1)) == 0
+    with pytest.raises(StopIteration):
+        next(finite)
+
+
+def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None:
+    make = readers([1, 1], lanes=5, block_size=1)
+    given = [first(make(lane), 4) for lane in range(5)]
+    assert all(len({epoch for _, epoch in refs}) == 4 for refs in given)
+    by_epoch = sorted((epoch, index) for refs in given for index, epoch in refs if epoch < 9)
+    assert by_epoch == [(epoch, index) for epoch in range(9) for index in (0, 1)]
+
+
+def test_a_pass_begins_with_the_epoch_after_the_one_before() -> None:
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset([5])}
+    second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, shared=shared), epochs=2)
+    refs = drained(second)
+    assert {epoch for _, epoch in refs} == {2, 3}
+    assert refs == drained(readers([5], epochs=4)(0))[10:]
+
+
+@settings(max_examples=30)
+@given(st.integers(8, 40), st.integers(2, 6), st.integers(1, 6), st.integers(0, 3))
+def test_a_lane_reads_within_two_windows_of_shards_at_a_time(shards: int, window: int, lanes: int, epoch: int) -> None:
+    if shards < 2 * window:
+        return
+    size = 30
+    reader = readers([size] * shards, lanes=lanes, window=window, epochs=epoch + 1, block_size=4)(0)
+    refs = [index // size for index, e in drained(reader) if e == epoch]
+    within = window * size // 2  # so many refs in a row touch one window, or at its border two
+    for start in range(0, len(refs), within):
+        assert len(set(refs[start : start + within])) <= 2 * window
+
+
+def test_different_seeds_and_epochs_give_different_orders() -> None:
+    orders = [first(readers([50] * 4, seed=seed)(0), 400) for seed in (0, 1)]
+    assert [index for index, _ in orders[0]] != [index for index, _ in orders[1]]
+    assert [index for index, _ in orders[0][:200]] != [index for index, _ in orders[0][200:]]
+
+
+def test_lanes_share_the_orders_of_a_few_epochs() -> None:
+    make = readers([30] * 4, lanes=2)
+    one, two = make(0), make(1)
+    first(one, 600), first(two, 60)
+    assert one._orders is two._orders
+    assert len(one._orders) == 4
+
+
+def test_what_comes_is_announced_once_also_by_a_dataset_that_hears_only_at_times() -> None:
+    """It wants to be told 30 refs ahead, then only what is taken, in chunks of 2,048, then again."""
+    told: list[int] = []
+    dataset = NumberDataset([5000])
+    dataset.prefetch = lambda refs: told.extend(refs["index"].tolist())  # type: ignore[method-assign]
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): dataset}
+    reader = sp.TarShardReader("numbers", sp.Lane(shared=shared), epochs=1, shuffle=False)
+    for ahead, taken, expected in [(30, 60, range(90)), (0, 60, range(60, 2108)), (30, 1990, range(2108, 2168))]:
+        dataset.prefetch_refs = ahead
+        told.clear()
+        reader.take_refs(taken)
+        assert told == list(expected), ahead
+    reader.restore_state({**reader.save_state(), "position": 400})
+    told.clear()
+    dataset.prefetch_refs = 30
+    reader.take_refs(1)
+    assert told == list(range(400, 460))
+
+
+def test_by_hand_it_gives_samples(make_shards: Any) -> None:
+    reader = sp.TarShardReader(str(make_shards([3, 2])), sp.Lane(), shuffle=False, epochs=1)
+    samples = list(reader)
+    assert [sample.json()["id"] for sample in samples] == [0, 1, 2, 3, 4]
+    assert reader.ref == (4, 0, 0)
+    assert reader.fetch(reader.ref).json() == reader.fetch(samples[4].ref).json() == {"id": 4}
+    assert (reader.info.population, reader.info.depth, reader.info.encoder) == (5, 0, None)
+
+
+def test_two_readers_over_lists_that_are_made_anew_do_not_get_each_others_shards(make_shards: Any) -> None:
+    folders = [make_shards([2], "one"), make_shards([3], "two")]
+    lane = sp.Lane()
+    counts = [sp.TarShardReader((folder / name for name in ["0000.tar"]), lane).population for folder in folders]
+    assert counts == [2, 3]
+
+
+def test_shards_are_indexed_once_for_all_lanes_of_a_process(make_shards: Any) -> None:
+    shared: dict[Any, Any] = {}
+    folder = make_shards([2])
+    lanes = [sp.TarShardReader(folder, sp.Lane(i, 2, shared=shared)) for i in range(2)]
+    assert lanes[0].dataset is lanes[1].dataset
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 0}, {"window": 0}])
+def test_a_setting_below_one_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        readers([5], **wrong)(0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (0, "above 0, not 0"),
+        (-1, "above 0, not -1"),
+        (float("inf"), "above 0, not inf"),
+        (0.1, "less than one of them"),
+    ],
+)
+def test_a_number_of_epochs_that_gives_no_sample_is_refused(wrong: float, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        readers([5], epochs=wrong)(0)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (4, 2), (7, 3)])
+def test_a_part_of_an_epoch_is_the_first_of_its_order_on_all_lanes_together(
+    shuffle: bool, lanes: int, rows: int
+) -> None:
+    def given(epochs: float, in_pass: int = 0) -> tuple[Counter[tuple[int, int]], int | None]:
+        make = readers([30, 10], lanes=lanes, shuffle=shuffle, epochs=epochs)
+        found: Counter[tuple[int, int]] = Counter()
+        counted = 0
+        for number in range(lanes):
+            reader = make(number)
+            reader.hint_rows(rows, aligned=True)
+            refs = drained(reader, 3)
+            found.update(refs)
+            assert reader.count_of(number, 0) == len(refs)
+            counted += len(refs)
+        return found, counted
+
+    whole, total = given(3)
+    part, count = given(2.25)
+    assert (total, count) == (120, 90)
+    assert part <= whole and set(part.values()) == {1}
+    assert Counter(epoch for _, epoch in part.elements()) == {0: 40, 1: 40, 2: 10}
+    if not shuffle:
+        assert {index for index, epoch in part if epoch == 2} == set(range(10))
+    assert given(2.0)[0] == given(2)[0]
+
+
+def test_the_next_pass_takes_a_part_of_another_epoch() -> None:
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset([40])}
+    parts = []
+    for epoch in range(2):
+        lane = sp.Lane(shared=shared)
+        lane.epoch = epoch
+        parts.append(drained(sp.TarShardReader("numbers", lane, epochs=1.5)))
+    assert [Counter(epoch for _, epoch in part) for part in parts] == [{0: 40, 1: 20}, {2: 40, 3: 20}]
+
+
+def test_no_sample_at_all_is_an_error(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("README", b"")])
+    with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
+        sp.TarShardReader(tmp_path, sp.Lane())
+
+
+def test_a_position_that_the_lane_does_not_have_is_a_mismatch() -> None:
+    reader = readers([5])(0)
+    with pytest.raises(sp.CheckpointMismatchError, match="position is sample 6 of the lane's 5"):
+        reader.restore_state({"epoch": 0, "position": 6, "lane": {}})
+    with pytest.raises(sp.CheckpointMismatchError, match="no state of TarShardReader"):
+        reader.restore_state({"refs": b""})
+
+
+def test_named_random_numbers_of_the_lane_are_saved_with_the_reader() -> None:
+    make = readers([5])
+    before, after = make(0), make(0)
+    expected = [before.lane.rng("mine").random() for _ in range(5)]
+    fresh = make(0)
+    assert [fresh.lane.rng("mine").random() for _ in range(2)] == expected[:2]
+    after.restore_state(fresh.save_state())
+    assert [after.lane.rng("mine").random() for _ in range(3)] == expected[2:]
+
+
+def test_settings_name_what_changes_the_order(make_shards: Any) -> None:
+    reader = sp.TarShardReader(str(make_shards([2, 1])), sp.Lane(), block_size=4)
+    settings = reader.settings()
+    assert [settings[name] for name in ("epochs", "shuffle", "block_size", "window")] == [None, True, 4, 128]
+    assert [(name, samples) for name, samples, _ in settings["shards"]] == [("0000.tar", 2), ("0001.tar", 1)]
+
+
+def test_an_epoch_of_a_billion_samples_begins_at_once_anywhere() -> None:
+    make = readers([10**6] * 1000, lanes=3)
+    reader = make(1)
+    reader.restore_state({"epoch": 5, "position": 333_000_000, "lane": {}})
+    refs = reader.take_refs(2000)
+    assert len(np.unique(refs["index"])) == 2000
+
+
+# Shares of a finite pass, and file order.
+
+
+def batch_sizes(count: int, lanes: int, rows: int, *, pad: bool = False, **settings: Any) -> list[list[int]]:
+    """Of each lane, how many samples its batches hold in one pass."""
+    sizes = []
+    for number in range(lanes):
+        shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset([count])}
+        lane = sp.Lane(number, lanes, pad=pad, shared=shared)
+        reader = sp.TarShardReader("numbers", lane, epochs=1, **settings)
+        reader.hint_rows(rows, aligned=True)
+        given = len(drained(reader))
+        sizes.append([rows] * (given // rows) + [given % rows] * bool(given % rows))
+    return sizes
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_shares_of_a_finite_pass_are_whole_batches(shuffle: bool) -> None:
+    assert batch_sizes(480, 12, 8, shuffle=shuffle) == [[8] * 5] * 12
+    assert batch_sizes(500, 12, 8, shuffle=shuffle)[:3] == [[8] * 6, [8] * 6, [8] * 5 + [4]]
+    assert batch_sizes(400, 96, 8, pad=True, shuffle=shuffle) == [[8]] * 50 + [[]] * 46
+
+
+def test_a_share_of_less_than_a_batch_is_a_smaller_batch_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert batch_sizes(480, 96, 8) == [[5]] * 96
+    assert "480 samples are 60 batches of 8, too few for 96 lanes" in caplog.text
+    assert "begin with lanes=60 or fewer" in caplog.text
+
+
+def test_passes_in_file_order_are_alike_and_slots_come_in_file_order() -> None:
+    def slots(lanes: int, epoch: int) -> list[list[int]]:
+        lists = []
+        for number in range(lanes):
+            shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset([10, 9])}
+            reader = sp.TarShardReader(
+                "numbers", sp.Lane(number, lanes, epoch=epoch, shared=shared), epochs=2, shuffle=False
+            )
+            reader.hint_rows(3, aligned=True)
+            lists.append([index for index, _ in drained(reader)])
+        batches = [[share[i : i + 3] for i in range(0, len(share), 3)] for share in lists]
+        return [batch for step in itertools.zip_longest(*batches) for batch in step if batch]
+
+    assert slots(4, 0) == slots(4, 5)
+    first_epoch = [index for batch in slots(1, 0) for index in batch][:19]
+    assert first_epoch == list(range(19))
+    assert [index for batch in slots(4, 0)[:6] for index in batch] == list(range(18))
+
+
+def test_the_shares_of_a_pass_stay_as_they_were_cut_when_the_batch_changes() -> None:
+    make = readers([100], lanes=4, epochs=1)
+    given, states = [], []
+    for number in range(4):
+        reader = make(number)
+        reader.hint_rows(7, aligned=True)
+        given += [index for index, _ in first(reader, 9)]
+        states.append(reader.save_state())
+    for number, state in enumerate(states):
+        again = make(number)
+        again.hint_rows(5, aligned=True)
+        again.restore_state(state)
+        given += [index for index, _ in drained(again)]
+    assert sorted(given) == list(range(100))
+
+
+def test_the_remainders_of_many_sources_fall_to_different_lanes() -> None:
+    sizes = []
+    for number in range(50):
+        shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset([55])}
+        lane = sp.Lane(number, 50, shared=shared)
+        sources = {f"s{i}": sp.TarShardReader("numbers", lane, epochs=1) for i in range(20)}
+        sizes.append(len(drained(sp.Blend(sources, weights=dict.fromkeys(sources, 1)))))
+    assert sum(sizes) == 20 * 55
+    assert max(sizes) - min(sizes) <= 8 and min(sizes) >= 20  # 5 samples of 55 are left over, 20 times

@@ -1,0 +1,342 @@
+"""Stages of a user's own, written from the docstring of `Stage` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.testing import assert_exact_resume
+from tests.support.toy_faults import NumberEncoder
+
+
+class Lengths(NumberEncoder):
+    """Items are lists of their number, 1 to 7 long; packs are lists of them."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        return [number] * (1 + number % 7)
+
+    def length(self, item: Any) -> int:
+        return len(item)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [number for item in items for number in item]
+
+
+class EveryThird(sp.PassThrough, sp.SampleStage):
+    """Gives every third sample."""
+
+    def __next__(self) -> Any:
+        return next(sample for sample in self.source if sample.json()["id"] % 3 == 0)
+
+
+class Swapped(sp.ItemStage):
+    """Gives items in pairs, the second one first; the example of the docstring."""
+
+    def __init__(self, source: sp.ItemStage) -> None:
+        super().__init__(source)
+        self.ref = self.held = ()
+
+    ref: sp.ItemRef = ()
+
+    def __next__(self) -> Any:
+        if self.held:
+            self.ref, self.held = sp.as_ref(self.held), ()
+            return self.source.fetch(self.ref)
+        next(self.source)
+        self.held = self.source.ref
+        item = next(self.source)
+        self.ref = self.source.ref
+        return item
+
+    def save_state(self) -> Any:
+        return {"held": self.held, "source": self.source.save_state()}
+
+    def restore_state(self, state: Any) -> None:
+        self.held = state["held"]
+        self.source.restore_state(state["source"])
+
+
+class Delayed(sp.ItemStage):
+    """Holds two things back, and takes their refs from a state as they come."""
+
+    ref = ()
+
+    def __init__(self, source: sp.Stage) -> None:
+        super().__init__(source)
+        self.held: list[Any] = []
+
+    def __next__(self) -> Any:
+        while len(self.held) < 2:
+            next(self.source)
+            self.held.append(self.source.ref)
+        next(self.source)
+        self.held.append(self.source.ref)
+        self.ref = self.held.pop(0)
+        return self.source.fetch(self.ref)
+
+    def save_state(self) -> Any:
+        return {"held": list(self.held), "source": self.source.save_state()}
+
+    def restore_state(self, state: Any) -> None:
+        self.held = list(state["held"])
+        self.source.restore_state(state["source"])
+
+
+class Doubled(sp.BatchStage):
+    """Joins two batches of lists to one, which `tail="pad"` can fill up."""
+
+    ref = ()
+
+    def __next__(self) -> Any:
+        batches, refs = [next(self.source)], [self.source.ref]
+        for batch in islice(self.source, 1):
+            batches.append(batch)
+            refs.append(self.source.ref)
+        self.ref = (0, *refs)
+        return self.filled([row for batch in batches for row in counting(batch)])
+
+    def filled(self, rows: list[Any]) -> Any:
+        valid = torch.arange(4) < len(rows)
+        return {"rows": rows + [[-1]] * (4 - len(rows)), **({"valid": valid} if self.lane.pad else {})}
+
+    def filler(self) -> Any:
+        return self.filled([])
+
+
+def counting(batch: Any) -> list[Any]:
+    """The rows of a batch that count."""
+    return [row for i, row in enumerate(batch["rows"]) if "valid" not in batch or batch["valid"][i]]
+
+
+class Rows(Lengths):
+    """Batches are dicts of a list."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"rows": items}
+
+
+@pytest.fixture
+def shards(make_shards: Any) -> str:
+    return str(make_shards([40, 23, 30]))
+
+
+def reader(shards: str, lane: sp.Lane, epochs: int | None = None) -> sp.TarShardReader:
+    return sp.TarShardReader(shards, lane, epochs=epochs)
+
+
+def filtered(shards: str, lane: sp.Lane, epochs: int | None) -> sp.Stage:
+    samples = sp.ShuffleBuffer(EveryThird(reader(shards, lane, epochs)), size=5)
+    return sp.Batcher(sp.Encode(samples, Lengths()), size=2)
+
+
+def swapped(shards: str, lane: sp.Lane, packed: bool, epochs: int | None) -> sp.Stage:
+    items = Swapped(sp.Encode(reader(shards, lane, epochs), Lengths()))
+    return sp.Batcher(sp.OnlinePacker(items, max_length=11) if packed else items, size=2)
+
+
+def delayed_packs(shards: str, lane: sp.Lane, epochs: int | None) -> sp.Stage:
+    packs = sp.OnlinePacker(sp.Encode(reader(shards, lane, epochs), Lengths()), max_length=5, policy="sequential")
+    return sp.Batcher(Delayed(packs), size=2)
+
+
+def doubled(shards: str, lane: sp.Lane, epochs: int | None) -> sp.Stage:
+    return Doubled(sp.Batcher(sp.Encode(reader(shards, lane, epochs), Rows()), size=2))
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize(
+    "pipeline",
+    [filtered, partial(swapped, packed=True), partial(swapped, packed=False), delayed_packs, doubled],
+    ids=["filtered", "swapped, packed", "swapped", "packs of cut items held", "batches joined"],
+)
+def test_a_stage_written_from_the_docstring_resumes_exactly(
+    shards: str, pipeline: Callable[..., sp.Stage], epochs: int | None
+) -> None:
+    assert assert_exact_resume(partial(_of, pipeline, shards, epochs), lanes=3, steps=12, world_sizes=(1, 3)) > 12
+
+
+def _of(pipeline: Callable[..., sp.Stage], shards: str, epochs: int | None, lane: sp.Lane) -> sp.Stage:
+    return pipeline(shards, lane, epochs=epochs)
+
+
+def test_the_one_in_the_middle_is_given_swapped(shards: str) -> None:
+    items = sp.Encode(sp.TarShardReader(shards, sp.Lane(), shuffle=False), NumberEncoder())
+    assert [item for item, _ in zip(Swapped(items), range(6), strict=False)] == [1, 0, 3, 2, 5, 4]
+
+
+# Refused when the class is made, or the pipeline.
+
+
+def test_a_stage_that_gives_things_and_does_not_say_which_is_no_class() -> None:
+    with pytest.raises(
+        TypeError, match=r"Reversed defines __next__ but no `ref`.*\n +class Reversed\(sp.PassThrough, "
+    ):
+
+        class Reversed(sp.ItemStage):
+            def __next__(self) -> Any:
+                return next(self.source)
+
+
+def test_the_stages_of_the_library_may_be_derived_from() -> None:
+    class Logged(sp.Batcher):
+        def __next__(self) -> Any:
+            return super().__next__()
+
+    assert issubclass(Logged, sp.BatchStage)
+
+
+def test_a_false_marker_is_found(shards: str) -> None:
+    class Swaps(sp.PassThrough, sp.ItemStage):
+        held: list[Any] | None = None
+
+        def __next__(self) -> Any:
+            if self.held:
+                return self.held.pop()
+            self.held = [next(self.source)]
+            return next(self.source)
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        items = Swaps(sp.Encode(reader(shards, lane), Lengths()))
+        return sp.Batcher(sp.OnlinePacker(items, max_length=11), size=2)
+
+    with pytest.raises(AssertionError, match="differs in"):
+        assert_exact_resume(pipeline, lanes=2, steps=12)
+
+
+@pytest.mark.parametrize(
+    "build,told",
+    [
+        (lambda s: sp.Encode(sp.Encode(s, Lengths()), Lengths()), "not Encode, which gives items"),
+        (lambda s: sp.OnlinePacker(s, max_length=8), "OnlinePacker takes a stage that gives items"),
+        (lambda s: sp.BucketBatcher(s, bounds=[8], size=1), "not TarShardReader, which gives samples"),
+        (lambda s: sp.Batcher([1, 2], size=3), r"Batcher takes a stage that gives things \(sp.Stage\), not \[1, 2\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_stages_in_a_wrong_order_are_refused(shards: str, build: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        build(reader(shards, sp.Lane()))
+
+
+@pytest.mark.long
+def test_a_type_checker_finds_stages_in_a_wrong_order(tmp_path: Path) -> None:
+    mypy = pytest.importorskip("mypy.api")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import savable_pipeline as sp\n"
+        "reader = sp.TarShardReader('shards', sp.Lane())\n"
+        "items = sp.Encode(reader, sp.TaskEncoder())\n"
+        "sp.ShuffleBuffer(sp.ShuffleBuffer(items, size=3), size=3)\n"
+        "sp.Encode(items, sp.TaskEncoder())\n"
+        "sp.OnlinePacker(reader, max_length=8)\n"
+        "sp.Encode(sp.Blend({'a': items}, weights={'a': 1}), sp.TaskEncoder())\n"
+        "sp.Batcher(sp.OnlinePacker(items, max_length=8), size=2)\n"
+        "sp.Encode(sp.Blend({'a': reader}, weights={'a': 1}), sp.TaskEncoder())\n"
+    )
+    root = Path(__file__).parents[2]
+    told, _, _ = mypy.run([f"--config-file={root / 'pyproject.toml'}", "--no-incremental", str(script)])
+    assert [int(line.split(":")[1]) for line in told.splitlines() if "error:" in line] == [5, 6, 7]
+
+
+# A source of only __next__.
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_a_shuffle_buffer_after_a_source_of_only_next(shards: str, epochs: int | None) -> None:
+    buffer = sp.ShuffleBuffer(EveryThird(reader(shards, sp.Lane(), epochs)), size=4)
+    given = [sample.json()["id"] for sample, _ in zip(buffer, range(93), strict=False)]
+    assert set(given) == set(range(0, 93, 3))
+    assert len(given) == (31 if epochs else 93)
+
+
+# Padded and avoided.
+
+
+def test_a_batch_stage_with_a_filler_is_padded(shards: str) -> None:
+    loader = sp.SavableLoader(partial(_of, doubled, shards, 1), seed=1, lanes=4, tail="pad")
+    batches = list(loader)
+    assert sum(int(batch["valid"].sum()) for batch in batches) == 93
+    assert len(batches) % 4 == 0
+
+
+def test_a_batch_stage_without_a_filler_is_refused(shards: str) -> None:
+    class Same(sp.PassThrough, sp.BatchStage):
+        def __next__(self) -> Any:
+            return next(self.source)
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return Same(doubled(shards, lane, 1))
+
+    with pytest.raises(ValueError, match=r"tail='pad' needs a last stage with filler\(\).*Same has none"):
+        next(iter(sp.SavableLoader(pipeline, seed=1, lanes=4, tail="pad")))
+
+
+class OwnEncode(sp.ItemStage):
+    """Encodes by itself, and can leave samples out."""
+
+    ref: sp.ItemRef = ()
+
+    def __init__(self, source: sp.SampleStage) -> None:
+        super().__init__(source)
+        self.left_out: set[tuple[int, int]] = set()
+
+    def __next__(self) -> Any:
+        sample = next(sample for sample in self.source if (sample.index, sample.epoch) not in self.left_out)
+        self.ref = self.source.ref
+        return sample.json()["id"]
+
+    def fetch(self, ref: Any) -> Any:
+        return self.source.fetch(ref).json()["id"]
+
+    def may_avoid(self, error: sp.SavableError) -> bool:
+        return True
+
+    def avoid(self, index: int, epoch: int, reason: str) -> None:
+        self.left_out.add((index, epoch))
+
+
+def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None:
+    from savable_pipeline.engine.lane_runner import LaneRunner
+    from savable_pipeline.state.lane_state import LaneState, pack_state
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(OwnEncode(sp.TarShardReader(shards, lane, shuffle=False)), size=3)
+
+    runner = LaneRunner(pipeline, seed=0, lanes=1, shared={})
+    found = runner.deliver(0, pack_state(LaneState(0, 0)), avoid=[(1, 0), (3, 0)])
+    assert found.batch == [0, 2, 4]
+
+
+# A filter that leaves everything out.
+
+
+class Nothing(sp.PassThrough, sp.ItemStage):
+    """Leaves every item out."""
+
+    def __next__(self) -> Any:
+        return next(item for item in self.source if item is None)
+
+
+@pytest.mark.parametrize("buffer", [1, 200_000])
+def test_an_endless_run_of_which_nothing_comes_ends_with_an_error(shards: str, buffer: int) -> None:
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        samples = sp.ShuffleBuffer(reader(shards, lane), size=buffer)
+        return sp.Batcher(Nothing(sp.Encode(samples, NumberEncoder())), size=2)
+
+    with pytest.raises(sp.SavableError, match=r"read 10\d,\d+ samples since its last batch, of a share of 46"):
+        next(iter(sp.SavableLoader(pipeline, seed=1, lanes=2)))
+
+
+def test_a_batch_that_takes_several_epochs_of_a_lane_still_comes(shards: str) -> None:
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(EveryThird(reader(shards, lane)), NumberEncoder()), size=60)
+
+    loader = sp.SavableLoader(pipeline, seed=1, lanes=31)
+    assert len({number for _, batch in zip(range(31), loader, strict=False) for number in batch}) == 31

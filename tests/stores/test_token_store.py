@@ -1,0 +1,135 @@
+"""Token files: documents and windows, read as they lie; an `.idx` that lies is found."""
+
+from __future__ import annotations
+
+import struct
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.stores.token_store import TokenStore
+from savable_pipeline.testing import assert_exact_resume
+
+DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9], list(range(10, 30))]
+
+
+def write_bin(path: Path, documents: list[list[int]], dtype: str = "uint16", code: int = 8) -> None:
+    """A `.bin` and its `.idx`, as Megatron-LM writes them."""
+    np.array([token for each in documents for token in each], dtype).tofile(path)
+    lengths = np.array([len(each) for each in documents], "<i4")
+    pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<i8") * np.dtype(dtype).itemsize
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
+    firsts = np.arange(len(documents) + 1).astype("<i8")
+    path.with_suffix(".idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + firsts.tobytes())
+
+
+def test_documents_of_a_bin_are_samples(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS)
+    store = TokenStore(tmp_path)
+    assert [store.array(0, row, "tokens").tolist() for row in range(5)] == DOCUMENTS
+    assert store.array(0, 0, "tokens").dtype == np.uint16
+    assert (store.offset(0, 3), store.key(0, 3), store.sizes(0, 3)) == (4, "a.bin:3", {"tokens": 10})
+    with pytest.raises(KeyError, match="no part 'txt'; the sample has tokens"):
+        store.read(0, 0, "txt")
+
+
+def test_windows_cross_documents_and_may_overlap(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS, "int32", 4)
+    store = TokenStore(tmp_path, length=9, stride=8)
+    assert [store.array(0, row, "tokens").tolist() for row in range(store.entries[0].samples)] == [
+        [*range(1, 10)],
+        [*range(9, 18)],
+        [*range(17, 26)],
+    ]
+
+
+def test_flat_files_are_read_with_the_type_that_is_given_or_that_npy_says(tmp_path: Path) -> None:
+    np.arange(10, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "b.npy", np.arange(12, dtype=np.int64).reshape(4, 3))
+    store = TokenStore(tmp_path, length=3, dtype="uint32")
+    assert [entry.samples for entry in store.entries] == [3, 4]
+    assert store.array(0, 2, "tokens").tolist() == [6, 7, 8] and store.array(1, 3, "tokens").tolist() == [9, 10, 11]
+    rows = TokenStore(tmp_path / "b.npy")
+    assert rows.array(0, 1, "tokens").tolist() == [3, 4, 5]
+    with pytest.raises(ValueError, match=r"no \.idx that says their type: give dtype="):
+        TokenStore(tmp_path, length=3)
+    with pytest.raises(ValueError, match="has no documents: give length="):
+        TokenStore(tmp_path, dtype="uint32")
+
+
+def damage_pointer(idx: bytearray) -> None:
+    struct.pack_into("<q", idx, 34 + 4 * 5 + 8 * 3, 1 << 40)
+
+
+def damage_length(idx: bytearray) -> None:
+    struct.pack_into("<i", idx, 34 + 4, -7)
+
+
+def damage_firsts(idx: bytearray) -> None:
+    struct.pack_into("<q", idx, 34 + 12 * 5 + 8, 99)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (damage_pointer, "sequence 3 is said to lie at byte 1099511627776"),
+        (damage_length, "a sequence of -7 tokens"),
+        (damage_firsts, "its documents are not made of its 5 sequences"),
+        (lambda idx: struct.pack_into("<Q", idx, 18, 1 << 60), "bytes, but its header says"),
+        (lambda idx: idx.__setitem__(0, 0), "is no Megatron index"),
+        (lambda idx: idx.__delitem__(slice(50, None)), "bytes, but its header says"),
+    ],
+)
+def test_an_idx_that_lies_is_an_error_that_names_it(tmp_path: Path, damage: object, fault: str) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS)
+    idx = bytearray((tmp_path / "a.idx").read_bytes())
+    damage(idx)  # type: ignore[operator]
+    (tmp_path / "a.idx").write_bytes(idx)
+    with pytest.raises(sp.ShardError, match=rf"a\.bin: a\.idx.*{fault}"):
+        TokenStore(tmp_path)
+
+
+def test_an_idx_that_is_rewritten_after_it_was_indexed_is_an_error(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS)
+    store = TokenStore(tmp_path)
+    idx = bytearray((tmp_path / "a.idx").read_bytes())
+    damage_length(idx)
+    (tmp_path / "a.idx").write_bytes(idx)
+    with pytest.raises(sp.ShardError, match=r"or its \.idx, was rewritten since it was indexed"):
+        store.read(0, 0, "tokens")
+
+
+def test_an_array_of_objects_is_refused_and_never_unpickled(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([{}, []], dtype=object), allow_pickle=True)
+    with pytest.raises(sp.ShardError, match="an array of type object"):
+        TokenStore(tmp_path, length=1)
+
+
+class Tokens(sp.TaskEncoder):
+    """An item is the list of tokens."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> list[int]:
+        return [int(token) for token in sample.array("tokens")]
+
+    def length(self, item: list[int]) -> int:
+        return len(item)
+
+    def cut(self, item: list[int], start: int, stop: int) -> list[int]:
+        return item[start:stop]
+
+    def batch(self, items: list[list[int]], rng: sp.Rng) -> list[list[int]]:
+        return items
+
+
+def token_pipeline(folder: Path, lane: sp.Lane) -> sp.Stage:
+    items = sp.Encode(sp.ShuffleBuffer(sp.TokenReader(folder, lane), size=4), Tokens())
+    return sp.Batcher(items, size=2)
+
+
+def test_documents_resume_exactly(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS * 3)
+    write_bin(tmp_path / "b.bin", DOCUMENTS)
+    assert assert_exact_resume(partial(token_pipeline, tmp_path), lanes=2, steps=8, chains=1) > 8

@@ -1,0 +1,49 @@
+"""The folders `shards/` that examples in docstrings read."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from PIL import Image
+
+from tests.conftest import write_tar
+from tests.support.toy_files import jpeg
+
+SHARDS, SAMPLES = 4, 25  # shards, and samples in each
+
+
+def write_example_shards(folder: Path) -> None:
+    """100 samples: `jpg`, 32 × 32; `txt`, its caption; `cls`, 0 to 9; `json`, a conversation and a document."""
+    for shard in range(SHARDS):
+        members = []
+        for number in range(shard * SAMPLES, (shard + 1) * SAMPLES):
+            for extension, content in _sample(number).items():
+                members.append((f"{number:06d}.{extension}", content))
+        write_tar(folder / f"{shard:06d}.tar", members)
+
+
+def write_numbered_pictures(folder: Path) -> None:
+    """400 samples in 0.tar … 3.tar, with keys s000000 …: `json`, {"id": number}; `txt`; `png`, 8 × 8."""
+    for shard in range(4):
+        members = []
+        for number in range(100 * shard, 100 * (shard + 1)):
+            picture = io.BytesIO()
+            Image.new("RGB", (8, 8), (number % 256, 7, 7)).save(picture, "PNG")
+            key = f"s{number:06d}"
+            members.append((f"{key}.json", json.dumps({"id": number}).encode()))
+            members += [(f"{key}.txt", f"picture {number}".encode()), (f"{key}.png", picture.getvalue())]
+        write_tar(folder / f"{shard}.tar", members)
+
+
+def _sample(number: int) -> dict[str, bytes]:
+    caption = f"picture {number}"
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": caption}]
+    record = {"conversations": turns, "texts": [caption, None], "images": [None, "jpg"]}
+    return {
+        "jpg": jpeg(number, side=32),
+        "txt": caption.encode(),
+        "cls": str(number % 10).encode(),
+        "json": json.dumps(record).encode(),
+    }

@@ -1,0 +1,72 @@
+"""Stages as users write them, from the docstring of `Stage` alone: of samples, of items and of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import savable_pipeline as sp
+from savable_pipeline.stages.stage import State
+
+
+class FewOfMany(sp.PassThrough, sp.SampleStage):
+    """Leaves out one sample in four, drawn from the lane's own random numbers."""
+
+    def __next__(self) -> sp.Sample:
+        rng = self.lane.rng("few of many")
+        while True:
+            sample: sp.Sample = next(self.source)
+            if rng.integers(4):
+                return sample
+
+
+class Swapped(sp.ItemStage):
+    """Gives items in pairs, the second one first; the last of an odd number stays where it is."""
+
+    ref: Any = ()
+    held: Any = ()
+
+    def __next__(self) -> Any:
+        if self.held:
+            self.ref, self.held = sp.as_ref(self.held), ()
+            return self.source.fetch(self.ref)
+        first = next(self.source)
+        self.held = self.source.ref
+        for item in self.source:
+            self.ref = self.source.ref
+            return item
+        self.ref, self.held = self.held, ()
+        return first
+
+    def save_state(self) -> State:
+        return {"held": self.held, "source": self.source.save_state()}
+
+    def restore_state(self, state: State) -> None:
+        self.held = state["held"]
+        self.source.restore_state(state["source"])
+
+
+class Numbered(sp.BatchStage):
+    """Gives each batch with its number, and leaves out every fifth: that one is counted."""
+
+    ref: Any = ()
+    number = 0
+
+    def __next__(self) -> Any:
+        while True:
+            batch = next(self.source)
+            self.ref = (self.number, self.source.ref)
+            self.number += 1
+            if self.number % 5:
+                return {**batch, "number": self.number - 1}
+            self.counts["fifth batches"] += 1
+
+    def fetch(self, ref: Any) -> Any:
+        number, inner = ref
+        return {**self.source.fetch(inner), "number": number}
+
+    def save_state(self) -> State:
+        return {"number": self.number, "source": self.source.save_state()}
+
+    def restore_state(self, state: State) -> None:
+        self.number = state["number"]
+        self.source.restore_state(state["source"])

@@ -1,0 +1,76 @@
+"""Readers over datasets that are only numbers: no tar is written, no byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import savable_pipeline as sp
+from savable_pipeline.dataset.sample import RefArray, Sample
+from savable_pipeline.shards.selection import Selection, Subset
+
+
+class NoGroups:
+    """Stands in for a store that decodes nothing in groups."""
+
+    @staticmethod
+    def row_groups(shard: int) -> None:
+        return None
+
+
+class NumberDataset:
+    """Stands in for a `Dataset`: shards of `sizes[i]` samples of which only the numbers exist."""
+
+    source = 1
+    store = NoGroups
+    address = "numbers"
+    prefetch_refs = 0
+    mean_bytes = 0.0
+    faults: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.firsts = np.cumsum([0, *sizes])
+        self.count = int(self.firsts[-1])
+        self.names: dict[int, str] = {}
+
+    def select(self, split: None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
+        names = [f"{shard:04d}.tar" for shard in range(len(self.firsts) - 1)]
+        return None if subset is None else Selection(names, self.firsts, subset=subset)
+
+    def verify(self, slot: int) -> None:
+        pass
+
+    def prefetch(self, refs: RefArray) -> None:
+        pass
+
+    def open_samples(self, refs: RefArray) -> list[Sample]:
+        return [Sample(self, 0, 0, index, epoch) for index, epoch in refs.tolist()]  # type: ignore[arg-type]
+
+
+def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
+    """A function that makes the reader of a lane, over shards of these sizes."""
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset(sizes)}
+    return lambda lane: sp.TarShardReader("numbers", sp.Lane(lane, lanes, seed, shared=shared), **settings)
+
+
+def pairs(refs: RefArray) -> list[tuple[int, int]]:
+    """Refs as (index, epoch)."""
+    return [(int(index), int(epoch)) for index, epoch in refs.tolist()]
+
+
+def drained(stage: sp.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
+    """All that `take_refs(chunk)` gives until the end."""
+    given = []
+    while len(refs := stage.take_refs(chunk)):
+        given += pairs(refs)
+    return given
+
+
+def first(stage: sp.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int]]:
+    """The first `n` refs of a stage, taken `chunk` at a time."""
+    given: list[tuple[int, int]] = []
+    while len(given) < n:
+        given += pairs(stage.take_refs(min(chunk, n - len(given))))
+    return given

@@ -1,0 +1,153 @@
+"""Encoders and pipelines that fail: by an error, a signal, an exit, by hanging, or in ways that only a resume shows."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import savable_pipeline as sp
+
+
+class NumberEncoder(sp.TaskEncoder):
+    """A sample's number; a batch is the list of them."""
+
+    global_rng: bool | tuple[str, ...] = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"]
+
+    def length(self, item: Any) -> int:
+        return 1
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def number_pipeline(
+    shards: str,
+    lane: sp.Lane,
+    encoder: sp.TaskEncoder | None = None,
+    *,
+    size: int = 2,
+    epochs: int | None = None,
+    on_error: Any = "raise",
+) -> sp.Stage:
+    """Numbers in the order of the files, without any shuffling: lane i has the i-th pair of every 2 × lanes samples."""
+    samples = sp.TarShardReader(shards, lane, shuffle=False, block_size=2, epochs=epochs)
+    return sp.Batcher(sp.Encode(samples, encoder or NumberEncoder(), on_error=on_error), size=size)
+
+
+class UnpicklableError(Exception):
+    """Has a constructor that pickle cannot call, and holds what pickle cannot write."""
+
+    def __init__(self, first: str, *, second: int) -> None:
+        super().__init__(f"{first} {second}")
+        self.held = lambda: second
+
+
+class LocalShardError(sp.ShardError):
+    """Of a user's own stage; its constructor takes two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def fail(how: str) -> None:
+    """Fail in the way that `how` names."""
+    if how == "value":
+        raise ValueError("no such colour")
+    if how == "unpicklable":
+        raise UnpicklableError("broken", second=7)
+    if how == "exit":
+        raise SystemExit(3)
+    if how == "os exit":
+        os._exit(5)
+    if how == "hang":
+        time.sleep(60)
+    if how == "segfault":
+        faulthandler._sigsegv()  # type: ignore[attr-defined]
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FaultyEncoder(NumberEncoder):
+    """Fails at one sample, as long as the file `cured` is not there."""
+
+    def __init__(self, how: str, at: int, cured: Path) -> None:
+        self.how = how
+        self.at = at
+        self.cured = cured
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = super().encode(sample, rng)
+        if number == self.at and not self.cured.exists():
+            fail(self.how)
+        return number
+
+
+class CuredEncoder(FaultyEncoder):
+    """Fails at one sample a few times, and then no more."""
+
+    def __init__(self, how: str, at: int, times: int, log: Path) -> None:
+        super().__init__(how, at, log)
+        self.times = times
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        if number == self.at and (not self.cured.exists() or self.cured.stat().st_size < self.times):
+            with self.cured.open("a") as file:
+                file.write("x")
+            fail(self.how)
+        return number
+
+
+class LambdaEncoder(NumberEncoder):
+    """Makes batches that cannot pass from a worker to the trainer."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return lambda: items
+
+
+class LargeEncoder(NumberEncoder):
+    """Batches of 4 MB, which a pipe does not hold."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return torch.full((1 << 20,), float(items[0]))
+
+
+class SkipEverything(NumberEncoder):
+    """Leaves every sample out."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sp.Skip("not wanted")
+
+
+class FaultyStage(sp.PassThrough, sp.BatchStage):
+    """Raises an error of its own class at its first item."""
+
+    def __next__(self) -> Any:
+        raise LocalShardError("shard 7", "is upside down")
+
+
+def faulty_stage_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+    return FaultyStage(number_pipeline(shards, lane))
+
+
+def builds_only_here(process: int, shards: str, lane: sp.Lane) -> sp.Stage:
+    """Cannot be built in another process than `process`."""
+    if os.getpid() != process:
+        raise RuntimeError("no licence for this process")
+    return number_pipeline(shards, lane)
+
+
+def no_stage_pipeline(lane: sp.Lane) -> sp.Stage:
+    return [1, 2, 3]  # type: ignore[return-value]

@@ -1,0 +1,19 @@
+"""A trainer that keeps a ledger and is killed: `-m tests.support.toy_ledger SHARDS LEDGER WORKERS`; prints slots."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import savable_pipeline as sp
+from tests.support.toy_pipelines import toy_pipeline
+
+
+def main(shards: str, ledger: str, workers: int) -> None:
+    loader = sp.SavableLoader(partial(toy_pipeline, shards), seed=3, lanes=12, num_workers=workers, ledger=ledger)
+    for slot, _ in enumerate(loader):
+        print(slot, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

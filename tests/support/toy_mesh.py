@@ -1,0 +1,101 @@
+"""One of four processes, two data-parallel ranks of two peers each, under torchrun.
+
+It is started by `-m tests.support.toy_mesh SHARDS FOLDER HOW LAYOUT …`. HOW is "groups", or "mesh": then the loader
+gets a slice of a device mesh, and each process saves a checkpoint of torch.distributed.checkpoint; both take seconds
+to import. What it saw with each layout, of "tp", "pp" and "cp", is in FOLDER/LAYOUT_R.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers.context_parallel import cut_context, join_context
+from task_encoders.parts.token_packing import batch_tokens, document, pack_tokens, padded_length
+from tests.support.streams import take
+
+SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
+STEPS, AFTER = 5, 4
+
+
+class Letters(sp.TaskEncoder):
+    """Text as bytes, each document padded for two context-parallel ranks."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return document(torch.tensor(list(sample["txt"])))
+
+    def length(self, item: Any) -> int:
+        return padded_length(len(item["tokens"]), 4)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return pack_tokens(items, multiple=4)
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return batch_tokens(items, pad=0, length=32)
+
+
+def packed_pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> sp.Stage:
+    """Packs of short texts."""
+    items = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Letters())
+    return sp.Batcher(sp.OnlinePacker(items, max_length=32, open_packs=3), size=2)
+
+
+def find_groups(how: str, layout: str) -> tuple[dict[str, Any], Any]:
+    """What says to a loader which data-parallel rank it is of, and the group of the peers that share it."""
+    if how == "mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", layout))
+        return {"mesh": mesh["dp"]}, mesh.get_group(layout)
+    group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    peers, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    return {"group": group}, peers
+
+
+def run(shards: str, folder: Path, how: str, layout: str) -> dict[str, Any]:
+    """Train a while, save, go on; then a finite run, in "pp" by the first stage alone."""
+    place, peers = find_groups(how, layout)
+    loader = sp.SavableLoader(partial(packed_pipeline, shards), **place, **SETTINGS)
+    seen: dict[str, Any] = {"peer": dist.get_rank(peers), "before": take(loader, STEPS)}
+    seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
+    if how == "mesh":
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"data": loader}, checkpoint_id=folder / f"checkpoint_{layout}")
+    batches = [next(loader) for _ in range(AFTER)]
+    seen["after"] = [digest(batch) for batch in batches]
+    if layout == "cp":
+        seen["joined"] = [digest(exchanged(batch, peers)) for batch in batches]
+    finite = sp.SavableLoader(partial(packed_pipeline, shards, epochs=1), **place, **SETTINGS)
+    seen["epoch"] = take(finite, 1000) if layout != "pp" or seen["peer"] == 0 else None
+    return seen
+
+
+def exchanged(batch: dict[str, Any], peers: Any) -> dict[str, Any]:
+    """The whole batch, of the parts of which each context-parallel rank has one."""
+    size = dist.get_world_size(peers)
+    part = cut_context(batch, dist.get_rank(peers), size)
+    assert part["tokens"].shape[1] * size == batch["tokens"].shape[1]
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, part, group=peers)
+    return join_context(parts)
+
+
+def main(shards: str, folder: str, how: str, *layouts: str) -> None:
+    dist.init_process_group("gloo")
+    for layout in layouts:
+        torch.save(run(shards, Path(folder), how, layout), Path(folder) / f"{layout}_{dist.get_rank()}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

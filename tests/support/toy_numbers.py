@@ -1,0 +1,27 @@
+"""An evaluation whose length can be counted beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import savable_pipeline as sp
+
+
+class Numbers(sp.TaskEncoder):
+    """A batch is a dict of the samples' numbers, and of numbers drawn for each of them and for the batch."""
+
+    global_rng = False
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"], rng.random()
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"id": torch.tensor([number for number, _ in items]), "drawn": [drawn for _, drawn in items]}
+
+
+def counted_pipeline(shards: str, lane: sp.Lane, *, size: int = 2, shuffle: bool = True) -> sp.Stage:
+    """Reader, encoder and batcher, one row a sample."""
+    return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, shuffle=shuffle), Numbers()), size=size)

@@ -1,0 +1,192 @@
+"""A web server over real sockets that also speaks S3's listing, counts what it sends, and fails when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+import pytest
+
+Fault = Callable[[str, int], str | None]  # of a path and the number of the request → what goes wrong with it
+SLOW_S = 1.0
+
+_TURN = 1 << 14  # bytes of an answer that a limited link carries before those of another
+STALL_BYTES = 300_000  # that come before a stalled answer stalls
+
+
+class ToyServer(ThreadingHTTPServer):
+    """Serves the files below `folder` by GET with ranges and HEAD; the first part of a path is also a bucket."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.folder = folder
+        self.fault: Fault = lambda path, number: None
+        self.ranges: list[tuple[str, int, int]] = []  # path, start and stop of all that was sent whole
+        self.requests = 0
+        self.link_bytes_per_s = 0.0  # of all answers together; 0: no limit
+        self.link_bytes = 0  # that the limited link has carried
+        self._link_free_at = 0.0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def sent(self, suffix: str = ".tar") -> int:
+        """Bytes sent of files with this ending."""
+        return sum(stop - start for path, start, stop in self.ranges if path.endswith(suffix))
+
+    def wait_for_link(self, size: int) -> None:
+        """Returns when the link, which all answers share in small turns, has carried so many more bytes."""
+        with self.lock:
+            self._link_free_at = max(time.monotonic(), self._link_free_at) + size / self.link_bytes_per_s
+            self.link_bytes += size
+            free_at = self._link_free_at
+        time.sleep(max(0.0, free_at - time.monotonic()))
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that go away are no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # headers and body together: two small packets would wait 40 ms for each other
+    server: ToyServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        parts = urlsplit(self.path)
+        with self.server.lock:
+            self.server.requests += 1
+            number = self.server.requests
+        fault = self.server.fault(parts.path, number)
+        if fault == "slow":
+            time.sleep(SLOW_S)
+        elif fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            return
+        elif fault is not None and fault.isdecimal():
+            self._send(int(fault), b"no", {})
+            return
+        if "list-type" in parse_qs(parts.query):
+            self._send(200, self._listing(parts.path, parse_qs(parts.query)), {"Content-Type": "application/xml"})
+            return
+        path = self.server.folder / unquote(parts.path).lstrip("/")
+        if not path.is_file():
+            self._send(404, b"nothing here", {})
+            return
+        self._send_file(path, parts.path, fault, with_body=with_body)
+
+    def _send_file(self, path: Path, name: str, fault: str | None, *, with_body: bool) -> None:
+        size = path.stat().st_size
+        headers = {"ETag": f'"{path.stat().st_mtime_ns:x}"', "Last-Modified": formatdate(1e9, usegmt=True)}
+        wanted = self.headers.get("Range")
+        start, stop = 0, size
+        if wanted:
+            first, last = wanted.removeprefix("bytes=").split("-")
+            start, stop = int(first), min(int(last) + 1, size)
+        if fault == "short":
+            stop = start + (stop - start) // 2
+        if wanted:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        if not with_body:
+            self._send(200, b"", {**headers, "Content-Length": str(size)})
+            return
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(stop - start)
+        if fault == "cut":
+            self._send(206, data[: len(data) // 2], {**headers, "Content-Length": str(len(data))})
+            self.close_connection = True
+            return
+        if fault == "stalled":  # after a part of it, for longer than anybody waits
+            self._send(206, data[:STALL_BYTES], {**headers, "Content-Length": str(len(data))})
+            self.wfile.flush()
+            time.sleep(SLOW_S)
+            self.close_connection = True
+            return
+        if fault == "less":  # than its own headers promise
+            data = data[: len(data) // 2]
+        elif fault == "more":
+            data += b"x" * 9
+        self._send(206 if wanted else 200, data, headers)
+        if fault is None:
+            with self.server.lock:
+                self.server.ranges.append((name, start, stop))
+
+    def _listing(self, path: str, query: dict[str, list[str]]) -> bytes:
+        bucket = path.strip("/")
+        prefix = query.get("prefix", [""])[0]
+        root = self.server.folder / bucket
+        found = [file for file in sorted(root.rglob("*")) if file.is_file()]
+        keys = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in found]
+        rows = "".join(
+            f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size><ETag>x</ETag>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for key, size in keys
+            if key.startswith(prefix)
+        )
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        with contextlib.suppress(OSError):
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self._send_body(body)
+
+    def _send_body(self, body: bytes) -> None:
+        if not self.server.link_bytes_per_s:
+            self.wfile.write(body)
+            return
+        for start in range(0, len(body), _TURN):
+            self.server.wait_for_link(len(body[start : start + _TURN]))
+            self.wfile.write(body[start : start + _TURN])
+            self.wfile.flush()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, port: int = 0) -> Iterator[ToyServer]:
+    """A server of this folder, on a free port unless one is given."""
+    server = ToyServer(folder, port)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def use_as_s3(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `s3://` URLs mean this server."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "toy",
+        "AWS_SECRET_ACCESS_KEY": "toy",
+    }.items():
+        monkeypatch.setenv(name, value)

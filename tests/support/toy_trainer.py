@@ -1,0 +1,43 @@
+"""A trainer in a process of its own, which prints its children, then goes on.
+
+It is started by `python -m tests.support.toy_trainer SHARDS METHOD HOW`.
+
+HOW: "run" takes batches until it is ended, and saves to SHARDS/../state.pt on Ctrl-C; "leave" takes three and returns
+without closing; "raise" lets an exception end the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import savable_pipeline as sp
+from tests.support.processes import descendants
+from tests.support.streams import take
+from tests.support.toy_pipelines import toy_pipeline
+
+
+def main(shards: str, method: str, how: str) -> None:
+    pipeline = partial(toy_pipeline, shards)
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2, multiprocessing_context=method)
+    take(loader, 3)
+    print(*descendants(os.getpid()), flush=True)
+    if how == "raise":
+        raise RuntimeError("the trainer broke")
+    try:
+        while how == "run":
+            take(loader, 1)
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        state = loader.state_dict()
+        torch.save({"data": state, "next": take(loader, 3)}, Path(shards).parent / "state.pt")
+        print("saved", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,96 @@
+"""What the tests of trainers train: pipelines of noisy vectors, and a model that writes down what it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from tests.conftest import write_numbered_shards
+
+LANES = 6
+SAMPLES = 72  # 18 batches an epoch, of 4 rows: 3 of each lane
+ROWS = 4
+
+
+class Noisy(sp.TaskEncoder):
+    """A vector whose noise is drawn."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        return {"x": torch.tensor([number % 7, number % 5, 1.0, rng.normal()]), "label": number % 3}
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        labels = torch.tensor([item["label"] for item in items])
+        return {"x": torch.stack([item["x"] for item in items]) + rng.normal(), "label": labels}
+
+
+class Counted(Noisy):
+    one_to_one = True
+
+
+class ToyPipeline:
+    """KIND: "endless"; "counted", whose epochs have a length; "packed", whose epochs have none that is known."""
+
+    def __init__(self, shards: str, kind: str, *, shuffle: bool = True) -> None:
+        self.shards = shards
+        self.kind = kind
+        self.shuffle = shuffle
+
+    def __call__(self, lane: sp.Lane) -> sp.Stage:
+        epochs = None if self.kind == "endless" else 1
+        samples: Any = sp.TarShardReader(self.shards, lane, epochs=epochs, shuffle=self.shuffle)
+        if self.shuffle:
+            samples = sp.ShuffleBuffer(samples, size=5)
+        return sp.Batcher(sp.Encode(samples, Counted() if self.kind == "counted" else Noisy()), size=ROWS)
+
+
+def write_training_shards(folder: Path) -> None:
+    write_numbered_shards(folder, [SAMPLES // 2, SAMPLES // 2])
+
+
+class LastStep(Exception):
+    """The run has trained on as many batches as it should."""
+
+
+class Recorder(nn.Module):
+    """A small model, which writes a line for each batch: its hash and its loss.
+
+    `kill_at`: the number of batches of this process after which it kills itself; `last`: after which it raises
+    `LastStep` in a loop that does not end by itself.
+    """
+
+    def __init__(self, log: Path, *, kill_at: int | None, last: int | None = None, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+        self.log = log
+        self.kill_at = kill_at
+        self.last = last
+        self.trained = 0
+
+    def forward(self, x: Tensor, label: Tensor, valid: Tensor | None = None) -> Tensor:
+        if self.training and self.trained == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.training and self.trained == self.last:
+            raise LastStep
+        loss = nn.functional.cross_entropy(self.layers(x), label)
+        entry = {"batch": digest({"x": x, "label": label}), "loss": float(loss).hex(), "train": self.training}
+        with self.log.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        self.trained += self.training
+        return loss
+
+
+def read_log(log: Path, *, train: bool = True) -> list[tuple[str, str]]:
+    """The hash and the loss of each batch that a process trained on, or evaluated."""
+    entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [(entry["batch"], entry["loss"]) for entry in entries if entry["train"] == train]

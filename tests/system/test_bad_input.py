@@ -1,0 +1,317 @@
+"""Bad data, bad states and bad arguments: a clear error at once, with and without workers, and never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.testing import assert_exact_resume
+from tests.conftest import write_tar
+from tests.support.streams import take
+from tests.support.toy_faults import FaultyEncoder, NumberEncoder, SkipEverything, no_stage_pipeline, number_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+def loader(pipeline: Any, num_workers: int = 0, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 12, "num_workers": num_workers, **settings})
+
+
+with_and_without_workers = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+# Data.
+
+
+def truncated(folder: Path) -> None:
+    write_tar(folder / "0.tar", [("a.json", bytes(3000))])
+    (folder / "0.tar").write_bytes((folder / "0.tar").read_bytes()[:2000])
+
+
+def shard_errors() -> dict[str, tuple[Callable[[Path], Any], str]]:
+    return {
+        "an empty folder": (lambda folder: folder.mkdir(), "no .tar file in this folder or below it"),
+        "no folder": (lambda folder: None, "no such shard or folder"),
+        "no samples": (lambda folder: write_tar(folder / "0.tar", [("README", b"x")]), "no sample in 1 shards"),
+        "no members": (lambda folder: write_tar(folder / "0.tar", []), "no sample in 1 shards"),
+        "an empty file": (
+            lambda folder: (folder.mkdir(), (folder / "0.tar").touch()),
+            "0.tar: truncated: it ends at byte 0",
+        ),
+        "truncated": (truncated, "0.tar: truncated: the member whose header is at byte 0 needs 3000 bytes from 512 on"),
+        "no tar": (lambda folder: (folder.mkdir(), (folder / "0.tar").write_bytes(b"jpeg" * 999)), "0.tar: .*byte 0"),
+        "an extension twice": (
+            lambda folder: write_tar(folder / "0.tar", [("a.json", b"1"), ("a.json", b"2")]),
+            "0.tar: sample 'a' has the extension 'json' twice, the second time in the header at byte 1024",
+        ),
+    }
+
+
+@with_and_without_workers
+@pytest.mark.parametrize("what", shard_errors())
+def test_shards_that_cannot_be_read(tmp_path: Path, what: str, num_workers: int) -> None:
+    make, message = shard_errors()[what]
+    make(tmp_path / "shards")
+    with pytest.raises(sp.ShardError, match=message):
+        next(loader(partial(number_pipeline, str(tmp_path / "shards")), num_workers))
+
+
+@with_and_without_workers
+@pytest.mark.parametrize("change", ["unlink", "cut"])
+def test_a_shard_that_goes_while_it_is_read(make_shards: Any, change: str, num_workers: int) -> None:
+    """The trainer indexes it; then, before a worker opens it, someone cleans up."""
+    folder = make_shards([20])
+    own = loader(partial(number_pipeline, str(folder)), num_workers)
+    own.state_dict()
+    if change == "unlink":
+        (folder / "0000.tar").unlink()
+    else:
+        (folder / "0000.tar").write_bytes((folder / "0000.tar").read_bytes()[:9000])
+    for _ in range(2):
+        told = (
+            r"0000\.tar: (No such file|9000 bytes, but \d+ when it was indexed|truncated: it ends at byte 9000)"
+            "|no .tar file in this folder"  # a worker that lists the folder after the only shard went
+        )
+        with pytest.raises(sp.SavableError, match=told):
+            next(own)
+
+
+@with_and_without_workers
+def test_an_encoder_that_raises(make_shards: Any, tmp_path: Path, num_workers: int) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([20])), encoder=FaultyEncoder("value", 0, tmp_path / "never"))
+    with pytest.raises(sp.EncodeError, match=r"encode raised ValueError: no such colour; .*0000\.tar.*'s000000'"):
+        next(loader(pipeline, num_workers))
+
+
+@with_and_without_workers
+def test_an_endless_run_in_which_every_sample_is_skipped(make_shards: Any, num_workers: int) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([20])), encoder=SkipEverything())
+    with pytest.raises(sp.EncodeError, match=r"skipped \d+ samples in a row, the last as 'not wanted': no item"):
+        next(loader(pipeline, num_workers))
+
+
+@with_and_without_workers
+def test_a_finite_run_in_which_every_sample_is_skipped_is_an_error(make_shards: Any, num_workers: int) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([20])), encoder=SkipEverything(), epochs=1)
+    with loader(pipeline, num_workers) as own, pytest.raises(sp.SavableError, match="epoch 0 has no batch"):
+        next(own)
+
+
+@with_and_without_workers
+def test_an_endless_run_in_which_no_item_fits_a_pack(make_shards: Any, num_workers: int) -> None:
+    pipeline = partial(too_long_pipeline, str(make_shards([20])))
+    with pytest.raises(
+        sp.EncodeError, match=r"max_length=4.*in a row were longer than max_length, the last 5; no pack"
+    ):
+        next(loader(pipeline, num_workers))
+
+
+class Long(NumberEncoder):
+    """Every item has length 5."""
+
+    def length(self, item: Any) -> int:
+        return 5
+
+
+def too_long_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.OnlinePacker(sp.Encode(sp.TarShardReader(shards, lane), Long()), max_length=4), size=1)
+
+
+@with_and_without_workers
+def test_a_pipeline_that_returns_no_stage(num_workers: int) -> None:
+    own = loader(no_stage_pipeline, num_workers)
+    for use in (own.state_dict, own.__next__):
+        with pytest.raises(ValueError, match=r"a pipeline returns its last stage \(such as a Batcher\), not list"):
+            use()
+
+
+# States.
+
+
+@pytest.fixture
+def pipeline(make_shards: Any) -> Any:
+    return partial(toy_pipeline, str(make_shards([40, 7, 60])))
+
+
+@pytest.fixture
+def state(pipeline: Any) -> dict[str, Any]:
+    own = loader(pipeline, lanes=2)
+    take(own, 5)
+    return own.state_dict()
+
+
+def refused(pipeline: Any, state: Any, kind: type[Exception] = sp.StateError, **settings: Any) -> str:
+    """Why a loader does not load `state`, and where it stood before it still stands."""
+    own = loader(pipeline, lanes=2)
+    before = own.state_dict()
+    with pytest.raises(kind) as caught:
+        own.load_state_dict(state, **settings)
+    assert own.state_dict() == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (None, "a state is a dict, not NoneType"),
+        ([1, 2], "a state is a dict, not list"),
+        (b"SAVL", "a state is a dict, not bytes"),
+        ({}, "no state of a SavableLoader: it holds nothing, but not epoch, fingerprint, format, lanes, slot"),
+        ({"model": {"weight": torch.ones(2)}}, "this is no state of a SavableLoader"),
+        ({"_snapshot": {}, "_steps_since_snapshot": 3}, "this is no state of a SavableLoader"),
+    ],
+    ids=["None", "list", "bytes", "empty", "a model", "another loader"],
+)
+def test_a_state_of_another_type_or_of_something_else(pipeline: Any, wrong: Any, message: str) -> None:
+    assert message in refused(pipeline, wrong)
+    with pytest.raises(sp.StateError, match=message):
+        sp.merge_states([wrong])
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_a_state_of_another_version(pipeline: Any, state: dict[str, Any], version: Any) -> None:
+    assert f"state version {version}; this release reads version 1" in refused(pipeline, {**state, "format": version})
+
+
+def test_a_lane_of_another_version(pipeline: Any, state: dict[str, Any]) -> None:
+    raw = state["lane_00000"]
+    assert "lane_00000: state version 7; this release reads version 1" in refused(
+        pipeline, {**state, "lane_00000": raw[:4] + (7).to_bytes(2, "little") + raw[6:]}
+    )
+
+
+@pytest.mark.parametrize("name", ["lanes", "epoch", "slot"])
+@pytest.mark.parametrize("value", [-1, 1.5, None, "3", True, torch.tensor(3)], ids=repr)
+def test_a_number_that_is_no_count(pipeline: Any, state: dict[str, Any], name: str, value: Any) -> None:
+    assert f"the state's {name} is " in refused(pipeline, {**state, name: value})
+
+
+def test_no_lanes(pipeline: Any, state: dict[str, Any]) -> None:
+    assert "no lanes" in refused(pipeline, {**state, "lanes": 0})
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "lane_00000", "lane_00001"])
+@pytest.mark.parametrize("value", [None, 3, "text", [], torch.ones(3), b"", b"SAVL"], ids=repr)
+def test_an_entry_that_is_no_state(pipeline: Any, state: dict[str, Any], name: str, value: Any) -> None:
+    assert refused(pipeline, {**state, name: value}).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "lane_00001"])
+def test_a_flipped_byte_anywhere_and_a_cut_anywhere(pipeline: Any, state: dict[str, Any], name: str) -> None:
+    own = loader(pipeline, lanes=2)
+    raw = state[name]
+    for at in range(len(raw)):
+        for wrong in (raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :], raw[:at]):
+            with pytest.raises(sp.StateError, match=name):
+                own.load_state_dict({**state, name: wrong})
+    own.load_state_dict(state)
+
+
+def test_a_whole_state_of_other_stages(pipeline: Any, state: dict[str, Any]) -> None:
+    """As if by hand: the fingerprint agrees, the checksum too, but the stages' part is of another stage."""
+    lane = unpack_state(state["lane_00001"], LaneState, "lane")
+    other = pack_state(msgspec.structs.replace(lane, stages={"position": 3}))
+    own = loader(pipeline, lanes=2)
+    own.load_state_dict({**state, "lane_00001": other})
+    for _ in range(2):
+        with pytest.raises(sp.CheckpointMismatchError, match="this is no state of Batcher"):
+            next(own)
+
+
+# Arguments.
+
+
+def encoded(shards: Any) -> sp.Stage:
+    return sp.Encode(sp.TarShardReader(str(shards), sp.Lane()), NumberEncoder())
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        *[
+            (lambda shards, name=name, value=value: sp.TarShardReader(str(shards), sp.Lane(), **{name: value}), name)
+            for name in ("epochs", "block_size", "window")
+            for value in (0, -1)
+        ],
+        (lambda shards: sp.ShuffleBuffer(encoded(shards), size=0), "size must be at least 1, not 0"),
+        (lambda shards: sp.ShuffleBuffer(encoded(shards), size=-1), "size must be at least 1, not -1"),
+        (lambda shards: sp.OnlinePacker(encoded(shards), max_length=0), "max_length and open_packs must be at least"),
+        (lambda shards: sp.OnlinePacker(encoded(shards), max_length=-1), "max_length and open_packs must be at least"),
+        (lambda shards: sp.OnlinePacker(encoded(shards), max_length=1, open_packs=0), "max_length and open_packs must"),
+        (
+            lambda shards: sp.OnlinePacker(encoded(shards), max_length=1, policy="best"),  # type: ignore[arg-type]
+            "policy must be one of sequential",
+        ),
+        (
+            lambda shards: sp.OnlinePacker(sp.TarShardReader(str(shards), sp.Lane()), max_length=9),
+            r"takes a stage that gives items \(sp.ItemStage\)",
+        ),
+        (lambda shards: sp.Batcher(encoded(shards), size=0), "size must be at least 1, not 0"),
+        (lambda shards: sp.Batcher(encoded(shards), size=-1), "size must be at least 1, not -1"),
+        (lambda shards: sp.Lane(-1, 4), "index -1, count 4"),
+        (lambda shards: sp.Lane(4, 4), "index 4, count 4"),
+        (lambda shards: sp.Lane(0, 0), "index 0, count 0"),
+        (lambda shards: sp.Lane().rng("a").integers(0), "not 0"),
+        (lambda shards: sp.Lane().rng("a").integers(-3), "not -3"),
+        (lambda shards: sp.StatefulDataset(no_stage_pipeline, seed=0, lanes=0), "lanes must be at least 1, not 0"),
+        (lambda shards: sp.StatefulDataset(no_stage_pipeline, seed=0, lanes=-4), "lanes must be at least 1, not -4"),
+    ],
+)
+def test_a_wrong_number_in_a_stage(make_shards: Any, make: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(make_shards([4]))
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ({"lanes": 0}, "lanes must be at least 1, not 0"),
+        ({"lanes": -12}, "lanes must be at least 1, not -12"),
+        ({"num_workers": -1}, "num_workers must be at least 0"),
+        ({"prefetch": 0}, "prefetch"),
+        ({"prefetch": -1}, "prefetch"),
+        ({"timeout": 0}, "timeout must be more than 0 seconds, not 0"),
+        ({"timeout": -1.0}, "timeout must be more than 0 seconds"),
+        ({"timeout": float("nan")}, "timeout must be more than 0 seconds"),
+        ({"seed": 2**64}, "seed must fit into 64 bits"),
+        ({"seed": -(2**63) - 1}, "seed must fit into 64 bits"),
+        ({"rank": 0}, "give both rank and world_size"),
+        ({"rank": 5, "world_size": 4}, "rank 5 does not lie in 0 … 3"),
+        ({"rank": 0, "world_size": 5}, "5 ranks do not divide 12 lanes; world sizes that do: 1, 2, 3, 4, 6, 12"),
+        ({"multiprocessing_context": "threads"}, "multiprocessing_context='threads': this platform has fork"),
+        ({"multiprocessing_context": 3}, "multiprocessing_context=3: this platform has"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_the_loader(pipeline: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader(pipeline, **settings)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])
+def test_every_seed_of_64_bits_is_a_seed(pipeline: Any, seed: int) -> None:
+    own = loader(pipeline, seed=seed)
+    batches = take(own, 3)
+    own.load_state_dict(own.state_dict())
+    assert batches != take(loader(pipeline, seed=7), 3)
+    assert derive_key(seed) != derive_key(7)
+
+
+def test_the_shards_of_a_reader_are_checked_when_the_loader_first_looks_and_not_a_worker_later(tmp_path: Path) -> None:
+    own = loader(partial(number_pipeline, str(tmp_path / "nothing")), 2, multiprocessing_context="spawn")
+    for use in (own.state_dict, own.__next__, partial(own.load_state_dict, {})):
+        with pytest.raises(sp.SavableError):
+            use()
+
+
+def test_a_world_size_that_does_not_divide_in_assert_exact_resume(pipeline: Any) -> None:
+    with pytest.raises(ValueError, match="5 ranks do not divide 12 lanes"):
+        assert_exact_resume(pipeline, steps=1, world_sizes=(5,))

@@ -1,0 +1,106 @@
+"""The promise, by property: random data, random pipelines, random cuts, chains of resumes, other workers and ranks.
+
+A few examples each; `test_resume_search.py` searches long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from tests.support.resume_search import (
+    check_chains,
+    check_endless,
+    check_finite,
+    check_once,
+    examples,
+    pipelines,
+    shard_sizes,
+)
+from tests.support.toy_pipelines import SOURCES, numbers, toy_pipeline
+
+seeds = st.integers(0, 2**64 - 1)
+
+
+@examples(9)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.sampled_from([1, 2, 12]))
+def test_every_cut_of_an_endless_run_and_chains_of_resumes_are_exact(
+    sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int
+) -> None:
+    check_endless(sizes, chosen, seed, lanes)
+
+
+@examples(3, shrink=False)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds)
+def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
+    sizes: list[int], chosen: dict[str, Any], seed: int
+) -> None:
+    check_chains(sizes, chosen, seed)
+
+
+@examples(2, shrink=False)
+@given(size=st.integers(60, 200), chosen=pipelines, epochs=st.integers(1, 2), seed=seeds)
+def test_finite_runs_and_the_epochs_after_them_are_exact(
+    size: int, chosen: dict[str, Any], epochs: int, seed: int
+) -> None:
+    check_finite(size, chosen, epochs, seed)
+
+
+@examples(20)
+@given(sizes=shard_sizes, chosen=pipelines, lanes=st.integers(1, 13), seed=seeds)
+def test_an_epoch_gives_every_sample_once_over_all_lanes(
+    sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int
+) -> None:
+    check_once(sizes, chosen, lanes, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_start_methods_are_exact(make_shards: Any, method: str) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
+    with sp.SavableLoader(pipeline, seed=3, lanes=12) as loader:
+        expected = [batch for _, batch in zip(range(12), loader, strict=False)]
+        reference = [str(batch) for batch in expected]
+    state = None
+    found: list[str] = []
+    for steps in (5, 7):
+        with sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2, multiprocessing_context=method) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            found += [str(batch) for _, batch in zip(range(steps), loader, strict=False)]
+            state = loader.state_dict()
+    assert found == reference
+
+
+@pytest.mark.parametrize(
+    ("pack", "blend"),
+    [
+        ("best_fit", None),
+        pytest.param("sequential", "branches", marks=pytest.mark.long),
+        pytest.param("first_fit_decreasing", "readers", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any, pack: str, blend: str | None) -> None:
+    how = {"pack": pack, "blend": blend, "max_length": 8, "too_long": "split"}
+    pipeline = partial(toy_pipeline, str(make_shards([30, 80, 1, 50])), epochs=1, skip=0, fan_out=0, size=1, **how)
+    given = Counter[int]()
+    state, draw = None, np.random.default_rng(0)
+    ended = False
+    while not ended:
+        with sp.SavableLoader(pipeline, seed=5, lanes=1, num_workers=int(draw.integers(0, 3))) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            wanted = int(draw.integers(0, 4))
+            batches = [batch for _, batch in zip(range(wanted), loader, strict=False)]
+            for batch in batches:
+                given.update(numbers(batch))
+            state = loader.state_dict()
+            ended = state["epoch"] > 0
+    assert given == Counter(dict.fromkeys(range(161), SOURCES[blend]))

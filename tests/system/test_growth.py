@@ -1,0 +1,157 @@
+"""Data that grows in a run: old epochs as on the old data, new ones as on all of it, however the run is stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.loader.run import Run
+from savable_pipeline.loader.settings import LoaderSettings
+from savable_pipeline.stages.batch_difference import digest
+from tests.conftest import write_numbered_shards
+from tests.support.streams import through_a_file
+from tests.support.toy_pipelines import toy_pipeline
+
+LANES = 6
+SIZES = [31, 18, 40, 25, 37]
+Batches = dict[tuple[int, int], str]  # by epoch and slot
+
+
+class Ids(sp.TaskEncoder):
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": sample.json()["id"], "drawn": rng.integers(1000)}
+
+
+def passes(folder: str, lane: sp.Lane, **how: Any) -> sp.Stage:
+    """A pipeline whose length is known, so that ranks need not vote."""
+    samples = sp.TarShardReader(folder, lane, epochs=1, block_size=3, **how)
+    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=7), Ids()), size=4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The folder of the first so many shards."""
+    root = tmp_path_factory.mktemp("growth")
+    for count in range(1, len(SIZES) + 1):
+        write_numbered_shards(root / str(count), SIZES[:count])
+    return {count: str(root / str(count)) for count in range(1, len(SIZES) + 1)}
+
+
+def begun(pipeline: Callable[[sp.Lane], sp.Stage], state: Any, world: int, workers: int, allow: Sequence[str]) -> Any:
+    """The ranks of a run that go on from `state`."""
+    settings = {"seed": 5, "lanes": LANES, "num_workers": workers, "world_size": world}
+    runs = [Run(LoaderSettings(pipeline, rank=rank, **settings)) for rank in range(world)]  # type: ignore[arg-type]
+    for run in runs if state is not None else ():
+        run.load_state_dict(state, allow)
+    return runs
+
+
+def take(runs: list[Run], steps: int, found: Batches) -> None:
+    """Take steps of all ranks, and note each batch by its epoch and slot."""
+    for _ in range(steps):
+        for run in runs:
+            try:
+                batch = next(run)
+            except StopIteration:
+                iter(run)
+                batch = next(run)
+            place = run.epoch, run.last_step()[0]
+            assert place not in found
+            found[place] = digest(batch)
+
+
+def grown_run(
+    pipelines: list[tuple[Callable[[sp.Lane], sp.Stage], int]],
+    draw: random.Random | None = None,
+    workers: Sequence[int] = (0,),
+) -> tuple[Batches, list[tuple[int, int]]]:
+    """The batches of a run that takes so many slots of each pipeline in turn, and where it went on with the next.
+
+    `draw`: it is stopped between them again and again, to go on with other ranks and workers.
+    """
+    found: Batches = {}
+    state, places = None, []
+    for pipeline, slots in pipelines:
+        left = slots
+        while left:
+            world = draw.choice([each for each in (1, 2, 3, 6) if each <= left]) if draw else 1
+            steps = min(left // world, draw.randrange(4, 12)) if draw else left
+            runs = begun(
+                pipeline, state, world, draw.choice(workers) if draw else 0, ["shards"] if left == slots else []
+            )
+            try:
+                take(runs, steps, found)
+                state = through_a_file(sp.merge_states([run.state_dict() for run in runs]))
+            finally:
+                for run in runs:
+                    run.close()
+            left -= steps * world
+        places.append((state["epoch"], state["slot"]))
+    return found, places
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("how", [{}, {"shuffle": False}, {"subset": 0.7}])
+def test_each_pass_is_that_of_a_run_on_its_own_shards(folders: dict[int, str], how: dict[str, Any], seed: int) -> None:
+    draw = random.Random(f"{how}{seed}")
+    counts, slots = sorted(draw.sample(range(2, 6), 3)), [6 * draw.randrange(1, 8), 6 * draw.randrange(1, 8) + 30, 90]
+    plan = [(partial(passes, folders[count], **how), n) for count, n in zip(counts, slots, strict=True)]
+    found, places = grown_run(plan, draw)
+    expected: dict[int, Batches] = {}
+    for count in counts:
+        with Run(LoaderSettings(partial(passes, folders[count], **how), seed=5, lanes=LANES)) as run:
+            expected[count] = {}
+            while run.epoch <= places[-1][0]:
+                take([run], 1, expected[count])
+    joins = [0] + [epoch + (slot > 0) for epoch, slot in places[:-1]]
+    for (epoch, slot), batch in found.items():
+        count = next(count for join, count in reversed(list(zip(joins, counts, strict=True))) if join <= epoch)
+        assert expected[count][epoch, slot] == batch, (epoch, slot)
+    assert max(found)[0] >= joins[-1] > joins[1] >= 0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"blend": "branches", "buffer": 5},
+        pytest.param({"blend": "nested", "pack": "first_fit_decreasing"}, marks=pytest.mark.long),
+        {"shuffle": False, "pack": None, "block_size": 2},
+    ],
+)
+def test_a_run_that_grew_twice_goes_on_alike_however_it_is_stopped(
+    folders: dict[int, str], how: dict[str, Any]
+) -> None:
+    plan = [(partial(toy_pipeline, folders[count], **how), slots) for count, slots in [(1, 12), (3, 48), (5, 120)]]
+    expected, _ = grown_run(plan)
+    found, _ = grown_run(plan, random.Random(str(how)))
+    assert found == expected
+    unmixed, _ = grown_run([(plan[0][0], 12), (plan[2][0], 168)])
+    assert unmixed != expected  # else this test shows nothing of the second growth
+
+
+def test_with_worker_processes_too(folders: dict[int, str]) -> None:
+    plan = [(partial(toy_pipeline, folders[count]), slots) for count, slots in [(1, 12), (4, 24)]]
+    found, _ = grown_run(plan, random.Random(3), workers=(1, 2))
+    assert found == grown_run(plan)[0]
+
+
+def test_all_samples_of_the_grown_data_come_once_in_each_later_pass(folders: dict[int, str]) -> None:
+    def ids(batches: Any) -> list[int]:
+        return sorted(int(number) for batch in batches for number in batch["id"][batch["valid"]])
+
+    loader = sp.SavableLoader(partial(passes, folders[2]), seed=5, lanes=LANES, tail="pad")
+    old = [next(loader) for _ in range(4)]
+    later = sp.SavableLoader(partial(passes, folders[5]), seed=5, lanes=LANES, tail="pad")
+    later.load_state_dict(loader.state_dict(), allow="shards")
+    assert ids([*old, *later]) == list(range(sum(SIZES[:2])))
+    iter(later)
+    length, given = len(later), list(later)
+    assert len(given) == length
+    assert ids(given) == list(range(sum(SIZES)))

@@ -1,0 +1,48 @@
+"""How well a batch is mixed when the data are not: classes in file order, batches of one lane."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.core.keyed_random import below, words
+from tests.support.toy_dataset import first, readers
+
+CLASSES, BATCH = 100, 256
+
+
+def entropy(classes: np.ndarray) -> float:
+    """Of the classes in a batch, in nats."""
+    shares = np.bincount(classes) / len(classes)
+    shares = shares[shares > 0]
+    return float(-(shares * np.log(shares)).sum())
+
+
+def random_entropy() -> float:
+    """Of batches drawn at random."""
+    drawn = below(words(1, 0, 1000 * BATCH), CLASSES).reshape(1000, BATCH)
+    return median(entropy(batch) for batch in drawn)
+
+
+@pytest.mark.parametrize(
+    ("part", "batches", "shards", "share"),
+    [
+        ("the first two batches", slice(0, 2), 50, 0.95),
+        ("later", slice(2, None), 50, 0.95),
+        ("several windows", slice(None), 500, 0.89),
+    ],
+)
+def test_batches_of_sorted_classes_have_nearly_the_entropy_of_random_ones(
+    part: str, batches: slice, shards: int, share: float
+) -> None:
+    count = 100_000
+    make = readers([count // shards] * shards, lanes=96)  # all settings as they are by default
+    found = []
+    for lane in range(0, 96, 12):
+        refs = first(sp.ShuffleBuffer(make(lane), size=2000), 24 * BATCH)
+        classes = np.array([index * CLASSES // count for index, _ in refs]).reshape(-1, BATCH)
+        found += [entropy(batch) for batch in classes[batches]]
+    assert median(found) > share * random_entropy()

@@ -1,0 +1,207 @@
+"""A run reads the shards that it began with, however late a process of it opens them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import savable_pipeline as sp
+from savable_pipeline.loader.ranks import Ranks
+from tests.conftest import write_numbered_shards
+from tests.support.toy_faults import NumberEncoder
+
+SIZES = [8, 12, 9, 11]
+STEPS = 30  # several epochs of the first two shards
+
+
+def shuffled(folder: str, lane: sp.Lane) -> sp.Stage:
+    samples = sp.TarShardReader(folder, lane, block_size=2, subset=0.9)
+    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=3), NumberEncoder()), size=2)
+
+
+class JoinedNumbers(NumberEncoder):
+    """A sample's number, and that of the joined one, -1 without."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"], "other.json" in sample
+
+
+def joined(folder: str, lane: sp.Lane) -> sp.Stage:
+    samples = sp.TarShardReader(f"{folder}/../all", lane, shuffle=False)
+    samples = sp.Join(samples, {"other": folder}, missing="empty")
+    return sp.Batcher(sp.Encode(samples, JoinedNumbers()), size=2)
+
+
+def loader(folder: Path, make: Any = shuffled, **more: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(partial(make, str(folder)), seed=1, lanes=4, **more)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder of the shards 1 and 2 of four; `add` copies others into it."""
+    write_numbered_shards(tmp_path / "all", SIZES)
+    (tmp_path / "now").mkdir()
+    add(tmp_path / "now", 1)
+    add(tmp_path / "now", 2)
+    return tmp_path / "now"
+
+
+def add(folder: Path, shard: int) -> None:
+    shutil.copy(folder.parent / "all" / f"{shard:04d}.tar", folder)
+
+
+def expected(folder: Path, make: Any = shuffled, steps: int = STEPS) -> tuple[list[Any], dict[str, Any]]:
+    """The batches and the state of a run that nothing disturbs."""
+    with loader(folder, make) as made:
+        return [next(made) for _ in range(steps)], made.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [
+        *(pytest.param("spawn", make, marks=pytest.mark.long) for make in (shuffled, joined)),
+        *(("fork", make) for make in (shuffled, joined)),
+    ],
+)
+def test_workers_that_open_the_folder_after_the_trainer(data: Path, method: str, make: Any) -> None:
+    batches, state = expected(data, make)
+    with loader(data, make, num_workers=1, multiprocessing_context=method) as made:
+        made.state_dict()  # opens the shards here
+        add(data, 3)
+        assert [next(made) for _ in range(STEPS)] == batches
+        assert made.state_dict() == state
+
+
+def test_a_fork_server_that_opened_the_folder_before_the_trainer(data: Path) -> None:
+    with loader(data, num_workers=1, multiprocessing_context="fork") as made:
+        wait_for_server(data)
+        add(data, 3)
+        batches, state = expected(data)
+        assert [next(made) for _ in range(STEPS)] == batches
+        assert made.state_dict() == state
+
+
+def wait_for_server(data: Path) -> None:
+    """Until the index is there, which the server has made."""
+    for _ in range(1000):
+        if (data / ".nv-meta/savable.index").exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError("no index")
+
+
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
+def test_a_worker_that_replaces_a_dead_one(data: Path, method: str) -> None:
+    batches, state = expected(data)
+    with loader(data, num_workers=1, multiprocessing_context=method) as made:
+        given = [next(made) for _ in range(3)]
+        add(data, 3)
+        kill_what_makes_batches(made._run.prefetcher)
+        assert [*given, *(next(made) for _ in range(STEPS - 3))] == batches
+        assert made.state_dict() == state and made.stats()["restarts"] == 1
+
+
+def kill_what_makes_batches(prefetcher: Any) -> None:
+    """The worker, and under fork the server, which would have kept the shards open for the next worker."""
+    server = getattr(prefetcher._launcher, "_process", None)
+    for pid in [*([] if server is None else [server.pid]), *prefetcher._makers.pids]:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("make", [shuffled, joined])
+def test_a_loader_that_is_closed_and_goes_on(data: Path, make: Any, caplog: Any) -> None:
+    batches, state = expected(data, make)
+    made = loader(data, make)
+    given = [next(made) for _ in range(3)]
+    made.close()
+    add(data, 3)
+    assert [*given, *(next(made) for _ in range(STEPS - 3))] == batches
+    assert made.state_dict() == state
+    assert "1 shards were added since this run began, from 0003.tar on" in caplog.text
+    made.close()
+
+
+def test_a_shard_that_comes_before_the_others_is_named(data: Path) -> None:
+    with loader(data) as made:
+        next(made)
+        made.close()
+        add(data, 0)
+        with pytest.raises(sp.ShardError, match=r"0000\.tar was added or rewritten, and of the 2 .* 0 are not here"):
+            next(made)
+
+
+@pytest.mark.long
+def test_a_worker_names_a_shard_that_comes_before_the_others(data: Path) -> None:
+    with loader(data, num_workers=1, multiprocessing_context="spawn") as made:
+        made.state_dict()
+        add(data, 0)
+        with pytest.raises(sp.ShardError, match=r"0000\.tar was added or rewritten"):
+            next(made)
+
+
+def test_it_can_be_loaded_with_the_new_shards(data: Path) -> None:
+    with loader(data) as made:
+        next(made)
+        add(data, 3)
+        state = made.state_dict()
+    with loader(data) as made:
+        made.load_state_dict(state, allow={"shards"})
+        assert len(made._run.local.last_stage.lane.growth[""]) == 2
+
+
+def ranks_at_different_times(data: Path, shard: int) -> list[sp.SavableLoader]:
+    """Two ranks, of which the second opens the folder after a shard was added."""
+    ranks = [loader(data, rank=rank, world_size=2) for rank in range(2)]
+    next(ranks[0])
+    add(data, shard)
+    return ranks
+
+
+def test_ranks_that_open_the_folder_at_different_times(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a store in common, as the ranks of torch.distributed have."""
+    store = dist.HashStore()
+    group = SimpleNamespace(get_group_store=lambda: store)
+    monkeypatch.setattr(Ranks, "_find_group", lambda ranks: group)
+    first, second = ranks_at_different_times(data, 3)
+    with pytest.raises(
+        sp.CheckpointMismatchError, match=r"rank 1 found other shards than rank 0, or .*: 3 here, 2 there"
+    ):
+        next(second)
+    next(first)  # asks no more
+    for fresh in [loader(data, rank=rank, world_size=2) for rank in range(2)]:  # another run, later
+        next(fresh)
+
+
+def test_ranks_with_other_lists_to_exclude(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    group = SimpleNamespace(get_group_store=lambda: store)
+    monkeypatch.setattr(Ranks, "_find_group", lambda ranks: group)
+    lists = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    for path, sample in zip(lists, sp.open_dataset(data), strict=False):
+        path.write_text(f"{sample.key}\n")
+
+    def of(rank: int) -> sp.SavableLoader:
+        def pipeline(lane: sp.Lane) -> sp.Stage:
+            return sp.Batcher(sp.TarShardReader(str(data), lane, exclude=lists[rank]), size=2)
+
+        return sp.SavableLoader(pipeline, seed=1, lanes=4, rank=rank, world_size=2)
+
+    next(of(0))
+    with pytest.raises(sp.CheckpointMismatchError, match="or another list to exclude"):
+        next(of(1))
+
+
+def test_ranks_without_a_store_find_it_when_their_states_are_merged(data: Path) -> None:
+    first, second = ranks_at_different_times(data, 3)
+    next(second)
+    with pytest.raises(sp.CheckpointMismatchError):
+        sp.merge_states([first.state_dict(), second.state_dict()])

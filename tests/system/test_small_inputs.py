@@ -1,0 +1,145 @@
+"""Small inputs that would become large, or take hours: each is refused, or read in little memory."""
+
+from __future__ import annotations
+
+import tarfile
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.shards.energon_metadata import read_counts, read_split
+from savable_pipeline.shards.scan import scan
+from savable_pipeline.state import fingerprint
+from savable_pipeline.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
+from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
+from tests.conftest import write_tar
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Fails where Python's objects take more than 400 MB."""
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 400_000_000, peak
+
+
+def meta(root: Path, name: str, text: str) -> Path:
+    (root / ".nv-meta").mkdir(exist_ok=True)
+    (root / ".nv-meta" / name).write_text(text)
+    return root
+
+
+class Compressed(msgspec.Struct):
+    compressed: bytes
+
+
+def test_a_fingerprint_that_inflates_to_a_gigabyte(little_memory: None) -> None:
+    deflate = zlib.compressobj()
+    zeros = bytes(1 << 24)
+    raw = b"".join(deflate.compress(zeros) for _ in range(64)) + deflate.flush()
+    with pytest.raises(sp.StateError, match=r"fingerprint: more than 134\.2 MB inflated; use another copy"):
+        unpack_fingerprint(pack_state(Compressed(raw)))
+
+
+def test_settings_that_would_not_be_read_back_are_refused_when_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"take 2.* kB, most of it Encode.*; a state holds at most 1.*"):
+        pack_fingerprint(Fingerprint({"seed": 1, "Encode.table": "x" * 2000}, {}))
+
+
+@pytest.mark.parametrize("depth", [250, 5000])
+def test_a_lane_whose_lists_are_deep(depth: int) -> None:
+    body = b"\x91" * depth + b"\xc0"
+    raw = pack_state(LaneState(0, 0, stages={"x": msgspec.Raw(body)}))
+    with pytest.raises(sp.StateError, match=r"lane 0: .*use another copy"):
+        unpack_state(raw, LaneState, "lane 0")
+
+
+@pytest.mark.long
+def test_a_split_of_few_kilobytes_that_names_billions_of_shards(tmp_path: Path, little_memory: None) -> None:
+    lines = "".join(f"  - '{i}-{{000000..099999}}.tar'\n" for i in range(800))
+    root = meta(tmp_path, "split.yaml", f"split_parts:\n  train:\n{lines}")
+    with pytest.raises(sp.ShardError, match=r"split\.yaml: up to '20-.* stand for more than 2,000,000 names"):
+        read_split(root, "train", [])
+
+
+def test_a_pattern_of_long_names(tmp_path: Path, little_memory: None) -> None:
+    root = meta(tmp_path, "split.yaml", f"split_parts:\n  train: ['{{000000..999999}}{'x' * 5000}.tar']\n")
+    with pytest.raises(sp.ShardError, match="too long ones"):
+        read_split(root, "train", [])
+
+
+@pytest.mark.parametrize("number", ["1:" * 1_500_000 + "1", "9" * 3_000_000, "0x" + "f" * 3_000_000])
+def test_an_integer_of_three_megabytes(tmp_path: Path, number: str) -> None:
+    root = meta(tmp_path, ".info.yaml", f"shard_counts: {{a.tar: {number}}}\n")
+    with pytest.raises(
+        sp.ShardError, match=r"\.info\.yaml: cannot be read: line 1, column 23: a number of 300000. char"
+    ):
+        read_counts(root)
+
+
+@pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "!!timestamp x", "!!float x"])
+def test_a_value_that_is_not_what_its_tag_says(tmp_path: Path, value: str) -> None:
+    with pytest.raises(sp.ShardError, match=r"\.info\.yaml: cannot be read: a value is not what its type says"):
+        read_counts(meta(tmp_path, ".info.yaml", f"shard_counts: {{a.tar: {value}}}\n"))
+    (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: a, weight: {value}}}}}\n")
+    with pytest.raises(ValueError, match=r"mixture\.yaml, line 1: a value is not what its type says"):
+        sp.read_mixture(tmp_path / "mixture.yaml")
+
+
+TENS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"a0: &a0 [x]\n{TENS}sources: *a11\n", r"line \d+, column \d+: more than 100,000 values"),
+        ("sources: &a {b: *a}\n", r"line 1: .*the alias \*a lies in what it stands for"),
+        ("sources: {a: {path: a, weight: '1e99999999'}}", "line 1: the weight of 'a' has too large a power of ten"),
+        ("sources: {true: {path: a, weight: 1}}", "line 1: the name True is not a text; write it in quotes"),
+        (f"sources: {'[' * 3000}", "deeper than 20"),
+        ("sources: \0", "line 1: .*special characters are not allowed"),
+    ],
+)
+def test_a_hostile_mixture(tmp_path: Path, text: str, message: str, little_memory: None) -> None:
+    (tmp_path / "mixture.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        sp.read_mixture(tmp_path / "mixture.yaml")
+    assert type(caught.value) is ValueError
+
+
+def test_a_mixture_may_have_aliases(tmp_path: Path) -> None:
+    text = "sources:\n  a: &a {path: s, weight: 1}\n  b: *a\n  c: {<<: *a, split: train}\n"
+    (tmp_path / "mixture.yaml").write_text(text)
+    sources = sp.read_mixture(tmp_path / "mixture.yaml").sources
+    assert {name: source.weight for name, source in sources.items()} == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_mixture_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mixture.yaml").write_bytes(b"sources: \xff\xfe")
+    with pytest.raises(ValueError, match=r"mixture\.yaml, line 1: ") as caught:
+        sp.read_mixture(tmp_path / "mixture.yaml")
+    assert type(caught.value) is ValueError
+
+
+def test_pax_headers_by_the_thousand_are_read_in_little_memory(tmp_path: Path) -> None:
+    """Every global header has names of its own, and each member is read with all of them."""
+    write_tar(tmp_path / "end.tar", [(f"s{i}.txt", b"x") for i in range(200)])
+    many = b""
+    for i in range(300):
+        header = tarfile.TarInfo("h").create_pax_global_header({f"{i}-{j}": "v" * 9 for j in range(500)})
+        many += header
+    (tmp_path / "many.tar").write_bytes(many + (tmp_path / "end.tar").read_bytes())
+    tracemalloc.start()
+    table = scan(tmp_path, "many.tar")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not table.entry.fault and table.entry.samples == 200
+    assert peak < 3_000_000

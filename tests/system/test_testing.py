@@ -1,0 +1,179 @@
+"""`assert_exact_resume` finds what does not resume, and says at which step and in which field."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.testing import assert_exact_resume, sorted_by_slot
+from tests.support.toy_faults import NumberEncoder, number_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def shards(make_shards: Any) -> Path:
+    folder: Path = make_shards([40, 7, 60])
+    return folder
+
+
+def test_the_toy_pipeline_passes_and_the_resumes_are_counted(shards: Path) -> None:
+    count = assert_exact_resume(
+        partial(toy_pipeline, str(shards)), steps=10, chains=1, workers=(0, 1), world_sizes=(1, 2)
+    )
+    assert count > 11
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_finite_pipeline_passes_with_ranks_that_begin_at_slots_they_do_not_divide(shards: Path, seed: int) -> None:
+    pipeline = partial(toy_pipeline, str(shards), epochs=1)
+    assert_exact_resume(pipeline, seed=seed, steps=40, after=1, chains=8, world_sizes=(1, 2, 3, 4))
+
+
+# Stages.
+
+
+class Forgetful(sp.PassThrough, sp.ItemStage):
+    """Gives each item with the one before it, which it does not save."""
+
+    def __init__(self, source: sp.Stage) -> None:
+        super().__init__(source)
+        self.last = -1
+
+    def __next__(self) -> Any:
+        item = next(self.source)
+        self.last, before = item, self.last
+        return [before, item]
+
+
+class LooksAhead(sp.PassThrough, sp.ItemStage):
+    """Holds one item back, and neither saves it nor makes it again."""
+
+    held: list[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self.held is None:
+            self.held = [next(self.source)]
+        self.held.append(next(self.source))
+        return self.held.pop(0)
+
+
+@pytest.mark.parametrize("stage", [Forgetful, LooksAhead])
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_a_stage_whose_state_is_not_whole_fails(shards: Path, stage: type[sp.Stage], epochs: int | None) -> None:
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        items = sp.Encode(sp.TarShardReader(str(shards), lane, epochs=epochs), NumberEncoder())
+        return sp.Batcher(stage(items), size=2)
+
+    with pytest.raises(AssertionError, match=r"resumed at step 1: the batch at step 1 differs in .*batch\[0\]"):
+        assert_exact_resume(pipeline, lanes=1)
+
+
+# Encoders.
+
+
+class Remembers(NumberEncoder):
+    """Counts its samples."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        self.seen += 1
+        return {"id": super().encode(sample, rng), "seen": self.seen}
+
+
+class Unseeded(NumberEncoder):
+    """Draws from a generator that no one seeds."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": super().encode(sample, rng), "noise": random.SystemRandom().random()}
+
+
+class NotForItself(NumberEncoder):
+    """Draws from torch's generator although it says that it does not."""
+
+    global_rng = ("python",)
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": super().encode(sample, rng), "noise": torch.rand(3)}
+
+
+class BatchesUnseeded(NumberEncoder):
+    """Draws when it makes a batch."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"ids": torch.tensor(items), "mixed": torch.rand(len(items))}
+
+
+@pytest.mark.parametrize(
+    "encoder,field",
+    [
+        (Remembers(), r"batch\[0\]\['seen'\]"),
+        (Unseeded(), r"batch\[0\]\['noise'\]"),
+        (NotForItself(), r"batch\[0\]\['noise'\], sample 0 \(3 of 3 differ\)"),
+        (BatchesUnseeded(), r"batch\['mixed'\], sample 0 \(2 of 2 differ\)"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, sp.TaskEncoder) else "",
+)
+def test_an_encoder_that_is_not_pure_fails(shards: Path, encoder: sp.TaskEncoder, field: str) -> None:
+    """Built once and shared, as encoders are: nothing of it is made anew by a resume in one process."""
+    pipeline = partial(number_pipeline, str(shards), encoder=encoder)
+    with pytest.raises(AssertionError, match=rf"resumed at step \d+: the batch at step \d+ differs in {field}"):
+        assert_exact_resume(pipeline, lanes=3)
+
+
+class WhereItRuns(NumberEncoder):
+    """Depends on the process: no resume in one process shows it."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        import os
+
+        return {"ids": items, "process": os.getpid()}
+
+
+def test_an_encoder_that_depends_on_its_process_fails_as_soon_as_workers_are_drawn(shards: Path) -> None:
+    pipeline = partial(number_pipeline, str(shards), encoder=WhereItRuns())
+    assert_exact_resume(pipeline, lanes=2, steps=6, chains=2)
+    with pytest.raises(AssertionError, match=r"chain 0, resumed .* × 1 workers .*differs in batch\['process'\]"):
+        assert_exact_resume(pipeline, lanes=2, steps=6, workers=(1,))
+
+
+# The end of an epoch.
+
+
+class EndsEarlier(sp.PassThrough, sp.ItemStage):
+    """Gives nine items, counted from wherever it was restored."""
+
+    given = 0
+
+    def __next__(self) -> Any:
+        if self.given == 9:
+            raise StopIteration
+        self.given += 1
+        return next(self.source)
+
+
+def test_an_epoch_that_ends_elsewhere_after_a_resume_fails(shards: Path) -> None:
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        items = sp.Encode(sp.TarShardReader(str(shards), lane, epochs=1), NumberEncoder())
+        return EndsEarlier(items)
+
+    with pytest.raises(AssertionError, match="an epoch went on at step 9, otherwise than uninterrupted"):
+        assert_exact_resume(pipeline, lanes=1)
+
+
+def test_an_epoch_without_a_batch_is_an_error(make_shards: Any) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([3])), epochs=1)
+    with pytest.raises(sp.SavableError, match="epoch 0 has no batch"):
+        assert_exact_resume(pipeline, lanes=12)
+
+
+def test_the_batches_of_a_step_are_sorted_by_slot() -> None:
+    """A step of 3 ranks from slot 4 on: slot 4 is of rank 1, slot 5 of rank 2, slot 6 of rank 0."""
+    assert sorted_by_slot(["six", "four", "five"], 4) == ["four", "five", "six"]

@@ -1,0 +1,221 @@
+"""`Tokenizer`: bytes, functions and real tokenizers behind one face."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import tiktoken
+import tokenizers
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from savable_pipeline.core.rng import Rng
+from savable_pipeline.dataset.sample import DetachedSample, Sample
+from task_encoders.captioning import CaptioningEncoder
+from task_encoders.language_modeling import LanguageModelingEncoder
+from task_encoders.parts.tokenizer import BYTES, Tokenizer, as_tokenizer
+from tests.support.toy_samples import trained_tokenizer
+
+SENTENCES = ["a cat sat on the mat", "the dog sat on the cat", "the mat is on the dog"]
+
+
+def trained(vocab_size: int = 30) -> tokenizers.Tokenizer:
+    """A byte-pair tokenizer of the sentences."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = ["[UNK]", "[EOS]"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
+    made.train_from_iterator(SENTENCES, trainer)
+    return made
+
+
+def words(text: str) -> list[int]:
+    """A word is its length."""
+    return [len(word) for word in text.split()]
+
+
+def framed(text: str) -> list[int]:
+    """Adds its own special ids, to nothing too, as many tokenizers do."""
+    return [8, *words(text), 9]
+
+
+class Fast:
+    """A tokenizer as transformers has them: `encode` gives a list, and what can be printed lies inside."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self.backend_tokenizer = backend
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+        ids: list[int] = self.backend_tokenizer.encode(text).ids
+        return ids
+
+
+class Numbers:
+    """An object with `encode` that gives a list, as those of tiktoken and SentencePiece do."""
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers in a text."""
+        return [int(number) for number in text.split()]
+
+
+@given(st.text(min_size=1))
+def test_bytes_give_the_text_back(text: str) -> None:
+    bos, *ids, eos = as_tokenizer(None)(text).tolist()
+    assert (bos, eos) == (257, 258)
+    assert bytes(ids).decode() == text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "expected"),
+    [
+        (words, "a bb ccc", [1, 2, 3]),
+        (Numbers(), "4 5", [4, 5]),
+        (Numbers().encode, "4 5", [4, 5]),
+        (Tokenizer(words, bos=8), "a bb", [8, 1, 2]),
+        (Tokenizer(words, eos=0), "a bb", [1, 2, 0]),
+        (Tokenizer(words, bos=8, eos=9), " ", []),
+        (None, "", []),
+        (framed, "a bb", [8, 1, 2, 9]),
+        (framed, "", []),
+    ],
+)
+def test_functions_and_objects_with_encode_are_tokenizers(tokenizer: Any, text: str, expected: list[int]) -> None:
+    ids = as_tokenizer(tokenizer)(text)
+    assert (ids.tolist(), ids.dtype) == (expected, torch.int64)
+
+
+def test_a_hugging_face_tokenizer_works_in_both_encoders() -> None:
+    tokenizer = trained()
+    text = "the cat is on the mat"
+    expected = [*tokenizer.encode(text).ids, tokenizer.token_to_id("[EOS]")]
+    assert len(expected) < len(text)
+    ending = Tokenizer(tokenizer, eos=tokenizer.token_to_id("[EOS]"))
+    image = b"P6 1 1 255\n\x01\x02\x03"
+    sample = Sample(DetachedSample(1, "a", "0.tar", 0, {"ppm": image, "txt": text.encode()}), 0, 0, 0, 0)
+    for encoder in (LanguageModelingEncoder(ending), CaptioningEncoder(ending)):
+        item: Any = pickle.loads(pickle.dumps(encoder)).encode(sample, Rng(7))
+        assert item["tokens"].tolist() == expected
+
+
+def test_a_hugging_face_tokenizer_is_known_by_its_vocabulary() -> None:
+    one, same, other = (as_tokenizer(trained(size)).settings()["tokenizer"] for size in (30, 30, 20))
+    assert one == same != other
+    assert as_tokenizer(Fast(trained())).settings()["tokenizer"] == one
+    assert pickle.loads(pickle.dumps(as_tokenizer(trained()))).settings()["tokenizer"] == one
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        (None, "bytes"),
+        (words, f"{__name__}.words"),
+        (Numbers(), f"{__name__}.Numbers"),
+        (Numbers().encode, f"{__name__}.Numbers.encode"),
+        (Tokenizer(words, name="words, 2"), "words, 2"),
+    ],
+)
+def test_any_other_tokenizer_is_known_by_a_name(tokenizer: Any, name: str) -> None:
+    assert as_tokenizer(tokenizer).settings()["tokenizer"] == name
+
+
+def fast() -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained_tokenizer(), eos_token="<|endoftext|>", pad_token="<|im_end|>"
+    )
+
+
+def test_a_tokenizer_of_transformers_is_the_same_before_and_after_use() -> None:
+    made = fast()
+    before = as_tokenizer(made).settings()
+    assert before == as_tokenizer(fast()).settings()
+    made(["a", "a bb"], padding=True, truncation=True, max_length=7)  # which it keeps in the vocabulary's own object
+    assert as_tokenizer(made).settings() == before
+    assert as_tokenizer(made)("def main()").tolist() == trained_tokenizer().encode("def main()").ids
+
+
+def encoding(**changed: Any) -> tiktoken.Encoding:
+    """An encoding of tiktoken from ranks at hand: bytes, and pairs of letters."""
+    letters = "abcdefgh"
+    pairs = [(a + b).encode() for a in letters for b in letters]
+    ranks = {token: rank for rank, token in enumerate([*(bytes([i]) for i in range(256)), *pairs])}
+    settings = {"pat_str": r"\w+|\W+", "mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 999}}
+    return tiktoken.Encoding("local", **{**settings, **changed})  # type: ignore[arg-type]
+
+
+def test_tiktoken_reads_special_tokens_in_a_document_as_text_and_in_a_piece_as_tokens() -> None:
+    tokenizer = Tokenizer(encoding(), eos=999)
+    text = "cab <|endoftext|>"
+    assert tokenizer("cab").tolist() == [*encoding().encode_ordinary("cab"), 999]
+    assert encoding().decode_bytes(tokenizer(text).tolist()[:-1]).decode() == text
+    assert 999 not in tokenizer(text).tolist()[:-1]
+    assert list(tokenizer.piece(text))[-1] == 999
+    assert tokenizer.special_texts() == {"<|endoftext|>"}
+
+
+def test_tiktoken_is_known_by_its_ranks_pattern_and_special_tokens() -> None:
+    ranks = {bytes([i]): i for i in range(256)}
+    others = [{}, {"mergeable_ranks": ranks}, {"pat_str": r"\w+|\W"}, {"special_tokens": {"<|end|>": 999}}]
+    assert len({as_tokenizer(encoding(**other)).settings()["tokenizer"] for other in others}) == 4
+    assert as_tokenizer(encoding()).settings() == as_tokenizer(pickle.loads(pickle.dumps(encoding()))).settings()
+
+
+class Framing(Numbers):
+    """As those of transformers: adds its own beginning unless told not to."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The numbers in a text, after a 1."""
+        return [1] * add_special_tokens + super().encode(text)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token to id."""
+        return {"1": 1, "2": 2}
+
+
+def test_a_piece_has_nothing_added() -> None:
+    assert Tokenizer(Framing(), eos=9)("4 5").tolist() == [1, 4, 5, 9]
+    assert list(Tokenizer(Framing(), eos=9).piece("4 5")) == [4, 5]
+    assert list(BYTES.piece("a")) == [97]
+    assert list(as_tokenizer(trained()).piece("")) == []
+
+
+def test_special_tokens_are_known_where_the_tokenizer_tells_them() -> None:
+    assert as_tokenizer(trained()).special_texts() == {"[UNK]", "[EOS]"}
+    assert as_tokenizer(fast()).special_texts() == {"<|endoftext|>", "<|im_end|>"}
+    assert BYTES.special_texts() == set()
+
+
+def test_a_vocabulary_that_is_all_a_tokenizer_shows_tells_it_apart() -> None:
+    class Other(Framing):
+        def get_vocab(self) -> dict[str, int]:
+            return {"1": 1, "3": 3}
+
+    names = {as_tokenizer(each).settings()["tokenizer"] for each in (Framing(), Framing(), Other())}
+    assert len(names) == 2
+
+
+def test_sentencepiece_is_known_by_its_model() -> None:
+    class Processor(Numbers):
+        def __init__(self, model: bytes) -> None:
+            self.model = model
+
+        def serialized_model_proto(self) -> bytes:
+            return self.model
+
+    names = [as_tokenizer(Processor(model)).settings()["tokenizer"] for model in (b"a", b"a", b"b")]
+    assert names[0] == names[1] != names[2]
+
+
+def test_settings_hold_the_special_ids() -> None:
+    assert BYTES.settings() == {"tokenizer": "bytes", "bos": 257, "eos": 258, "pad": 256}
+
+
+@pytest.mark.parametrize("wrong", ["gpt2", 7])
+def test_what_is_no_tokenizer_is_refused_with_what_to_do(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"not {wrong!r}; load it first"):
+        as_tokenizer(wrong)

@@ -1,0 +1,126 @@
+"""`ClassificationEncoder`: image and class, mixed in batches or not."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from savable_pipeline.core.rng import Rng
+from savable_pipeline.stages.task_encoder import Skip
+from task_encoders.classification import ClassificationEncoder
+from task_encoders.parts.square_crop import SquareCrop
+from tests.support.toy_samples import digits, item, plain_png, sample
+
+RNG = Rng(7)
+SMALL = SquareCrop(8, augment=False, mean=(0.0,) * 3, std=(1.0,) * 3)
+
+
+def encoder(**settings: Any) -> ClassificationEncoder:
+    """Of ten classes and small images, unless told otherwise."""
+    return ClassificationEncoder(**{"classes": 10, "crop": SMALL, **settings})
+
+
+def batch_of_digits(made_by: ClassificationEncoder, seed: int = 0) -> dict[str, Any]:
+    """A batch of six digits, mixed as torch's seed has it."""
+    items = [item(made_by, sample(png=image, cls=str(digit))) for image, digit in digits()[:6]]
+    torch.manual_seed(seed)
+    batch: dict[str, Any] = made_by.batch(items, RNG)
+    return batch
+
+
+def test_a_batch_of_digits_has_their_pixels_and_classes() -> None:
+    batch = batch_of_digits(encoder())
+    assert batch["label"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert (batch["image"].shape, batch["image"].dtype, batch["label"].dtype) == (
+        (6, 3, 8, 8),
+        torch.float32,
+        torch.int64,
+    )
+    expected = np.array([0, 0, 5, 13, 9, 1, 0, 0]) * (255 / 16) // 1 / 255  # the first row of the first digit
+    np.testing.assert_allclose(batch["image"][0, 0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "expected"),
+    [
+        ({}, {"cls": " 3\n"}, 3),
+        ({"label": "json[label]"}, {"json": {"label": 3}}, 3),
+        ({"label": "json[label]"}, {"json": {"label": "3"}}, 3),
+        ({"classes": 2, "names": ("cat", "dog")}, {"cls": "dog\n"}, 1),
+    ],
+)
+def test_a_class_is_a_number_or_a_name_in_a_part_or_a_field(settings: Any, parts: Any, expected: int) -> None:
+    assert item(encoder(**settings), sample({"png": plain_png(8, 8), **parts}))["label"] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "message"),
+    [
+        ({}, {"cls": "10"}, "cls: expected a class from 0 to 9, found '10'"),
+        ({}, {"cls": "-1"}, "cls: expected a class from 0 to 9, found '-1'"),
+        ({}, {"cls": ""}, "cls: expected a class from 0 to 9, found ''"),
+        ({"label": "json[label]"}, {"json": {"label": True}}, r"json\[label\]: expected a class .* found True"),
+        ({"label": "json[label]"}, {"json": {"label": 1.5}}, r"json\[label\]: expected a class .* found 1.5"),
+        ({"classes": 2, "names": ("cat", "dog")}, {"cls": "cow"}, "cls: expected one of cat, dog, found 'cow'"),
+    ],
+)
+def test_what_is_no_class_is_an_error_that_names_the_field(settings: Any, parts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encoder(**settings).encode(sample({"png": plain_png(8, 8), **parts}), RNG)
+
+
+@pytest.mark.parametrize(("parts", "reason"), [({"cls": "1"}, "no image"), ({"png": plain_png(8, 8)}, "no cls")])
+def test_a_sample_without_image_or_class_is_skipped_by_its_reason(parts: Any, reason: str) -> None:
+    made = encoder().encode(sample(parts), RNG)
+    assert isinstance(made, Skip)
+    assert made.reason == reason
+
+
+@pytest.mark.parametrize("mix", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+def test_mixed_labels_are_the_shares_of_their_classes_and_drawn_by_torchs_seed(mix: dict[str, float]) -> None:
+    mixing = encoder(**mix)
+    assert mixing.global_rng == ("torch",)
+    first, again, other = (batch_of_digits(mixing, seed) for seed in (1, 1, 2))
+    assert torch.equal(first["image"], again["image"])
+    assert torch.equal(first["label"], again["label"])
+    assert not torch.equal(first["image"], other["image"])
+    assert (first["label"].shape, first["label"].dtype) == ((6, 10), torch.float32)
+    torch.testing.assert_close(first["label"].sum(1), torch.ones(6))
+    assert bool(((first["label"] > 0).sum(1) == 2).all())  # of two digits each
+
+
+def test_a_single_image_is_not_mixed_but_labelled_alike() -> None:
+    made = encoder(mixup=0.5)
+    batch = made.batch([item(made, sample(png=plain_png(8, 8), cls="2"))], RNG)
+    assert batch["label"].tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]
+    assert batch["label"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"classes": 11},
+        {"label": "json[label]"},
+        {"names": tuple("abcdefghij")},
+        {"crop": SquareCrop(9)},
+        {"mixup": 0.1},
+        {"cutmix": 0.1},
+    ],
+)
+def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:
+    made = encoder(**changed)
+    assert made.settings() != encoder().settings()
+    assert json.loads(json.dumps(made.settings())) == made.settings()
+    assert pickle.loads(pickle.dumps(made)).settings() == made.settings()
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="classes is at least 1"):
+        ClassificationEncoder(0)
+    with pytest.raises(ValueError, match="names has 1 names for 2 classes"):
+        ClassificationEncoder(2, names=("cat",))

@@ -1,0 +1,142 @@
+"""Every encoder, on real data, through whole pipelines cut at every step: not one byte of any batch differs."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import savable_pipeline as sp
+from savable_pipeline.testing import assert_exact_resume
+from task_encoders.captioning import CaptioningEncoder
+from task_encoders.chat import ChatEncoder
+from task_encoders.classification import ClassificationEncoder
+from task_encoders.contrastive import ContrastiveEncoder
+from task_encoders.interleaved import InterleavedEncoder
+from task_encoders.language_modeling import LanguageModelingEncoder
+from task_encoders.parts.image_text_tokens import Vision
+from task_encoders.parts.image_tiles import Buckets, NativeSize, Tiles
+from task_encoders.parts.square_crop import SquareCrop
+from task_encoders.parts.tokenizer import Tokenizer
+from tests.support.toy_samples import NAMES, digits, python_sources, trained_tokenizer, write_samples
+
+CROP = SquareCrop(12, scale=(0.6, 1.0))
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def own_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers with a chat template."""
+    made = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), eos_token="<|im_end|>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def vision(tiles: Any) -> Vision:
+    """Image tokens are the tokenizer's `<|image_pad|>`."""
+    return Vision(tiles, trained_tokenizer().token_to_id("<|image_pad|>"), text="<|image_pad|>")
+
+
+def labelled() -> list[dict[str, Any]]:
+    """Digits with their class, a caption, and three captions of which one is drawn."""
+    return [
+        {"png": image, "cls": str(n), "txt": f"a scanned {NAMES[n]}", "json": {"texts": [NAMES[n], f"a {n}", f"{n}!"]}}
+        for image, n in digits()
+    ]
+
+
+def conversations() -> list[dict[str, Any]]:
+    """One to three digits in a conversation, LLaVA's and OpenAI's way in turns; every tenth has no answer."""
+    samples: list[dict[str, Any]] = []
+    for first in range(0, 117, 1):
+        shown = digits()[first : first + 1 + first % 3]
+        images = {f"{i}.png": image for i, (image, _) in enumerate(shown)}
+        answer = "" if first % 10 == 0 else " and ".join(NAMES[n] for _, n in shown)
+        if first % 2:
+            asked = [{"type": "text", "text": "Which?"}, *[{"type": "image"}] * len(shown)]
+            record: Any = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        else:
+            turns = [{"from": "human", "value": "<image> " * len(shown)}, {"from": "gpt", "value": answer}]
+            record = {"conversations": turns if answer else turns[:1]}
+        samples.append({"json": record, **images})
+    return samples
+
+
+def documents() -> list[dict[str, Any]]:
+    """Pieces of Python's source with up to three digits between them."""
+    samples = []
+    for number, (name, text) in enumerate(python_sources()):
+        images = {f"{i}.png": digits()[number + i][0] for i in range(number % 4)}
+        texts: list[str | None] = [name]
+        places: list[str | None] = [None]
+        for i, image in enumerate(images):
+            texts += [None, text[80 * i : 80 * i + 80]]
+            places += [image, None]
+        samples.append({"json": {"texts": texts, "images": places}, **images})
+    return samples
+
+
+def sources() -> list[dict[str, Any]]:
+    """Python's source, as text and as a prompt with its completion."""
+    return [{"py": text, "json": {"prompt": f"# {name}\n", "code": text[:300]}} for name, text in python_sources()]
+
+
+CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, and the length of packs
+    "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled, None),
+    "mixed classes": (lambda: ClassificationEncoder(10, crop=CROP, mixup=0.4, cutmix=1.0), labelled, None),
+    "captions": (lambda: CaptioningEncoder(trained_tokenizer(), image_size=12), labelled, None),
+    "packed captions": (lambda: CaptioningEncoder(image_size=12), labelled, 80),
+    "pairs": (lambda: ContrastiveEncoder(text="json[texts]", crop=CROP), labelled, None),
+    "chat": (
+        lambda: ChatEncoder(
+            own_tokenizer(), vision=vision(NativeSize(patch=4, merge=1, min_pixels=16, max_pixels=144))
+        ),
+        conversations,
+        None,
+    ),
+    "packed chat": (
+        lambda: ChatEncoder(
+            own_tokenizer(), vision=vision(Tiles(patch=2, merge=2, side=8, max_tiles=2)), max_length=90
+        ),
+        conversations,
+        90,
+    ),
+    "packed documents": (
+        lambda: InterleavedEncoder(
+            Tokenizer(trained_tokenizer(), eos=3),
+            vision=vision(Buckets(patch=2, merge=2, max_pixels=64, min_side=4, max_side=16)),
+            max_length=96,
+        ),
+        documents,
+        96,
+    ),
+    "packed text": (lambda: LanguageModelingEncoder(trained_tokenizer(), max_length=128, part="py"), sources, 128),
+    "packed prompts": (
+        lambda: LanguageModelingEncoder(max_length=400, part="json[code]", prompt="json[prompt]"),
+        sources,
+        400,
+    ),
+}
+
+
+def pipeline(shards: str, encoder: sp.TaskEncoder, max_length: int | None, lane: sp.Lane) -> sp.Stage:
+    """Every stage, with a packer where `max_length` is given."""
+    stage: sp.Stage = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=10)
+    stage = sp.Encode(stage, encoder)
+    if max_length is not None:
+        stage = sp.OnlinePacker(stage, max_length=max_length, open_packs=3)
+    return sp.Batcher(stage, size=3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_cut_and_chains_with_other_workers_and_ranks_are_exact(case: str, tmp_path: Path) -> None:
+    make, samples, max_length = CASES[case]
+    shards = write_samples(tmp_path, samples())
+    build = partial(pipeline, str(shards), make(), max_length)
+    assert assert_exact_resume(build, lanes=4, steps=12, workers=(0, 2), world_sizes=(1, 2), chains=1) > 12

@@ -1,0 +1,57 @@
+"""`task_encoders`: every public name is there, and importing the package is quick."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import task_encoders
+from savable_pipeline import TaskEncoder
+from task_encoders.parts import token_packing
+
+
+@pytest.mark.parametrize("name", [name for name in task_encoders.__all__ if name != "IGNORED"])
+def test_a_public_name_is_the_class_of_that_name(name: str) -> None:
+    found = getattr(task_encoders, name)
+    assert isinstance(found, type) and found.__name__ == name
+    assert found.__module__.startswith("task_encoders.")
+
+
+def test_the_label_of_what_is_not_learned_is_the_one_that_packs_have() -> None:
+    assert task_encoders.IGNORED == token_packing.IGNORED == -100
+
+
+def test_every_encoder_is_public() -> None:
+    for file in ("captioning", "chat", "classification", "contrastive", "interleaved", "language_modeling"):
+        __import__(f"task_encoders.{file}")
+    own = {found for found in _subclasses(TaskEncoder) if found.__module__.startswith("task_encoders.")}
+    assert {found.__name__ for found in own} - {"MixedEncoder"} <= set(task_encoders.__all__)
+    assert len(own) >= 7
+
+
+def _subclasses(base: type) -> set[type]:
+    return {base}.union(*map(_subclasses, base.__subclasses__()))
+
+
+def test_the_public_names_are_sorted_listed_by_dir_and_nothing_else_is_there() -> None:
+    in_order = sorted(task_encoders.__all__, key=lambda name: (not name.isupper(), name))
+    assert in_order == list(task_encoders.__all__)
+    assert sorted(task_encoders.__all__) == dir(task_encoders)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = task_encoders.Nothing
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, task_encoders; print(*{'torch', 'torchvision', 'transformers', 'PIL', 'numpy'} & {*sys.modules})"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == ""
+
+
+def test_the_names_can_be_imported_as_users_do() -> None:
+    from task_encoders import ChatEncoder, NativeSize, Vision
+
+    assert [found.__name__ for found in (ChatEncoder, NativeSize, Vision)] == ["ChatEncoder", "NativeSize", "Vision"]

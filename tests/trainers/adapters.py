@@ -1,0 +1,205 @@
+"""What each trainer's file refuses, and its example. Run in a process that has imported the trainers (`drive.py`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from transformers import TrainingArguments
+
+import savable_pipeline as sp
+from savable_pipeline.trainers import accelerate as with_accelerate
+from savable_pipeline.trainers import fabric as with_fabric
+from savable_pipeline.trainers import hf, lightning
+from tests.project.test_docstrings import examples, run_example
+from tests.support.example_shards import write_example_shards
+from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    """Makes a loader of 18 batches an epoch."""
+    write_training_shards(tmp_path / "shards")
+
+    def loader(kind: str = "counted", **settings: Any) -> sp.SavableLoader:
+        return sp.SavableLoader(ToyPipeline(str(tmp_path / "shards"), kind), seed=7, lanes=LANES, **settings)
+
+    return loader
+
+
+@pytest.mark.parametrize(
+    "name", [with_accelerate.prepare, with_fabric.prepare, lightning.SavableDataModule, hf.SavableTrainer]
+)
+def test_the_example_gives_what_its_comments_say(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_example_shards(tmp_path / "shards")
+    monkeypatch.chdir(tmp_path)
+    assert [run_example(code, name.__name__) for code in examples(name)] == [1]
+
+
+# Hugging Face Trainer.
+
+
+class Model(torch.nn.Module):
+    """The loss falls with every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Any, label: Any, valid: Any = None) -> dict[str, Any]:
+        return {"loss": self.layer(x).square().mean()}
+
+
+def trainer(make: Any, folder: Path, loader: Any = None, evaluation: Any = None, **settings: Any) -> hf.SavableTrainer:
+    settings = {"ignore_data_skip": True, "max_steps": 6, "save_steps": 2, **settings}
+    arguments = TrainingArguments(str(folder / "run"), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
+    return hf.SavableTrainer(Model(), arguments, train_loader=loader or make(), eval_loader=evaluation)
+
+
+@pytest.mark.parametrize(
+    "settings,match",
+    [({"ignore_data_skip": False}, "ignore_data_skip=True"), ({"auto_find_batch_size": True}, "smaller batches")],
+)
+def test_hf_arguments_that_would_change_a_resumed_run_are_refused(
+    make: Any, tmp_path: Path, settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        trainer(make, tmp_path, **settings)
+
+
+def test_hf_accumulation_that_leaves_the_last_step_of_a_resumed_epoch_out_is_refused(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="an epoch has 18 batches, which gradient_accumulation_steps=4 does not divide"
+    ):
+        trainer(make, tmp_path, gradient_accumulation_steps=4).train()
+    trainer(make, tmp_path, gradient_accumulation_steps=4, save_strategy="epoch", max_steps=1).train()
+    trainer(make, tmp_path, make("endless"), gradient_accumulation_steps=4, max_steps=1).train()
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_hf_evaluation_must_begin_at_the_start(make: Any, tmp_path: Path, many: bool) -> None:
+    evaluation = make(tail="pad")
+    with pytest.raises(ValueError, match='on_iter="restart"'):
+        trainer(make, tmp_path, evaluation={"one": evaluation} if many else evaluation)
+
+
+def test_hf_evaluates_by_name_keeps_the_best_and_rotates(make: Any, tmp_path: Path) -> None:
+    evaluation = {name: make(on_iter="restart", tail="pad") for name in ("one", "other")}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "one_loss", "save_total_limit": 2}
+    made = trainer(make, tmp_path, evaluation=evaluation, eval_strategy="steps", eval_steps=2, **best)
+    made.train()
+    scores = [entry for entry in made.state.log_history if "eval_one_loss" in entry]
+    assert len(scores) == 3 and len({entry["eval_one_loss"] for entry in scores}) == 3
+    kept = sorted((tmp_path / "run").glob("checkpoint-*"))
+    assert [(folder / "savable_loader.json").exists() for folder in kept] == [True, True]
+    made.train(resume_from_checkpoint=str(kept[-1]))  # nothing is left to do
+    assert json.loads((kept[-1] / "savable_loader.json").read_text())["slot"] == int(kept[-1].name.split("-")[1])
+
+
+@pytest.mark.parametrize("content,match", [(None, "is not there"), (b"{", "no JSON"), (b"{}", "no state")])
+def test_hf_a_checkpoint_without_the_data_is_refused(
+    make: Any, tmp_path: Path, content: bytes | None, match: str
+) -> None:
+    trainer(make, tmp_path, max_steps=2).train()
+    file = tmp_path / "run/checkpoint-2/savable_loader.json"
+    file.unlink()
+    if content:
+        file.write_bytes(content)
+    with pytest.raises(sp.StateError, match=match):
+        trainer(make, tmp_path).train(resume_from_checkpoint=True)
+
+
+class Skips(hf.SavableTrainer):
+    """A trainer that leaves a batch out."""
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any) -> Any:
+        next(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args)
+
+
+def test_hf_skipped_batches_are_found_at_the_first_step(make: Any, tmp_path: Path) -> None:
+    arguments = trainer(make, tmp_path).args
+    with pytest.raises(sp.SavableError, match=r"2 batches were given .* trained on 1 of them"):
+        Skips(Model(), arguments, train_loader=make()).train()
+
+
+# Accelerate and Fabric.
+
+
+def test_accelerate_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(make(rank=0, world_size=2))
+    with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.accelerate\.prepare"):
+        accelerator.save_state(str(tmp_path / "saved"))
+
+
+def test_accelerate_skips_nothing(make: Any) -> None:
+    batches = with_accelerate.prepare(accelerate.Accelerator(cpu=True), make())
+    with pytest.raises(AttributeError, match="needs no skip_first_batches"):
+        accelerate.skip_first_batches(batches, 3)
+
+
+def test_fabric_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu")
+    with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.fabric\.prepare"):
+        fabric.save(tmp_path / "saved", {"data": make(rank=0, world_size=2)})
+
+
+# Lightning.
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.validated: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.layer(batch["x"]).square().mean()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.validated.append(float(batch["x"].sum()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def lightning_trainer(folder: Path, **settings: Any) -> LightningTrainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return LightningTrainer(accelerator="cpu", default_root_dir=folder, **quiet, **settings)
+
+
+def test_lightning_saves_no_bare_loader(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(sp.SavableError, match=r"a batch ahead.*SavableDataModule"):
+        lightning_trainer(tmp_path, max_steps=2).fit(Module(), make("endless"))
+
+
+def test_lightning_validates_on_the_same_batches_whatever_the_sanity_check_took(make: Any, tmp_path: Path) -> None:
+    module = Module()
+    data = lightning.SavableDataModule(make, val=lambda: make(on_iter="restart", tail="pad"))
+    lightning_trainer(tmp_path, max_epochs=3, limit_val_batches=5).fit(module, datamodule=data)
+    first = module.validated[2:7]
+    assert module.validated == [*first[:2], *first * 3] and len(set(first)) == 5
+
+
+def test_lightning_validation_must_begin_at_the_start(make: Any, tmp_path: Path) -> None:
+    data = lightning.SavableDataModule(make, val=lambda: {"one": make(tail="pad")})
+    with pytest.raises(ValueError, match='on_iter="restart"'):
+        lightning_trainer(tmp_path, max_steps=2).fit(Module(), datamodule=data)
+
+
+def test_lightning_gives_again_what_was_fetched_when_a_run_goes_on(make: Any, tmp_path: Path) -> None:
+    data = lightning.SavableDataModule(lambda: make("endless"))
+    one = lightning_trainer(tmp_path, max_steps=3)
+    one.fit(Module(), datamodule=data)
+    one.fit_loop.epoch_loop.max_steps = 5
+    one.fit(Module(), datamodule=data)
+    assert data.train_dataloader().state_dict()["slot"] == 5

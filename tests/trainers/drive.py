@@ -1,0 +1,502 @@
+"""Runs the code block of a trainer's page, with a model that writes down its batches: `python -m tests.trainers.drive`.
+
+The arguments are cases as JSON. Each is run in a process forked from this one, so that all trainers are imported once;
+those of one trainer one after the other, the trainers side by side. Under torchrun the one case is run in this process.
+An argument that names a file of tests has pytest run these, in a child too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import savable_pipeline as sp
+from tests.support.toy_training import LANES, LastStep, Recorder, ToyPipeline
+
+LEARNING_RATE = 0.05
+PAGES = Path(__file__).parents[2] / "docs" / "trainers"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of one trainer in `folder`, which has `shards/`; what it saves and logs goes into `folder/run`."""
+
+    trainer: str
+    folder: str
+    run: str  # the folder of its checkpoints
+    log: str  # the name of its log
+    kind: str = "endless"
+    workers: int = 2
+    batches: int = 12  # of each rank, in all
+    epochs: int = 1000  # of a finite pipeline
+    save_every: int = 4  # batches
+    accumulate: int = 1
+    kill_at: int | None = None  # batches of this process
+    resume: bool = False
+    validate: bool = False
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run; -1 where its epochs say when it ends."""
+        return -1 if self.epochs < 1000 else self.batches // self.accumulate
+
+    def log_of(self, rank: int) -> Path:
+        return Path(self.folder, f"{self.log}-{rank}.jsonl")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Yours:
+    """What a page calls yours: the loaders, the folder to save into after a step, the last one."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.run = Path(case.folder, case.run)
+        self.run.mkdir(exist_ok=True)
+        self.resume = self.last() if case.resume else None
+        self.done = self.done_before = int(self.resume.name.split("-")[-1]) if self.resume else 0
+
+    def last(self) -> Path:
+        """The last folder that was written to its end: the next batch is trained on after it was."""
+        folders = sorted(self.run.glob("step-*"), key=lambda path: int(path.name.split("-")[-1]))
+        return folders[-1]
+
+    def checkpoint_due(self) -> Path | None:
+        self.done += 1
+        if self.done % self.case.save_every:
+            return None
+        folder = self.run / f"step-{self.done}"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def model(self) -> Recorder:
+        """With dropout where the trainer's checkpoints hold the state of torch's generator."""
+        torch.manual_seed(1)
+        last = None if self.case.epochs < 1000 else self.case.batches - self.done_before
+        dropout = 0.2 if self.case.trainer == "accelerate" else 0.0
+        return Recorder(self.case.log_of(rank()), kill_at=self.case.kill_at, last=last, dropout=dropout)
+
+
+def make_loader(case: Case, **given: Any) -> sp.SavableLoader:
+    pipeline = ToyPipeline(str(Path(case.folder, "shards")), case.kind)
+    return sp.SavableLoader(pipeline, seed=7, lanes=LANES, num_workers=case.workers, **given)
+
+
+def make_evaluation(case: Case) -> sp.SavableLoader:
+    pipeline = ToyPipeline(str(Path(case.folder, "shards")), "counted", shuffle=False)
+    return sp.SavableLoader(pipeline, seed=7, lanes=LANES, tail="pad", on_iter="restart")
+
+
+def block(trainer: str) -> str:
+    """The code on the trainer's page: the first block that has a title."""
+    found = re.search(
+        r'^```python title=".+?"\n(.*?)^```$', (PAGES / f"{trainer}.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert found is not None, trainer
+    return found[1]
+
+
+def run_torch(case: Case) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    yours = Yours(case)
+    model: Any = yours.model()
+    if ranks() > 1:
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    return _of_a_loop(case, yours, model)
+
+
+def _of_a_loop(case: Case, yours: Yours, model: Any) -> dict[str, Any]:
+    """The names of a page that has a training loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    names = {"model": model, "optimizer": optimizer, "resume": yours.resume, "epochs": case.epochs}
+    return {**names, "make_loader": partial(make_loader, case), "checkpoint_due": yours.checkpoint_due}
+
+
+def run_accelerate(case: Case) -> dict[str, Any]:
+    yours = Yours(case)
+    settings = {"cpu": True, "gradient_accumulation_steps": case.accumulate}
+    return {**_of_a_loop(case, yours, yours.model()), "settings": settings}
+
+
+def run_fabric(case: Case) -> dict[str, Any]:
+    yours = Yours(case)
+    settings = {"accelerator": "cpu", "devices": ranks(), "strategy": "ddp" if ranks() > 1 else "auto"}
+    names = {**_of_a_loop(case, yours, yours.model()), "settings": settings}
+    return {**names, "resume": yours.resume and yours.resume / "parts.ckpt"}
+
+
+def _announce_one_rank() -> None:
+    """As torchrun announces several."""
+    if ranks() == 1:
+        one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def run_deepspeed(case: Case) -> dict[str, Any]:
+    import deepspeed.comm
+
+    yours = Yours(case)
+    _announce_one_rank()
+    deepspeed.comm.init_distributed("gloo", verbose=False)
+    settings = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": case.accumulate}
+    return {**_of_a_loop(case, yours, yours.model()), "settings": settings}
+
+
+def run_torchtitan(case: Case) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    _announce_one_rank()
+    dist.init_process_group("gloo")
+    yours = Yours(case)
+    model: Any = yours.model()
+    if ranks() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    names = _of_a_loop(case, yours, model)
+    train_state = Counted()
+    parts = {
+        "model_parts": [model],
+        "optimizers": _SavedOptimizer(model, names["optimizer"]),
+        "lr_schedulers": Counted(),
+        "states": {"train_state": train_state},
+        "sd_adapter": None,
+        "base_folder": case.folder,
+    }
+    return {
+        **names,
+        "make_loader": lambda *, rank, world_size, **_: make_loader(case, rank=rank, world_size=world_size),
+        "convert": lambda batch: ({"input": batch["x"]}, batch["label"]),
+        "ranks": {"dp_rank": rank(), "dp_world_size": ranks()},
+        "settings": {"enable": True, "interval": case.save_every, "folder": case.run, "async_mode": "disabled"},
+        "parts": parts,
+        "train_state": train_state,
+    }
+
+
+class Counted:
+    """A number of steps, which is saved."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+class _SavedOptimizer:
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.both = model, optimizer
+
+    def state_dict(self) -> Any:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return get_optimizer_state_dict(*self.both)
+
+    def load_state_dict(self, state: Any) -> None:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        set_optimizer_state_dict(*self.both, state)
+
+
+def run_composer(case: Case) -> dict[str, Any]:
+    from composer.models import ComposerModel
+
+    _announce_one_rank()
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks()), "NODE_RANK": "0"}
+    torch.manual_seed(1)
+    recorder = Recorder(case.log_of(rank()), kill_at=case.kill_at, dropout=0.0)
+    run = Path(case.folder, case.run)
+
+    class Model(ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recorder = recorder
+
+        def forward(self, batch: Any) -> Any:
+            return self.recorder(**batch)
+
+        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+            return self.recorder(**batch)
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return outputs
+
+        def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+            pass
+
+    model = Model()
+    saved = sorted(run.glob("ba*.pt"), key=lambda path: int(path.stem[2:]))
+    return {
+        "device": "cpu",
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+        "make_loader": partial(make_loader, case),
+        "make_evaluation": partial(make_evaluation, case),
+        "resume": str(saved[-1]) if case.resume else None,
+        "settings": {
+            "max_duration": f"{case.epochs}ep" if case.epochs < 1000 else f"{case.batches}ba",
+            "eval_interval": "1ep" if case.validate else 0,
+            "eval_subset_num_batches": 3,
+            "save_folder": str(run),
+            "save_filename": "ba{batch}.pt",
+            "save_latest_filename": None,
+            "save_interval": f"{case.save_every}ba",
+            "save_overwrite": True,
+            "device": "cpu",
+            "precision": "fp32",
+            "progress_bar": False,
+            "seed": 1,
+        },
+    }
+
+
+def run_megatron(case: Case) -> dict[str, Any]:
+    """On four ranks, of two data-parallel ranks with two tensor-parallel peers each."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    _announce_one_rank()
+    dist.init_process_group("gloo")
+    peers = 2 if ranks() == 4 else 1
+    mesh = init_device_mesh("cpu", (ranks() // peers, peers), mesh_dim_names=("dp", "tp"))
+    yours = Yours(case)
+    model: Any = yours.model()
+    if ranks() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    names = _of_a_loop(case, yours, model)
+    parts = {"model": model, "optimizer": names["optimizer"]}
+    if yours.resume:
+        saved = torch.load(yours.resume / "model.pt")
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+
+    def save_model(folder: Path | None) -> None:
+        if folder:
+            dist.barrier()
+            if rank() == 0:
+                torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "model.pt")
+            dist.barrier()
+
+    return {
+        **names,
+        "make_loader": partial(make_loader, case),
+        "data_parallel_group": mesh.get_group("dp"),
+        "loader_rank": mesh.get_local_rank("dp"),
+        "peer": mesh.get_local_rank("tp"),
+        "save_model": save_model,
+    }
+
+
+def run_hf(case: Case) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Recorder(case.log_of(rank()), kill_at=case.kill_at)
+    run = Path(case.folder, case.run)
+    run.mkdir(exist_ok=True)
+    os.chdir(run)
+    settings: dict[str, Any] = {
+        "max_steps": case.batches // case.accumulate if case.kind == "packed" else case.steps,
+        "num_train_epochs": case.epochs,
+        "save_steps": case.save_every // case.accumulate,
+        "gradient_accumulation_steps": case.accumulate,
+        "learning_rate": LEARNING_RATE,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "seed": 1,
+        "save_total_limit": 2,
+    }
+    if ranks() > 1:
+        settings["ddp_backend"] = "gloo"
+    if case.validate:
+        settings |= {"eval_strategy": "epoch"}
+    return {
+        "model": _hf_model(model),
+        "settings": settings,
+        "make_loader": partial(make_loader, case),
+        "make_evaluation": lambda: make_evaluation(case) if case.validate else None,
+        "resume": case.resume,
+    }
+
+
+def _hf_model(model: Recorder) -> torch.nn.Module:
+    class Model(torch.nn.Module):
+        """Gives its loss as the Trainer wants it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.recorder = model
+
+        def forward(self, x: Any, label: Any, valid: Any = None) -> dict[str, Any]:
+            return {"loss": self.recorder(x, label)}
+
+    return Model()
+
+
+def run_lightning(case: Case) -> dict[str, Any]:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    torch.manual_seed(1)
+    recorder = Recorder(case.log_of(rank()), kill_at=case.kill_at)
+    run = Path(case.folder, case.run)
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recorder = recorder
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.recorder(**batch)
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.recorder(**batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["random"] = torch.get_rng_state()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.random = checkpoint["random"]
+
+        def on_train_start(self) -> None:
+            if hasattr(self, "random"):
+                torch.set_rng_state(self.random)
+
+    every = max(1, case.save_every // case.accumulate)
+    saver = ModelCheckpoint(run, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": ranks(),
+        "strategy": "ddp" if ranks() > 1 else "auto",
+        "callbacks": [saver],
+        "max_steps": case.steps,
+        "max_epochs": case.epochs if case.epochs < 1000 else -1,
+        "accumulate_grad_batches": case.accumulate,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_val_batches": 3 if case.validate else 0,
+    }
+    saved = sorted(run.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[-1]))
+    return {
+        "model": Module(),
+        "settings": settings,
+        "make_loader": partial(make_loader, case),
+        "make_evaluation": partial(make_evaluation, case) if case.validate else None,
+        "resume": saved[-1] if case.resume else None,
+    }
+
+
+NAMES = {
+    "torch": run_torch,
+    "accelerate": run_accelerate,
+    "deepspeed": run_deepspeed,
+    "torchtitan": run_torchtitan,
+    "composer": run_composer,
+    "megatron": run_megatron,
+    "fabric": run_fabric,
+    "hf": run_hf,
+    "lightning": run_lightning,
+}
+
+
+def run(case: Case) -> None:
+    """Run the page's block, on one thread."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    names = {"__name__": "page", **NAMES[case.trainer](case)}
+    with contextlib.suppress(LastStep):
+        exec(compile(block(case.trainer), f"docs/trainers/{case.trainer}.md", "exec"), names)
+    for name in ("loader", "dataloader", "trainer"):  # the others end with the process
+        if hasattr(names.get(name), "close"):
+            names[name].close()
+
+
+def preload(trainer: str) -> None:
+    """Import what the page's block imports."""
+    imports = [line for line in block(trainer).splitlines() if line.startswith(("import ", "from "))]
+    exec("\n".join(imports), {})
+
+
+def child(work: Callable[[], None]) -> int:
+    """The id of a forked process that does this work; it exits with 0 if that ends well."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_all(cases: list[Case]) -> None:
+    """Run the cases of one trainer in children. Raises SystemExit after all, if one that is not killed ends badly."""
+    failed = [case for case in cases if ended(child(partial(run, case))) != (0 if case.kill_at is None else -9)]
+    if failed:
+        raise SystemExit("\n".join(f"ended badly: {case.text}" for case in failed))
+
+
+def run_tests(file: str) -> None:
+    import pytest
+
+    if status := pytest.main(["-q", "-p", "no:cacheprovider", file]):
+        raise SystemExit(int(status))
+
+
+def main(cases: list[Case], tests: list[str]) -> None:
+    if ranks() > 1:
+        run(cases[0])
+        return
+    trainers = list(dict.fromkeys(case.trainer for case in cases))
+    for trainer in trainers:
+        preload(trainer)
+    work = {trainer: partial(run_all, [case for case in cases if case.trainer == trainer]) for trainer in trainers}
+    children = {name: child(do) for name, do in {**work, **{file: partial(run_tests, file) for file in tests}}.items()}
+    failed = [name for name, pid in children.items() if ended(pid)]
+    if failed:
+        raise SystemExit(f"{', '.join(failed)}: see above")
+
+
+if __name__ == "__main__":
+    main(
+        [Case(**json.loads(text)) for text in sys.argv[1:] if text.startswith("{")],
+        [file for file in sys.argv[1:] if not file.startswith("{")],
+    )

@@ -1,0 +1,91 @@
+"""What Composer's trainer is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.core import Callback
+from composer.models import ComposerModel
+
+import savable_pipeline as sp
+from savable_pipeline.trainers.composer import SavableData, eval_data
+
+
+class Model(ComposerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, batch: Any) -> Any:
+        return self.layer(batch["x"]).square().mean()
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs
+
+
+def trainer(data: Any, callbacks: list[Any], **settings: Any) -> Trainer:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quiet = {"device": "cpu", "precision": "fp32", "progress_bar": False, "max_duration": "4ba", **settings}
+    return Trainer(model=model, optimizers=optimizer, train_dataloader=data.spec, callbacks=callbacks, **quiet)
+
+
+@pytest.mark.parametrize("name", [SavableData, eval_data])
+def test_the_example_gives_what_its_comment_says(runs: Any, name: Any) -> None:
+    assert runs(name) == [1]
+
+
+def test_data_without_the_callback_is_refused_at_the_first_batch(make: Any) -> None:
+    with pytest.raises(sp.SavableError, match=r"not among the trainer's callbacks"):
+        trainer(SavableData(make("endless"), batch_size=4), []).fit()
+
+
+def test_a_checkpoint_without_the_data_is_refused(make: Any, tmp_path: Path) -> None:
+    data = SavableData(make("endless"), batch_size=4)
+    made = trainer(data, [data], max_duration="2ba")
+    made.fit()
+    saved = made.save_checkpoint(str(tmp_path / "saved.pt"))
+    ignored = {"load_path": saved, "load_ignore_keys": ["state/callbacks"]}
+    data = SavableData(make("endless"), batch_size=4)
+    with pytest.raises(sp.StateError, match="no state of the data"):
+        trainer(data, [data], **ignored).fit()
+
+
+def test_a_trainer_that_spins_beside_the_state_is_found(make: Any, tmp_path: Path) -> None:
+    class Spun(SavableData):
+        def fit_start(self, state: Any, logger: Any) -> None:
+            super().fit_start(state, logger)
+            state.dataset_resumption.clear()
+
+    for load, duration in ((None, "2ba"), (str(tmp_path / "saved.pt"), "4ba")):
+        data = Spun(make("endless"), batch_size=4)
+        made = trainer(data, [data], max_duration=duration, load_path=load)
+        if load is None:
+            made.fit()
+            made.save_checkpoint(str(tmp_path / "saved.pt"))
+    with pytest.raises(sp.SavableError, match="it skips batches"):
+        made.fit()
+
+
+def test_a_callback_that_gives_the_state_of_one_of_several_ranks_is_refused_when_it_is_saved(
+    make: Any, tmp_path: Path
+) -> None:
+    bare = make("endless", rank=0, world_size=2)
+
+    class Own(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return bare.state_dict()
+
+    data = SavableData(make("endless"), batch_size=4)
+    made = trainer(data, [data, Own()])
+    with pytest.raises(sp.SavableError, match=r"Composer keeps the state of rank 0 only.*SavableData"):
+        made.save_checkpoint(str(tmp_path / "saved.pt"))
+
+
+def test_evaluation_must_begin_at_the_start(make: Any) -> None:
+    with pytest.raises(ValueError, match='on_iter="restart"'):
+        eval_data(make(tail="pad"), batch_size=4)

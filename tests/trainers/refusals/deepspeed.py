@@ -1,0 +1,31 @@
+"""What the batches for a DeepSpeed engine refuse. The engine is a stand-in; `drive.py` trains a real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.trainers import deepspeed as with_deepspeed
+
+
+def test_the_example_gives_what_its_comment_says(runs: Any) -> None:
+    assert runs(with_deepspeed.prepare) == [1]
+
+
+def test_nothing_is_saved_between_two_steps(make: Any) -> None:
+    engine = SimpleNamespace(device="cpu", micro_steps=0, gradient_accumulation_steps=lambda: 3)
+    batches = with_deepspeed.prepare(engine, make())
+    for _ in zip(range(4), batches, strict=False):
+        engine.micro_steps += 1
+    with pytest.raises(sp.SavableError, match="the gradients of 1 of 3 micro-batches"):
+        batches.state_dict()
+    engine.micro_steps = 6
+    assert batches.state_dict()["slot"] == 4
+
+
+def test_batches_are_moved_to_the_device_of_the_engine(make: Any) -> None:
+    engine = SimpleNamespace(device="meta", micro_steps=0, gradient_accumulation_steps=lambda: 1)
+    assert next(iter(with_deepspeed.prepare(engine, make())))["x"].device.type == "meta"

@@ -1,0 +1,221 @@
+"""`OnDevice`: the loader's batches, a batch ahead, with the trainer's state; and the order of what a GPU is asked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers import device
+from savable_pipeline.trainers.device import OnDevice
+from tests.conftest import MakeShards
+from tests.support.streams import take
+from tests.support.toy_numbers import counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
+
+
+@pytest.fixture
+def shards(make_shards: MakeShards) -> str:
+    return str(make_shards([20, 7, 30]))
+
+
+def streams(shards: str) -> dict[str, Any]:
+    """Loaders of every kind of end, by name: functions that make one."""
+    finite, packed = partial(counted_pipeline, shards), partial(toy_pipeline, shards, epochs=1)
+    return {
+        "endless": partial(sp.SavableLoader, partial(toy_pipeline, shards), **SETTINGS),
+        "with a length": partial(sp.SavableLoader, finite, **SETTINGS),
+        "without": partial(sp.SavableLoader, packed, tail="pad", **SETTINGS),
+        "evaluation": partial(sp.SavableLoader, finite, on_iter="restart", **SETTINGS),
+    }
+
+
+@pytest.mark.parametrize("name", ["endless", "with a length", "without", "evaluation"])
+def test_batches_epochs_and_the_state_after_each_are_those_of_the_loader_alone(shards: str, name: str) -> None:
+    make = streams(shards)[name]
+    plain, ahead = make(), OnDevice(make(), "cpu")
+    assert ahead.state_dict() == plain.state_dict()
+    for count in (3, 1000, 5, 1000, 2):  # broken off, and to the end
+        count = min(count, 30) if name == "endless" else count
+        left, right = iter(plain), iter(ahead)
+        for _ in range(count):
+            expected, found = next(left, None), next(right, None)
+            assert (expected is None) == (found is None)
+            assert found is None or digest(found) == digest(expected)
+            assert ahead.epoch == plain.epoch
+            assert ahead.state_dict() == plain.state_dict() == ahead.save_state()
+            assert ahead.state_dict(lag=1) == plain.state_dict(lag=1)
+            assert ahead.global_state_dict(lag=1) == plain.global_state_dict(lag=1)
+            assert ahead.trace() == plain.trace()
+            if found is None:
+                break
+
+
+@pytest.mark.parametrize("name,workers", [("endless", 0), ("endless", 1), ("with a length", 0), ("without", 0)])
+def test_a_run_that_is_cut_anywhere_goes_on_exactly(shards: str, name: str, workers: int) -> None:
+    make = streams(shards)[name]
+    expected = take(make(), 14)
+    with OnDevice(make(num_workers=workers), "cpu") as first:
+        states = [first.state_dict()]
+        for digested in expected:
+            assert digest(next(first)) == digested
+            states.append(first.state_dict())
+    for cut in range(0, 11, 10 if workers else 2):
+        with OnDevice(make(num_workers=workers), "cpu") as again:
+            again.load_state_dict(states[cut])
+            assert take(again, 3) == expected[cut : cut + 3]
+            again.restore_state(states[0])
+            assert take(again, 2) == expected[:2]
+
+
+def test_skipping_begins_behind_the_batch_given_last(shards: str) -> None:
+    make = streams(shards)["endless"]
+    expected = take(make(), 12)
+    ahead = OnDevice(make(), "cpu")
+    take(ahead, 3)
+    ahead.skip(0)
+    ahead.skip(4)
+    assert take(ahead, 3) == expected[7:10]
+
+
+def test_an_evaluation_that_was_loaded_goes_on_once_and_then_begins_anew(shards: str) -> None:
+    make = streams(shards)["evaluation"]
+    whole = take(make(), 100)
+    ahead = OnDevice(make(), "cpu")
+    take(ahead, 4)
+    state = ahead.state_dict()
+    for asked_before in (0, 1):
+        again = OnDevice(make(), "cpu")
+        again.load_state_dict(state)
+        assert [digest(next(again)) for _ in range(asked_before)] == whole[4 : 4 + asked_before]
+        assert take(again, 100) == whole[4 + asked_before :]
+        assert take(again, 3) == whole[:3]
+        assert take(again, 2) == whole[:2]
+
+
+class Fails(sp.TaskEncoder):
+    """Cannot encode one sample."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        if sample.json()["id"] == 5:
+            raise ValueError("the fifth")
+        return sample.json()["id"]
+
+
+def test_an_error_comes_where_its_batch_would_have_come(shards: str) -> None:
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, shuffle=False), Fails()), size=1)
+
+    plain, ahead = (sp.SavableLoader(pipeline, seed=3, lanes=1) for _ in range(2))
+    moved = OnDevice(ahead, "cpu")
+    take(plain, 5)
+    assert [batch.tolist() for _, batch in zip(range(5), moved, strict=False)] == [[i] for i in range(5)]
+    assert moved.state_dict() == plain.state_dict()
+    for _ in range(2):
+        with pytest.raises(sp.EncodeError, match="the fifth"):
+            next(moved)
+        assert moved.state_dict() == plain.state_dict()
+
+
+def test_tensors_are_moved_in_containers_of_the_same_kinds_and_nothing_else_is(shards: str) -> None:
+    loader = streams(shards)["with a length"]()
+    moved = next(OnDevice(loader, "meta"))
+    assert moved["id"].device.type == "meta" and moved["drawn"] == [pytest.approx(x) for x in moved["drawn"]]
+    nested = {"a": (torch.zeros(2), [torch.ones(1)]), "n": 7, "s": "x"}
+    found = device.tensors_changed(nested, lambda tensor: tensor + 1)
+    assert found["a"][0].tolist() == [1, 1] and found["a"][1][0].tolist() == [2] and found["n"] == 7
+    assert isinstance(found["a"], tuple) and nested["a"][0].tolist() == [0, 0]  # type: ignore[index]
+
+
+def test_a_batch_whose_move_fails_is_not_lost(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = streams(shards)["endless"]
+    expected = take(make(), 4)
+    ahead = OnDevice(make(), "cpu")
+    assert digest(next(ahead)) == expected[0]
+    calls = iter([True, False])
+
+    def failing(batch: Any) -> Any:
+        if next(calls, False):
+            raise RuntimeError("out of memory")
+        return lambda: batch
+
+    ahead._move = failing
+    state = ahead.state_dict()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(ahead)
+    assert ahead.state_dict() == state
+    assert take(ahead, 3) == expected[1:]
+
+
+class FakeGpu:
+    """Stands for torch.cuda where there is none: notes in what order it is asked what."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.copies = 0
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self._on())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pinned(tensor))
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("keep"))
+
+    @contextlib.contextmanager
+    def _on(self) -> Iterator[None]:
+        self.log.append("copy [")
+        yield
+        self.log.append("]")
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.log.append("pin")
+        return tensor
+
+    def record_event(self) -> int:
+        self.copies += 1
+        self.log.append(f"mark {self.copies}")
+        return self.copies
+
+    def wait_event(self, event: int) -> None:
+        self.log.append(f"wait {event}")
+
+
+def test_a_gpu_copies_the_next_batch_before_the_trainer_gets_one_and_waits_for_that_one_alone(
+    shards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu()
+    gpu.patch(monkeypatch)
+    copies = device._CudaCopies(torch.device("cpu"))
+    loader = streams(shards)["with a length"]()
+    ahead = OnDevice(loader, "cpu")
+    ahead._move = copies.begin
+    copied = ["copy [", "pin", "mark {}", "]"]
+    next(ahead)
+    assert gpu.log == [part.format(i) for i in (1, 2) for part in copied] + ["wait 1", "keep"]
+    gpu.log.clear()
+    next(ahead)
+    assert gpu.log == [part.format(3) for part in copied] + ["wait 2", "keep"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_arrive_whole_on_a_gpu_while_it_is_at_work(shards: str) -> None:
+    make = streams(shards)["with a length"]
+    expected = [batch["id"] for batch in make()]
+    busy = torch.randn(2000, 2000, device="cuda")
+    found = []
+    for batch in OnDevice(make(num_workers=1), "cuda"):
+        for _ in range(20):
+            busy = busy @ busy / busy.norm()
+        found.append(batch["id"] * 2)
+        del batch  # its memory may be taken by a later copy only once it has been read
+    assert all(got.is_cuda and torch.equal(got.cpu(), want * 2) for got, want in zip(found, expected, strict=True))

@@ -1,0 +1,27 @@
+"""Each trainer is killed and resumed by its own mechanism, on the code of its page: no batch and no loss differs.
+
+What their files refuse is tested in the same process (`adapters.py`), since it takes long to import the trainers.
+`python tools/try_trainers.py` tries the other cases.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from tests.trainers.cases import drive, expect_resumed, legs, logs, saved_before
+
+TRAINERS = ("torch", "accelerate", "hf", "lightning")
+
+
+def test_a_trainer_killed_with_two_workers_and_resumed_repeats_every_batch_and_loss(tmp_path: Path) -> None:
+    kills = {trainer: random.randint(5, 8) for trainer in TRAINERS}
+    cases = {}
+    for trainer, kill_at in kills.items():
+        (tmp_path / trainer).mkdir()
+        cases[trainer] = legs(trainer, tmp_path / trainer, kill_at)
+    drive([case for found in cases.values() for case in found], str(Path(__file__).with_name("adapters.py")))
+    for trainer, kill_at in kills.items():
+        straight, killed, resumed = logs(cases[trainer])
+        assert (len(straight), len(killed)) == (12, kill_at), trainer
+        expect_resumed(straight, killed, resumed, saved_before(kill_at, 4))

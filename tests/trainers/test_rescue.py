@@ -1,0 +1,84 @@
+"""A checkpoint that holds the lanes of one rank only becomes a whole one, bit for bit, or is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.trainers.rescue import rescue
+from tests.support.streams import take
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def make(make_shards: Any) -> Any:
+    shards = str(make_shards([60, 60]))
+
+    def loader(*, epochs: int | None = None, seed: int = 3, **settings: Any) -> sp.SavableLoader:
+        return sp.SavableLoader(partial(toy_pipeline, shards, epochs=epochs), seed=seed, lanes=6, **settings)
+
+    return loader
+
+
+def lanes_of_a_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """What a trainer keeps that saves one rank's state."""
+    others = [lane for lane in range(6) if lane % world_size != rank]
+    return {name: value for name, value in state.items() if name not in {f"lane_{lane:05d}" for lane in others}}
+
+
+@pytest.mark.parametrize("epochs,taken", [(None, 22), (1, 10), (1, 45)])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_whole_state_is_found_again(make: Any, epochs: int | None, taken: int, num_workers: int) -> None:
+    one = make(epochs=epochs)
+    while taken:
+        taken -= len(take(one, taken))
+    state = one.state_dict()
+    expected = take(one, 5)
+    assert epochs is None or taken or state["slot"], "in the middle of an epoch"
+    with make(epochs=epochs, num_workers=num_workers) as fresh:
+        found = rescue(fresh, lanes_of_a_rank(state, 0, 3))
+        assert take(fresh, 5) == expected
+    again = make(epochs=epochs)
+    again.load_state_dict(found)
+    assert take(again, 5) == expected
+
+
+def test_it_is_told_of_where_the_state_is_refused(make: Any) -> None:
+    one = make()
+    take(one, 6)
+    with pytest.raises(sp.CheckpointMismatchError, match=r"savable_pipeline\.trainers\.rescue"):
+        make().load_state_dict(lanes_of_a_rank(one.state_dict(), 0, 2))
+
+
+def test_a_state_of_another_run_is_refused(make: Any) -> None:
+    one = make(seed=4)
+    take(one, 6)
+    with pytest.raises(sp.CheckpointMismatchError, match="seed"):
+        rescue(make(), lanes_of_a_rank(one.state_dict(), 0, 2))
+
+
+def test_lanes_that_are_not_where_the_slots_lead_are_refused(make: Any) -> None:
+    one = make()
+    take(one, 6)
+    early = one.state_dict()
+    one.load_state_dict({**early, "lane_00000": early["lane_00000"]})
+    take(one, 6)
+    late = one.state_dict()
+    mixed = {**late, "lane_00000": early["lane_00000"]}
+    with pytest.raises(sp.CheckpointMismatchError, match="lane_00000 is another"):
+        rescue(make(), lanes_of_a_rank(mixed, 0, 2))
+
+
+def test_a_slot_beyond_the_epoch_is_refused(make: Any) -> None:
+    one = make(epochs=1)
+    take(one, 6)
+    with pytest.raises(sp.CheckpointMismatchError, match="the epoch ends before"):
+        rescue(make(epochs=1), {**lanes_of_a_rank(one.state_dict(), 0, 2), "slot": 600})
+
+
+def test_a_loader_of_several_ranks_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="this one lacks 3"):
+        rescue(make(rank=0, world_size=2), make().state_dict())

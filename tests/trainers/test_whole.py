@@ -1,0 +1,166 @@
+"""The state of all ranks after the batch that was trained on last; what skips batches beside it is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers.whole import Whole
+from tests.support.streams import take, through_a_file
+from tests.support.toy_numbers import counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture(params=["endless", "counted", "packed"])
+def make(request: pytest.FixtureRequest, make_shards: Any) -> Any:
+    """Makes a loader: endless, finite with a length (36 batches), finite without one (24)."""
+    shards = str(make_shards([36, 36]))
+    pipelines = {"endless": toy_pipeline, "counted": counted_pipeline, "packed": partial(toy_pipeline, epochs=1)}
+    return lambda **settings: sp.SavableLoader(partial(pipelines[request.param], shards), seed=3, lanes=6, **settings)
+
+
+class Trainer:
+    """Fetches `ahead` batches beyond the one that it trains on, as Lightning does, and saves after each."""
+
+    def __init__(self, loader: sp.SavableLoader, ahead: int, trained: int = 0) -> None:
+        self.trained = trained
+        self.ahead = ahead
+        self.batches = Whole(loader, trained=lambda: self.trained, most_ahead=ahead)
+
+    def an_epoch(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The hash of each batch, and the state that is saved after it was trained on."""
+        fetched: list[Any] = []
+        for batch in self.batches:
+            fetched.append(batch)
+            if len(fetched) > self.ahead:
+                yield self.train(fetched.pop(0))
+        while fetched:
+            yield self.train(fetched.pop(0))
+
+    def train(self, batch: Any) -> tuple[str, dict[str, Any]]:
+        self.trained += 1
+        return digest(batch), self.batches.state_dict()
+
+    def steps(self, n: int) -> list[tuple[str, dict[str, Any]]]:
+        found: list[tuple[str, dict[str, Any]]] = []
+        while len(found) < n:
+            found += islice(self.an_epoch(), n - len(found))
+        return found
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_state_is_that_after_the_batch_trained_on_at_each_step_and_through_the_ends_of_epochs(
+    make: Any, ahead: int
+) -> None:
+    expected = [batch for batch, _ in Trainer(make(), 0).steps(45)]
+    steps = Trainer(make(), ahead).steps(40)
+    assert [batch for batch, _ in steps] == expected[:40]
+    for step in (10, 11, 12, 22, 23, 24, 34, 35, 36):
+        again = Trainer(make(), ahead, trained=step + 1)
+        again.batches.load_state_dict(through_a_file(steps[step][1]))
+        assert [batch for batch, _ in again.steps(3)] == expected[step + 1 : step + 4], step
+
+
+def test_a_state_saved_between_the_end_and_the_training_on_its_last_batch_has_that_batch(make_shards: Any) -> None:
+    loader = sp.SavableLoader(partial(counted_pipeline, str(make_shards([36, 36]))), seed=3, lanes=6)
+    trainer = Trainer(loader, ahead=1)
+    *_, last = trainer.batches  # the trainer has seen the end, and trained on nothing yet
+    trainer.trained += 35
+    state = trainer.batches.state_dict()
+    assert (state["epoch"], state["slot"]) == (0, 35)
+    loader.load_state_dict(state)
+    assert take(loader, 1) == [digest(last)]
+
+
+def test_what_was_fetched_and_left_comes_again_in_the_next_pass(make: Any) -> None:
+    expected = take(make(), 8)
+    trainer = Trainer(make(), ahead=1)
+    found = [batch for batch, _ in trainer.steps(3)]
+    assert trainer.batches.ahead == 1
+    iter(trainer.batches)  # thrown away, as by who looks whether it can be iterated
+    assert found + [batch for batch, _ in trainer.steps(5)] == expected
+
+
+def test_a_trainer_that_skips_batches_beside_the_state_is_found(make: Any) -> None:
+    trainer = Trainer(make(), ahead=0)
+    trainer.steps(4)
+    state = trainer.batches.state_dict()
+    resumed = Trainer(make(), ahead=0, trained=4)
+    resumed.batches.load_state_dict(state)
+    batches = iter(resumed.batches)
+    take(batches, 4)  # the skip
+    with pytest.raises(sp.SavableError, match=r"5 batches were given .* trained on 1 of them .* it skips batches"):
+        resumed.train(next(batches))
+
+
+def test_a_trainer_that_trained_on_more_than_was_given_is_found(make: Any) -> None:
+    trainer = Trainer(make(), ahead=0)
+    trainer.steps(2)
+    trainer.trained += 1
+    with pytest.raises(sp.SavableError, match="trained on 3 of them"):
+        trainer.batches.check()
+
+
+@pytest.mark.parametrize("how", ["restored", "skipped", "taken"])
+def test_a_loader_that_something_else_moves_is_found(make: Any, how: str) -> None:
+    loader = make()
+    before = loader.state_dict()
+    trainer = Trainer(loader, ahead=1)
+    trainer.steps(2)
+    {
+        "restored": lambda: loader.load_state_dict(before),
+        "skipped": lambda: loader.skip(2),
+        "taken": lambda: next(loader),
+    }[how]()
+    for act in (trainer.batches.state_dict, lambda: next(iter(trainer.batches)), lambda: trainer.batches.skip(1)):
+        with pytest.raises(sp.SavableError, match="something else took batches of it, skipped some or restored it"):
+            act()
+
+
+def test_skip_goes_on_behind_the_batch_trained_on(make: Any) -> None:
+    expected = take(make(), 9)
+    trainer = Trainer(make(), ahead=1)
+    trainer.steps(3)
+    trainer.batches.skip(2)
+    assert [batch for batch, _ in trainer.steps(4)] == expected[5:]
+
+
+def test_batches_are_placed_and_the_rest_is_the_loaders(make_shards: Any) -> None:
+    loader = sp.SavableLoader(partial(counted_pipeline, str(make_shards([36, 36]))), seed=3, lanes=6)
+    with loader:
+        batches = Whole(loader, place=lambda batch: ("placed", batch))
+        assert next(iter(batches))[0] == "placed"
+        assert (len(batches), batches.epoch, batches.world_size) == (36, 0, 1)
+        batches.close()
+    assert batches.state_dict() == loader.state_dict()
+
+
+def test_an_endless_loader_has_no_length_and_is_true(make_shards: Any) -> None:
+    batches = Whole(sp.SavableLoader(partial(toy_pipeline, str(make_shards([36]))), seed=3, lanes=6))
+    assert batches
+    with pytest.raises(TypeError, match="length"):
+        len(batches)
+
+
+def test_lanes_of_one_rank_alone_are_refused_when_they_are_saved(make: Any) -> None:
+    batches = Whole(make(rank=0, world_size=2))
+    with pytest.raises(ValueError, match=r"gathering needs torch\.distributed"):
+        batches.state_dict()
+
+
+def test_who_asks_for_a_dataset_is_told_that_nothing_is_to_be_skipped(make: Any) -> None:
+    batches = Whole(make())
+    with pytest.raises(AttributeError, match="needs no skip_first_batches"):
+        _ = batches.dataset
+    assert not hasattr(batches, "dataset")
+
+
+def test_only_a_loader_is_taken() -> None:
+    with pytest.raises(TypeError, match="a SavableLoader, not list"):
+        Whole([])  # type: ignore[arg-type]

@@ -1,0 +1,281 @@
+"""Measures reading in place beside other readers: processor time, each in a process of its own, in turn.
+
+    python tools/bench_in_place.py rows      Parquet rows as dicts, through a buffer of 10,000
+    python tools/bench_in_place.py images    Parquet rows with 20 kB of bytes, as Hugging Face has images
+    python tools/bench_in_place.py tokens    windows of 2,048 tokens of .bin and .idx, against a bare numpy.memmap loop
+    python tools/bench_in_place.py join      tars with captions joined by key, against the tars alone
+    python tools/bench_in_place.py first     time to the first batch at 1 % and at 95 % of an epoch, of each store
+
+HF datasets, LitData and Grain take part where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+import savable_pipeline as sp
+
+ROWS, BUFFER = 60_000, 10_000
+ROUNDS = 5
+Reader = Callable[[Path], Iterator[Any]]
+
+
+# The data.
+
+
+def write_rows(folder: Path, payload: int = 0) -> None:
+    """Six files: a number, a text of 200 characters, and `payload` bytes as Hugging Face has images."""
+    draw = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    count = ROWS // 6 if not payload else ROWS // 24
+    for file in range(6):
+        numbers = range(file * count, (file + 1) * count)
+        columns: dict[str, Any] = {"id": list(numbers), "caption": [f"{number} ".ljust(200, "x") for number in numbers]}
+        if payload:
+            columns["image"] = [{"bytes": draw.bytes(payload), "path": f"{number}.jpg"} for number in numbers]
+        pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=1000)
+
+
+def write_tokens(folder: Path) -> None:
+    """50 M tokens, uint16, in documents of 1,000, as Megatron-LM writes them."""
+    folder.mkdir(parents=True)
+    tokens, documents = 50_000_000, 50_000
+    np.random.default_rng(0).integers(0, 50_000, tokens, dtype=np.uint16).tofile(folder / "a.bin")
+    lengths = np.full(documents, tokens // documents, "<i4")
+    pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<i8") * 2
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
+    firsts = np.arange(documents + 1).astype("<i8")
+    (folder / "a.idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + firsts.tobytes())
+
+
+def write_pairs(folder: Path) -> None:
+    """Tars of 40,000 samples of JSON, and captions for them as tars of their own."""
+    for name, extension in (("tars", "json"), ("captions", "txt")):
+        (folder / name).mkdir(parents=True)
+        for shard in range(8):
+            with tarfile.open(folder / name / f"{shard}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+                for number in range(shard * 5000, shard * 5000 + 5000):
+                    raw = json.dumps({"id": number, "text": "x" * 500}).encode()
+                    info = tarfile.TarInfo(f"s{number:06d}.{extension}")
+                    info.size = len(raw)
+                    tar.addfile(info, io.BytesIO(raw))
+
+
+# The readers.
+
+
+class Dicts(sp.TaskEncoder):
+    """A row as a dict of Python's values."""
+
+    global_rng = False
+
+    def __init__(self, image: bool = False) -> None:
+        self.image = image
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        item = {"id": sample.json("id"), "caption": sample.text("caption")}
+        if self.image:
+            item["image"] = sample["image.jpg"] if "image.jpg" in sample else sample["jpg"]
+        return item
+
+
+def ours(folder: Path) -> Iterator[Any]:
+    image = "image" in pq.read_schema(next(folder.glob("*.parquet"))).names
+    samples = sp.ShuffleBuffer(sp.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER)
+    return iter(sp.Encode(samples, Dicts(image)))
+
+
+def hf_datasets(folder: Path) -> Iterator[Any]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    files = sorted(map(str, folder.glob("*.parquet")))
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    return iter(rows.repeat(None).shuffle(seed=1, buffer_size=BUFFER))
+
+
+def litdata(folder: Path) -> Iterator[Any]:
+    from litdata import StreamingDataset, index_parquet_dataset
+    from litdata.streaming.item_loader import ParquetLoader
+
+    index_parquet_dataset(str(folder))
+    rows = StreamingDataset(str(folder), item_loader=ParquetLoader(), shuffle=True)
+    return itertools.chain.from_iterable(itertools.repeat(rows))
+
+
+def grain(folder: Path) -> Iterator[Any]:
+    import grain as grain_
+
+    files = sorted(map(str, folder.glob("*.parquet")))
+    read = grain_.experimental.InterleaveIterDataset(
+        grain_.MapDataset.source(files).map(lambda path: grain_.experimental.ParquetIterDataset(path)), cycle_length=6
+    )
+    return itertools.chain.from_iterable(
+        iter(grain_.experimental.WindowShuffleIterDataset(read, window_size=BUFFER, seed=epoch))
+        for epoch in itertools.count()
+    )
+
+
+def our_tokens(folder: Path) -> Iterator[Any]:
+    samples = sp.TokenReader(folder, sp.Lane(seed=1), length=2049, stride=2048)
+    return iter(sp.Encode(samples, Windows()))
+
+
+class Windows(sp.TaskEncoder):
+    """The tokens of a window, int64."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.array("tokens").astype(np.int64)
+
+
+def bare_memmap(folder: Path) -> Iterator[Any]:
+    tokens = np.memmap(folder / "a.bin", dtype=np.uint16, mode="r")
+    draw = np.random.default_rng(1)
+    for window in itertools.chain.from_iterable(draw.permutation((len(tokens) - 1) // 2048) for _ in itertools.count()):
+        yield np.array(tokens[window * 2048 : window * 2048 + 2049]).astype(np.int64)
+
+
+class Texts(sp.TaskEncoder):
+    """The JSON of a sample, and the joined caption if there is one."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json(), sample["captions.txt"]
+
+
+class Alone(Texts):
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json(), sample["json"]
+
+
+def joined(folder: Path) -> Iterator[Any]:
+    reader = sp.TarShardReader(str(folder / "tars"), sp.Lane(seed=1))
+    return iter(sp.Encode(sp.Join(reader, {"captions": str(folder / "captions")}), Texts()))
+
+
+def alone(folder: Path) -> Iterator[Any]:
+    """The tars alone, of which two parts are read, too."""
+    return iter(sp.Encode(sp.TarShardReader(str(folder / "tars"), sp.Lane(seed=1)), Alone()))
+
+
+CASES: dict[str, tuple[Callable[[Path], None], int, dict[str, Reader]]] = {
+    "rows": (write_rows, 60_000, {"ours": ours, "hf": hf_datasets, "litdata": litdata, "grain": grain}),
+    "images": (
+        lambda folder: write_rows(folder, 20_000),
+        15_000,
+        {"ours": ours, "hf": hf_datasets, "litdata": litdata, "grain": grain},
+    ),
+    "tokens": (write_tokens, 40_000, {"ours": our_tokens, "bare": bare_memmap}),
+    "join": (write_pairs, 40_000, {"ours": joined, "alone": alone}),
+}
+
+
+def run_one(case: str, name: str, folder: Path) -> None:
+    """Print the processor time of as many samples, after a tenth of them."""
+    _, count, readers = CASES[case]
+    samples = readers[name](folder)
+    for _ in itertools.islice(samples, BUFFER + count // 10):
+        pass
+    begun = time.process_time()
+    for _ in itertools.islice(samples, count):
+        pass
+    print(time.process_time() - begun, flush=True)
+    os._exit(0)
+
+
+def compare(case: str, folder: Path, rounds: int) -> None:
+    write, count, readers = CASES[case]
+    write(folder / case)
+    spent: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(rounds):
+        for name in readers:
+            command = [sys.executable, __file__, case, "--one", name, "--folder", str(folder / case)]
+            run = subprocess.run(["timeout", "60", *command], capture_output=True, text=True)
+            if run.returncode == 0:
+                spent[name].append(float(run.stdout.split()[-1]))
+            elif not spent[name]:
+                print(name, "does not run:", run.stderr.strip().splitlines()[-1:], file=sys.stderr)
+    table = Table("reader", "samples a second of processor time", "time beside ours", title=case, title_justify="left")
+    for name, times in spent.items():
+        if times:
+            ratios = [time_ / our for time_, our in zip(times, spent["ours"], strict=False)]
+            table.add_row(
+                name,
+                f"{count / statistics.median(times):,.0f}",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            )
+    Console().print(table)
+
+
+def first(folder: Path) -> None:
+    """Time to the first sample of a restored reader, early and late in an epoch."""
+    write_rows(folder / "rows")
+    write_tokens(folder / "tokens")
+    write_pairs(folder / "pairs")
+    stores: dict[str, Callable[[], sp.SampleStage]] = {
+        "Parquet": lambda: sp.ParquetReader(folder / "rows", sp.Lane(seed=1)),
+        "tokens": lambda: sp.TokenReader(folder / "tokens", sp.Lane(seed=1), length=2049, stride=2048),
+        "tars": lambda: sp.TarShardReader(str(folder / "pairs/tars"), sp.Lane(seed=1)),
+    }
+    table = Table("store", "at 1 %", "at 95 %", title="first sample after a restore", title_justify="left")
+    for name, make in stores.items():
+        count = make().info.population
+        found = [
+            statistics.median(_restored(make, int(count * share)) for _ in range(ROUNDS)) for share in (0.01, 0.95)
+        ]
+        table.add_row(name, *(f"{1000 * seconds:.1f} ms" for seconds in found))
+    Console().print(table)
+
+
+def _restored(make: Callable[[], sp.SampleStage], position: int) -> float:
+    reader = make()
+    state = reader.save_state() | {"position": position}
+    begun = time.perf_counter()
+    reader.restore_state(state)
+    sample = next(reader)
+    sample[next(iter(sample))]
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=[*CASES, "first"])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        run_one(given.cases[0], given.one, given.folder)
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        for case in given.cases:
+            if case == "first":
+                first(Path(folder) / "first")
+            else:
+                compare(case, Path(folder), given.rounds)
+
+
+if __name__ == "__main__":
+    main()

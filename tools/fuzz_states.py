@@ -1,0 +1,139 @@
+"""States with something else inside and the right checksum, and what a loader does with them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fuzz_values import changed, changed_bytes, encoded
+from xxhash import xxh3_64_intdigest
+
+import savable_pipeline as sp
+from savable_pipeline.state.lane_state import VERSION
+from savable_pipeline.state.summary import differences, shown, summarize
+
+_HEAD = 14  # bytes of a packed state before its MessagePack
+
+
+class FuzzEncoder(sp.TaskEncoder):
+    """A sample's number, one to four times; three items for every fifth sample."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        return iter([[number] * (1 + i) for i in range(3)]) if number % 5 == 0 else [number] * (number % 4 + 1)
+
+    def length(self, item: Any) -> int:
+        return len(item)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def packed_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+    """Every stage of the usual path."""
+    items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), FuzzEncoder(), on_error="skip")
+    return sp.Batcher(sp.OnlinePacker(items, max_length=6, open_packs=2, policy="sequential"), size=2)
+
+
+def sorted_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+    """Packs that are held and sorted, by another policy."""
+    items = sp.Encode(sp.TarShardReader(shards, lane, epochs=2, shuffle=False), FuzzEncoder())
+    return sp.Batcher(sp.OnlinePacker(items, max_length=9, open_packs=2, policy="first_fit_decreasing"), size=1)
+
+
+def blended_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+    """Two sources, by tokens, in buckets."""
+    encoder = FuzzEncoder()
+    sources = {name: sp.Encode(sp.TarShardReader(shards, lane), encoder) for name in ("a", "b")}
+    return sp.BucketBatcher(sp.Blend(sources, weights={"a": 2, "b": 1}, by="tokens"), bounds=[2, 4], size=2)
+
+
+def blended_samples_pipeline(shards: str, lane: sp.Lane) -> sp.Stage:
+    """Two sources of samples that are shuffled together."""
+    samples = sp.Blend({name: sp.TarShardReader(shards, lane) for name in ("a", "b")}, weights={"a": 2, "b": 1})
+    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=5), FuzzEncoder()), size=3)
+
+
+_PIPELINES = (packed_pipeline, sorted_pipeline, blended_pipeline, blended_samples_pipeline)
+
+
+def states(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    kinds = []
+    for pipeline in _PIPELINES:
+        loader = _loader(pipeline, folder)
+        for _ in range(7):
+            next(loader)
+        kinds.append((pipeline, loader.state_dict()))
+    for number in range(count):
+        pipeline, state = kinds[number % len(kinds)]
+        name = draw.choice(["lane_00000", "lane_00001", "lane_00000", "lane_00001", "fingerprint", "outside"])
+        if name == "outside":
+            yield _load(pipeline, folder, changed(state, draw))
+        else:
+            yield _load(pipeline, folder, {**state, name: _changed_entry(state[name], name, draw)})
+
+
+def _loader(pipeline: Any, folder: Path) -> sp.SavableLoader:
+    return sp.SavableLoader(lambda lane: pipeline(str(folder / "shards"), lane), seed=3, lanes=2)
+
+
+def _load(pipeline: Any, folder: Path, state: Any) -> Callable[[], None]:
+    def load() -> None:
+        errors = []
+        for use in (_summary, lambda state: sp.merge_states([state]), lambda state: _go_on(pipeline, folder, state)):
+            try:
+                use(state)
+            except Exception as error:
+                if not isinstance(error, sp.SavableError) and type(error) is not ValueError:
+                    raise
+                errors.append(error)
+        if errors:
+            raise errors[-1]
+
+    return load
+
+
+def _go_on(pipeline: Any, folder: Path, state: Any) -> None:
+    loader = _loader(pipeline, folder)
+    loader.load_state_dict(state)
+    for _ in range(6):
+        if next(loader, None) is None:
+            break
+        loader.trace()
+
+
+def _summary(state: Any) -> None:
+    found = summarize(state)
+    differences(found, found)
+    for row in found.lanes.values():
+        for field, value in row.items():
+            shown(field, value)
+
+
+def _changed_entry(raw: bytes, name: str, draw: random.Random) -> bytes:
+    """A lane's state, or the fingerprint, with something else inside and the right checksum."""
+    body = raw[_HEAD:]
+    if draw.random() < 0.3:
+        return _packed(changed_bytes(body, draw))
+    value = msgspec.msgpack.decode(body)
+    if name == "fingerprint":
+        inner = zlib.decompress(value["compressed"])
+        if draw.random() < 0.5:
+            inner = encoded(changed(msgspec.msgpack.decode(inner), draw))
+        else:
+            inner = changed_bytes(inner, draw)
+        return _packed(encoded({"compressed": zlib.compress(inner)}))
+    return _packed(encoded(changed(value, draw)))
+
+
+def _packed(body: bytes) -> bytes:
+    return b"SAVL" + VERSION.to_bytes(2, "little") + xxh3_64_intdigest(body).to_bytes(8, "little") + body

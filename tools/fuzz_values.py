@@ -1,0 +1,55 @@
+"""Values and bytes with one or two things changed: what the fuzzers forge from."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+_VALUES: list[Any] = [
+    None, True, 0, 1, -1, 2**31, 2**63 - 1, 2**64 - 1, -(2**63), 0.5, float("nan"), float("inf"), "", "x", "\ud800",
+    b"", b"\xff" * 11, b"\xff" * 12, b"\x01" * 12, [], {}, [[]], [None], [0, 0, 0], [[0, 0], 0, 1], [2**63, 2**40, 7],
+    {"source": {}}, {"sources": {}}, {"a": 1}, [1] * 9,
+]  # fmt: skip
+
+
+def encoded(value: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):  # what MessagePack has no bytes for
+        return b"\x91" * 5000 + b"\xc0"
+
+
+def changed_bytes(raw: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(raw)
+    for _ in range(draw.randint(1, 3)):
+        changed[draw.randrange(len(changed))] = draw.randrange(256)
+    cut = draw.randrange(len(changed)) if draw.random() < 0.1 else len(changed)
+    return bytes(changed[:cut])
+
+
+def changed(value: Any, draw: random.Random) -> Any:
+    """A copy of a nested value with one part changed, taken away or nested deep."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        name = draw.choice(list(value))
+        if draw.random() < 0.1:
+            return {key: inner for key, inner in value.items() if key != name}
+        return {**value, name: changed(value[name], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        place = draw.randrange(len(value))
+        if draw.random() < 0.2:
+            return value[:place] + value[place + 1 :]
+        return [*value[:place], changed(value[place], draw), *value[place + 1 :]]
+    if isinstance(value, int) and draw.random() < 0.4:
+        return value + draw.choice([-1, 1, 1000, 1 << 40])
+    if draw.random() < 0.05:
+        return _deep(draw.choice([30, 400, 3000]), draw.random() < 0.5)
+    return draw.choice(_VALUES)
+
+
+def _deep(depth: int, lists: bool) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value] if lists else {"source": value}
+    return value
