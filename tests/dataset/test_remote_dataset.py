@@ -75,7 +75,7 @@ def local(make_shards: MakeShards) -> Path:
 def server(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
-    monkeypatch.setenv("SAVABLE_RETRY_S", "1.2")
+    monkeypatch.setenv("SAVABLE_RETRY_S", "20")  # a busy machine is no fault
     with serving(tmp_path) as server:
         yield server
 
@@ -383,12 +383,12 @@ def test_a_server_that_fails_now_and_then_changes_nothing(
 def test_a_server_that_stays_down_is_an_error_that_names_it_and_the_run_goes_on_when_it_is_back(
     server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAVABLE_RETRY_S", "0.3")
+    monkeypatch.setenv("SAVABLE_RETRY_S", "3")
     with loader_of(f"{server.url}/shards/", cache_bytes=60_000) as loader:
         first = batches(loader, 3)
         server.fault = lambda path, number: "503"
         with pytest.raises(
-            sp.RemoteError, match=r"http://127.*/shards/000.\.tar: tried [2-9] times .*503.*SAVABLE_RETRY_S"
+            sp.RemoteError, match=r"http://127.*/shards/000.\.tar: tried \d+ times .*503.*SAVABLE_RETRY_S"
         ):
             for _ in range(STEPS):
                 first.append(next(loader))
@@ -430,7 +430,7 @@ def test_a_slow_link_delivers_as_long_as_bytes_come(
 ) -> None:
     write_numbered_shards(tmp_path / "large", [160], pad="x" * 10_000)
     sp.TarShardReader(tmp_path / "large", sp.Lane())  # makes the index
-    monkeypatch.setenv("SAVABLE_RETRY_S", "1.2")
+    monkeypatch.setenv("SAVABLE_RETRY_S", "4")
     server.fault = lambda path, number: "stalled" if path.endswith("0000.tar") else None
     dataset = open_dataset(f"{server.url}/large/")
     samples = dataset.open_samples(all_refs(dataset))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -32,18 +33,18 @@ def loader(pipeline: Any, num_workers: int = 2, **settings: Any) -> sp.SavableLo
     return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 12, "num_workers": num_workers, **settings})
 
 
-def held() -> tuple[list[int], list[str]]:
-    """The processes and descriptors that this process has."""
+def held() -> Counter[int | str]:
+    """The processes and descriptors that this process has. What others left may end meanwhile: `<=` compares two."""
     gc.collect()
-    descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-    return descendants(os.getpid()), [name for name in descriptors if "/proc/" not in name]
+    descriptors = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return Counter([*descendants(os.getpid()), *(name for name in descriptors if "/proc/" not in name)])
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     before = held()
     yield
-    assert held() == before
+    assert held() <= before
 
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -57,9 +58,9 @@ def test_nothing_is_left_after_close(pipeline: Any, num_workers: int) -> None:
     before = held()
     own = loader(pipeline, num_workers)
     take(own, 5)
-    assert len(descendants(os.getpid())) == (num_workers + 1 if num_workers else 0) + len(before[0])  # and a server
+    assert len(set(descendants(os.getpid())) - set(before)) == (num_workers + 1 if num_workers else 0)  # and a server
     own.close()
-    assert held() == before
+    assert held() <= before
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -68,7 +69,7 @@ def test_nothing_is_left_after_a_with_block_that_an_error_leaves(pipeline: Any, 
     with pytest.raises(ZeroDivisionError), loader(pipeline, num_workers) as own:
         for _batch in own:
             _ = 1 / 0
-    assert held() == before
+    assert held() <= before
 
 
 def test_workers_live_from_pass_to_pass_until_the_loader_is_closed(make_shards: Any) -> None:
@@ -97,7 +98,7 @@ def test_nothing_is_left_after_break_and_del(pipeline: Any) -> None:
     for _batch in own:
         break
     del own
-    assert held() == before
+    assert held() <= before
 
 
 def test_nothing_is_left_of_a_loader_that_never_began(pipeline: Any) -> None:
@@ -105,7 +106,7 @@ def test_nothing_is_left_of_a_loader_that_never_began(pipeline: Any) -> None:
     own = loader(pipeline)
     own.state_dict()
     own.close()
-    assert held() == before
+    assert held() <= before
 
 
 def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: Any, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: An
     time.sleep(0.2)
     start = time.monotonic()
     own.close()
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 10  # not the minute that a batch takes
 
 
 def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -> None:
@@ -124,7 +125,7 @@ def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -
     time.sleep(0.2)
     start = time.monotonic()
     own.close()
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 10  # not the minute that a batch takes
 
 
 def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:

@@ -20,7 +20,8 @@ Fault = Callable[[str, int], str | None]  # of a path and the number of the requ
 SLOW_S = 1.0
 
 _TURN = 1 << 14  # bytes of an answer that a limited link carries before those of another
-STALL_BYTES = 300_000  # that come before a stalled answer stalls
+STALL_BYTES = 600_000  # that come before a stalled answer stalls
+STALL_S = 2.5
 
 
 class ToyServer(ThreadingHTTPServer):
@@ -123,17 +124,17 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stalled":  # after a part of it, for longer than anybody waits
             self._send(206, data[:STALL_BYTES], {**headers, "Content-Length": str(len(data))})
             self.wfile.flush()
-            time.sleep(SLOW_S)
+            time.sleep(STALL_S)
             self.close_connection = True
             return
         if fault == "less":  # than its own headers promise
             data = data[: len(data) // 2]
         elif fault == "more":
             data += b"x" * 9
-        self._send(206 if wanted else 200, data, headers)
-        if fault is None:
+        if fault is None:  # before it is sent: whoever has got it may look at once
             with self.server.lock:
                 self.server.ranges.append((name, start, stop))
+        self._send(206 if wanted else 200, data, headers)
 
     def _listing(self, path: str, query: dict[str, list[str]]) -> bytes:
         bucket = path.strip("/")

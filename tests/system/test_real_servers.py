@@ -102,11 +102,11 @@ def test_workers_of_nginx_that_are_killed_while_they_send_change_nothing(web: Ng
 def test_nginx_that_stays_down_is_an_error_and_the_run_goes_on_when_it_is_back(
     web: Nginx, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAVABLE_RETRY_S", "0.3")
+    monkeypatch.setenv("SAVABLE_RETRY_S", "3")
     with loader_of(f"{web.url}/data/", cache_bytes=60_000) as loader:
         found = batches(loader, 3)
         web.follow("return 503;")
-        with pytest.raises(sp.RemoteError, match=rf"{web.url}/data/000.\.tar: tried [2-9] times .*503"):
+        with pytest.raises(sp.RemoteError, match=rf"{web.url}/data/000.\.tar: tried \d+ times .*503"):
             for _ in range(STEPS):
                 found.append(next(loader))
         web.follow("")
