@@ -92,10 +92,17 @@ def write_pairs(folder: Path, images: bool = False) -> None:
 # The readers.
 
 
-class Dicts(sp.TaskEncoder):
-    """A row as a dict of Python's values."""
+class Plain(sp.TaskEncoder):
+    """Its batches are lists of items."""
 
     global_rng = False
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+class Dicts(Plain):
+    """A row as a dict of Python's values."""
 
     def __init__(self, image: bool = False) -> None:
         self.image = image
@@ -107,10 +114,15 @@ class Dicts(sp.TaskEncoder):
         return item
 
 
+def items_of(items: sp.Encode) -> Iterator[Any]:
+    """Each item of an endless pipeline, from batches of 256, as a loader has them made."""
+    return itertools.chain.from_iterable(sp.Batcher(items, size=256))
+
+
 def ours(folder: Path) -> Iterator[Any]:
     image = "image" in pq.read_schema(next(folder.glob("*.parquet"))).names
     samples = sp.ShuffleBuffer(sp.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER)
-    return iter(sp.Encode(samples, Dicts(image)))
+    return items_of(sp.Encode(samples, Dicts(image)))
 
 
 def hf_datasets(folder: Path) -> Iterator[Any]:
@@ -146,13 +158,11 @@ def grain(folder: Path) -> Iterator[Any]:
 
 def our_tokens(folder: Path) -> Iterator[Any]:
     samples = sp.TokenReader(folder, sp.Lane(seed=1), length=2049, stride=2048)
-    return iter(sp.Encode(samples, Windows()))
+    return items_of(sp.Encode(samples, Windows()))
 
 
-class Windows(sp.TaskEncoder):
+class Windows(Plain):
     """The tokens of a window, int64."""
-
-    global_rng = False
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         return sample.array("tokens").astype(np.int64)
@@ -165,10 +175,8 @@ def bare_memmap(folder: Path) -> Iterator[Any]:
         yield np.array(tokens[window * 2048 : window * 2048 + 2049]).astype(np.int64)
 
 
-class Pairs(sp.TaskEncoder):
+class Pairs(Plain):
     """The JSON or the image of a sample, and its caption."""
-
-    global_rng = False
 
     def __init__(self, caption: str, images: bool) -> None:
         self.caption = caption
@@ -180,11 +188,11 @@ class Pairs(sp.TaskEncoder):
 
 def joined(folder: Path, *, images: bool = False) -> Iterator[Any]:
     reader = sp.TarShardReader(str(folder / "tars"), sp.Lane(seed=1))
-    return iter(sp.Encode(sp.Join(reader, {"captions": str(folder / "captions")}), Pairs("captions.txt", images)))
+    return items_of(sp.Encode(sp.Join(reader, {"captions": str(folder / "captions")}), Pairs("captions.txt", images)))
 
 
 def in_one(folder: Path, *, images: bool = False) -> Iterator[Any]:
-    return iter(sp.Encode(sp.TarShardReader(str(folder / "both"), sp.Lane(seed=1)), Pairs("txt", images)))
+    return items_of(sp.Encode(sp.TarShardReader(str(folder / "both"), sp.Lane(seed=1)), Pairs("txt", images)))
 
 
 CASES: dict[str, tuple[Callable[[Path], None], int, dict[str, Reader]]] = {
