@@ -26,6 +26,7 @@ from pathlib import Path
 
 from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
 from savable_pipeline.convert.folder_marks import FolderMarks, look_into
+from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar
 from savable_pipeline.core.wording import listed
 
 WORDS = {
@@ -44,7 +45,6 @@ WORDS = {
 }
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
-PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 _STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
@@ -89,8 +89,8 @@ def recognize(path: Path, kind: str | None = None) -> Source:
 
 def _of_file(path: Path) -> str:
     name = path.name.lower()
-    if name.endswith((*PACKED, ".tar")):
-        return "tars" if name.endswith(".tar") else "packed"
+    if is_tar(name):
+        return "packed" if name.endswith(PACKED) else "tars"
     plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
     suffix = Path(plain).suffix
     if suffix == ".json":
@@ -143,9 +143,18 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
     if packed:
         return "packed"
     if marks.count(".tar") and not marks.others:
+        _refuse_capitals(path, marks)
         return "tars"
     _refuse_lone(path, marks)
     return "folder"
+
+
+def _refuse_capitals(path: Path, marks: FolderMarks) -> None:
+    unseen = [name for name in marks.names if is_tar(name) and not name.endswith(TAR_ENDINGS)]
+    if unseen:
+        raise ValueError(
+            f"{path} holds tars that are not read in place, since readers look for .tar: rename {listed(unseen)}"
+        )
 
 
 def _of_index(path: Path, kind: str) -> str:

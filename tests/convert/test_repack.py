@@ -56,6 +56,16 @@ def test_one_tar_by_itself(packed: Path, tmp_path: Path) -> None:
     assert texts(tmp_path / "out") == ["text 4", "text 5"]
 
 
+def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> None:
+    (packed / "a.tar.gz").rename(packed / "a.TAR.GZ")
+    (packed / "b/c.tgz").rename(packed / "b/c.TGZ")
+    (packed / "d.tar.bz2").rename(packed / "d.Tar.Bz2")
+    (packed / "f.tar").rename(packed / "f.TAR")
+    assert convert(packed, tmp_path / "out", Options()).samples == 10
+    assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
+    assert convert(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
+
+
 def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> None:
     whole = (packed / "a.tar.gz").read_bytes()
     (packed / "a.tar.gz").write_bytes(whole[:-20])

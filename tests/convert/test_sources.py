@@ -70,6 +70,8 @@ def test_a_file_that_is_not_read_is_refused_with_what_to_do(tmp_path: Path, name
         (["a.jpg", "b/c.d/a.txt"], "folder"),
         (["a.tar", "b/c.tar", "a.tar.idx", "a.json", "a.parquet", "a_stats.json", "README.md", ".x/y.jpg"], "tars"),
         (["a.tar.gz", "b/c.tar"], "packed"),
+        (["a.TAR.GZ", "b/c.TAR"], "packed"),
+        (["a.tar.gz", "a.parquet"], "packed"),
         (["a.tar", "a.jpg"], "folder"),  # where each tar is rejected
         (["a.csv", "a.jpg"], "folder"),  # a sample with a part csv
         (["a.bin", "a.idx"], "folder"),
@@ -93,6 +95,7 @@ def test_a_folder_is_known_by_what_lies_in_it(tmp_path: Path, names: list[str], 
         ({"llava.json": LIST, "img/a.jpg": b""}, r"holds the table llava\.json"),
         ({"a.zip": b"", "a/b.jpg": b""}, r"holds a\.zip, and \.zip is not read here: unpack it"),
         ({"a.tar.gz": b"", "b.jpg": b""}, r"compressed tars \(a\.tar\.gz\) and other files \(b\.jpg\)"),
+        ({"a.tar": b"", "b/B.TAR": b""}, r"readers look for \.tar: rename b/B\.TAR"),
         ({"t.bin": b"", "t.idx": b"MMIDIDX\0\0 and more"}, "token files of Megatron"),
         ({"shard.00000.mds": b""}, r"and \.mds is not read here: name the folder"),
         ({"chunk-0-0.bin": b""}, r"chunks of LitData \(chunk-0-0\.bin\) without their index\.json"),
