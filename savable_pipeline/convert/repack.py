@@ -34,11 +34,11 @@ def packed_tars(source: Path) -> list[Path]:
 
 
 def repack(
-    source: Path, tars: list[Path], target: Path, work: Path, progress: Callable[[int, int, int], None]
+    source: Path, tars: list[Path], target: Path, work: Path, progress: Callable[[int, int, int], None], *, moved: bool
 ) -> tuple[list[Reject], ShardIndex | None]:
     """Write the tars into `target`, by way of the folder `work`; gives what was left out, and their index.
 
-    Raises OSError where a file cannot be written, and ValueError for two tars that would have one name.
+    Tars that are there are compared with those that may have changed since; with all if the source was `moved`. Raises OSError where a file cannot be written, and ValueError for two tars that would have one name.
     """
     base = source if source.is_dir() else source.parent
     names = [_plain_name(path.relative_to(base).as_posix()) for path in tars]
@@ -49,8 +49,8 @@ def repack(
     for done, (path, name) in enumerate(zip(tars, names, strict=True)):
         progress(done, len(tars), size)
         size += path.stat().st_size
-        there = (target / name).exists()
-        fault = "" if there and not is_newer(path, target / name) else _repack_one(path, target, work, name)
+        same = (target / name).exists() and not moved and not is_newer(path, target / name)
+        fault = "" if same else _repack_one(path, target, work, name)
         if fault:
             rejected.append(Reject(str(path), "", "damaged tar", printable(fault)))
     progress(len(tars), len(tars), size)
