@@ -31,11 +31,6 @@ def _seen(character: str) -> str:
     return character.encode("unicode_escape", "backslashreplace").decode()
 
 
-def counted(count: int, one: str, many: str = "") -> str:
-    """`1 shard`, `1,204 shards`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def print_warnings(console: Console, warnings: list[str]) -> None:
     """Each warning on a line."""
     for warning in warnings:

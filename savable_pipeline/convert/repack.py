@@ -38,7 +38,8 @@ def repack(
 ) -> tuple[list[Reject], ShardIndex | None]:
     """Write the tars into `target`, by way of the folder `work`; gives what was left out, and their index.
 
-    Tars that are there are compared with those that may have changed since; with all if the source was `moved`. Raises OSError where a file cannot be written, and ValueError for two tars that would have one name.
+    A tar that is there is compared with its source if that may have changed since, or the whole source was `moved`.
+    Raises OSError where a file cannot be written, and ValueError for two tars that would have one name.
     """
     base = source if source.is_dir() else source.parent
     names = [_plain_name(path.relative_to(base).as_posix()) for path in tars]

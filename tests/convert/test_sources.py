@@ -138,6 +138,12 @@ def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path:
         recognize(Path("s3://bucket/data"))
 
 
+def test_the_url_that_is_named_is_one(tmp_path: Path) -> None:
+    files(tmp_path, **{"a.jsonl": b'[1]\n{"image": "https://x/a.jpg"}\n'})
+    with pytest.raises(ValueError, match=r"such as the field 'image' names 'https://x/a\.jpg'; download"):
+        convert(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
+
+
 def test_tars_are_read_as_they_are_and_said_to_be(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("k.txt", b"x")])
     with pytest.raises(ValueError, match=r"read as they are, with nothing to convert: sp\.TarShardReader.* --reshard"):
