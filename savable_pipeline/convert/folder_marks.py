@@ -14,6 +14,21 @@ from savable_pipeline.convert.names import is_tar
 
 _LARGEST_INDEX = 1 << 30  # bytes
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
+_BESIDE_TABLES = (
+    ".json",
+    ".jsonl",
+    ".idx",
+    ".csv",
+    ".txt",
+    ".log",
+    ".sqlite",
+    ".md",
+    ".py",
+    ".yaml",
+    ".yml",
+    ".lock",
+    ".crc",
+)
 _OF_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 
 
@@ -34,6 +49,12 @@ class FolderMarks:
     def count(self, suffix: str) -> int:
         """The number of files with this end."""
         return self.suffixes[suffix]
+
+    def beside_tables(self, suffixes: tuple[str, ...]) -> list[str]:
+        """The files that neither have one of these ends nor are left by a tool, or for people, beside those that do."""
+        known, begins = (*suffixes, *_BESIDE_TABLES), (*_OF_PEOPLE, "_")
+        bases = {name: name.rpartition("/")[2].lower() for name in self.names}
+        return [name for name, base in bases.items() if not base.endswith(known) and not base.startswith(begins)]
 
     def are_companions(self, suffix: str) -> bool:
         """Whether files with this end are tables beside tars of the same names."""

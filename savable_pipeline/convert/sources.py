@@ -26,6 +26,7 @@ from pathlib import Path
 
 from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
 from savable_pipeline.convert.folder_marks import FolderMarks, look_into
+from savable_pipeline.convert.jsonl import BOM
 from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar
 from savable_pipeline.core.wording import listed
 
@@ -110,7 +111,7 @@ def _of_file(path: Path) -> str:
 def _of_json(path: Path) -> str:
     try:
         with opened(path) as file:
-            head = file.read(_PEEK).removeprefix(b"\xef\xbb\xbf").lstrip()
+            head = file.read(_PEEK).removeprefix(BOM).lstrip()
     except DamagedError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
     lines = [line.strip() for line in head.split(b"\n") if line.strip()]
@@ -133,7 +134,9 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
         raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(marks.below)}")
     for suffix, kind in _STORED_FILES.items():
         if marks.count(suffix) and not marks.are_companions(suffix):
-            return "hub" if kind == "parquet" and marks.hub else kind
+            found = "hub" if kind == "parquet" and marks.hub else kind
+            _refuse_others(path, marks, kind, found)
+            return found
     packed = [name for name in marks.names if name.lower().endswith(PACKED)]
     if packed and marks.others:
         raise ValueError(
@@ -147,6 +150,19 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
         return "tars"
     _refuse_lone(path, marks)
     return "folder"
+
+
+def _refuse_others(path: Path, marks: FolderMarks, form: str, kind: str) -> None:
+    """Refuse files of rows beside what would not be read with them, such as pictures."""
+    suffixes = tuple(suffix for suffix, other in _STORED_FILES.items() if other == form)
+    others = marks.beside_tables(suffixes)
+    if others:
+        table = next(name for name in marks.names if name.lower().endswith(suffixes))
+        raise ValueError(
+            f"{path} holds {table} and other files ({listed(others)}), which are not read with it: take the rows alone "
+            f"with --as {kind}, or each file for a part of a sample with --as folder; where the rows name the files, "
+            "write them as JSONL and convert that"
+        )
 
 
 def _refuse_capitals(path: Path, marks: FolderMarks) -> None:
@@ -193,7 +209,10 @@ def _table_suffix(name: str) -> str:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a file begins as a list of objects."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    """Whether a file, perhaps compressed, begins as a list of objects."""
+    try:
+        with opened(path) as file:
+            head = file.read(_HEAD).removeprefix(BOM).lstrip()
+    except DamagedError:
+        return False
     return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")
