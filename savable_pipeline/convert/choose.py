@@ -38,6 +38,7 @@ def keep_parts(found: Input, only: tuple[str, ...]) -> None:
         else:
             found.rejected.append(Reject(sample.parts[0].path, sample.key, "no part that is kept"))
     found.samples = kept
+    found.texts = found.texts if "json" in wanted else frozenset()
 
 
 def _is_wanted(part: Part, wanted: set[str]) -> bool:
