@@ -73,6 +73,10 @@ def _check_options(reading: Reading) -> None:
         raise ValueError(f"{reading.path} is {reading.source.words}: file fields are for JSONL, JSON and CSV")
     if options.key_field and not records and kind not in ("mds", "litdata"):
         raise ValueError(f"{reading.path} is {reading.source.words}: a key field is for records")
+    if options.allow_outside and not records and kind != "folder":
+        raise ValueError(
+            f"{reading.path} is {reading.source.words}: allow_outside is for files that links or records name"
+        )
     if kind != "folder" and options.key_end != "first":
         raise ValueError(f"{reading.path} is no folder of files: key_end is for the names of files in one")
 

@@ -87,6 +87,8 @@ def convert(
         raise ValueError(f"workers must be 1 or more, not {workers}")
     source = source if isinstance(source, Source) else recognize(source)
     check_reshard(source, options, reshard, keys is not None)
+    if source.kind == "packed":
+        _check_repack(source, options, files_from=files_from, workers=workers)
     _check_apart(source.path, target)
     _refuse_other_shards(target)
     with room_on(target), _work_in(target) as work:
@@ -121,6 +123,18 @@ def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = 
         )
     if reshard and source.kind != "tars":
         raise ValueError(f"{source.path} is {source.words}: --reshard is for tars")
+
+
+def _check_repack(source: Source, options: Options, **more: object) -> None:
+    """Raises ValueError for settings that compressed tars do not heed."""
+    usual = msgspec.structs.asdict(Options())
+    given = [name for name, value in msgspec.structs.asdict(options).items() if value != usual[name]]
+    given += [name for name, value in more.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{source.path}: compressed tars are re-packed as they are, one by one: leave out {', '.join(sorted(given))}; "
+            "for other shards convert the folder with their plain ones, with --reshard"
+        )
 
 
 @contextlib.contextmanager

@@ -127,9 +127,9 @@ def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
         (source / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
         if content == b"1":
             for _ in range(2):
-                assert convert(source, tmp_path / "out", TEXTS).samples == 1
+                assert convert(source, tmp_path / "out", Options()).samples == 1
     with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz: it was changed since, at the same size"):
-        convert(source, tmp_path / "out", TEXTS)
+        convert(source, tmp_path / "out", Options())
 
 
 def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +138,9 @@ def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypat
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
     no_margin(monkeypatch)
-    assert convert(tmp_path / "in", tmp_path / "out", TEXTS).samples == 1
+    assert convert(tmp_path / "in", tmp_path / "out", Options()).samples == 1
     with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz"):
-        convert(tmp_path / "other", tmp_path / "out", TEXTS)
+        convert(tmp_path / "other", tmp_path / "out", Options())
 
 
 def dotted(folder: Path) -> Path:

@@ -64,6 +64,11 @@ def test_a_saved_dataset_of_splits_is_converted_split_by_split(tmp_path: Path) -
     assert convert(tmp_path / "saved/train", tmp_path / "out", Options()).samples == 40
 
 
+def test_rows_have_no_links_that_could_lead_outside(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is Parquet: allow_outside is for files that links or records name"):
+        convert(write_parquet(tmp_path / "source"), tmp_path / "out", Options(allow_outside=True))
+
+
 @pytest.mark.parametrize("only", [(), ("txt",)])
 def test_a_row_without_parts_is_rejected_with_its_place(tmp_path: Path, only: tuple[str, ...]) -> None:
     rows = [{"txt": "one"}, {"txt": None}, {"txt": "three"}]
