@@ -132,8 +132,8 @@ def _check_repack(source: Source, options: Options, **more: object) -> None:
     given += [name for name, value in more.items() if value is not None]
     if given:
         raise ValueError(
-            f"{source.path}: compressed tars are re-packed as they are, one by one: leave out {', '.join(sorted(given))}; "
-            "for other shards convert the folder with their plain ones, with --reshard"
+            f"{source.path}: compressed tars are re-packed as they are, one by one: leave out "
+            f"{', '.join(sorted(given))}; for other shards convert the folder with their plain ones, with --reshard"
         )
 
 
