@@ -15,6 +15,10 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
 
 
+out = console()  # results
+err = console(stderr=True)  # progress and errors
+
+
 def printable(text: str) -> str:
     """Text of anywhere, for a console: without markup, and what a terminal would obey as escapes, such as `\\\\x1b`."""
     return escape(visible(text))

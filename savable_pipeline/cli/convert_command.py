@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from savable_pipeline.cli.app import err, out
+from savable_pipeline.cli.console import err, out
 from savable_pipeline.cli.convert_output import print_report
 from savable_pipeline.cli.errors import errors_as_lines
 from savable_pipeline.cli.progress import progress_of
