@@ -90,18 +90,18 @@ def convert(
             key_end=key_end,  # type: ignore[arg-type]  # Options checks it
             file_fields=() if no_files else tuple(file_field) if file_field else None,
             split=tuple(_share(share) for share in split or ()),
-            only=tuple(filter(None, (only or "").split(","))),
+            only=_only(only),
         )
         found = recognize(source, as_kind)
         check_reshard(found, options, reshard, keys is not None)
-        wanted = None if keys is None else keys.read_text().split("\n")
+        wanted = None if keys is None else _keys(keys)
         with progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress:
             report = convert_files(
                 found,
                 target,
                 options,
                 files_from=files_from,
-                keys=None if wanted is None else filter(None, wanted),
+                keys=wanted,
                 reshard=reshard,
                 workers=workers,
                 progress=progress,
@@ -116,3 +116,17 @@ def convert(
 def _share(text: str) -> tuple[str, str]:
     name, _, share = text.partition("=")
     return name, share
+
+
+def _only(text: str | None) -> tuple[str, ...]:
+    names = tuple(name for part in (text or "").split(",") if (name := part.strip()))
+    if text is not None and not names:
+        raise ValueError("--only names no part; expected extensions, such as jpg,txt")
+    return names
+
+
+def _keys(path: Path) -> list[str]:
+    keys = [key for key in path.read_text().split("\n") if key]
+    if not keys:
+        raise ValueError(f"{path}: no key in it; expected the keys of samples, one a line")
+    return keys

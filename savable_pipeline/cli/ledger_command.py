@@ -9,6 +9,7 @@ import typer
 
 from savable_pipeline.cli.console import out, printable
 from savable_pipeline.cli.errors import errors_as_lines
+from savable_pipeline.cli.output_file import check_output
 from savable_pipeline.core.files import replace_file
 
 ledger_app = typer.Typer(help="Tell what a run was given, from the ledger that its loader wrote.", no_args_is_help=True)
@@ -70,6 +71,7 @@ def again(
     with errors_as_lines():
         if output is None and save is None:
             raise ValueError("nothing to write: give -o page.html, --save batch.pt, or both")
+        check_output(output, save)
         made = make_again(named_pipeline(pipeline), Ledger(folder), epoch, slot)
         title = f"{pipeline}, epoch {epoch}, slot {slot}"
         if output is not None:
@@ -93,5 +95,6 @@ def report(
     from savable_pipeline.preview.report_page import report_page
 
     with errors_as_lines():
+        check_output(output)
         replace_file(output, [report_page(Ledger(folder))])
         out.print(printable(str(output)))

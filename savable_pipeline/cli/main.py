@@ -18,6 +18,7 @@ from savable_pipeline.cli.convert_command import convert
 from savable_pipeline.cli.errors import errors_as_lines
 from savable_pipeline.cli.ledger_command import ledger_app
 from savable_pipeline.cli.output import print_check, print_differences, print_index, print_info, print_state
+from savable_pipeline.cli.output_file import check_output
 from savable_pipeline.cli.plan_command import plan
 from savable_pipeline.cli.progress import progress_of
 from savable_pipeline.core.files import replace_file
@@ -139,6 +140,7 @@ def preview(
     from savable_pipeline.stages.pipeline import named_pipeline
 
     with errors_as_lines():
+        check_output(output)
         if names_object(source):
             pipeline = named_pipeline(source)
             page, fault = preview_pipeline(pipeline, source, batches=batches, seed=seed, lane=lane, lanes=lanes)
@@ -205,6 +207,8 @@ def verify_resume(
     from savable_pipeline.verify.comparison import Plan, verify
 
     with errors_as_lines():
+        if not pictures.is_dir():
+            raise ValueError(f"{pictures}: there is no folder {pictures} for pictures; make it, or name another")
         plan = Plan(
             target,
             steps=steps,

@@ -89,6 +89,11 @@ def test_the_options_of_the_command_choose(tmp_path: Path) -> None:
     assert run.exit_code == 2 and "no sample has one of 1 of the keys: nowhere" in run.stderr
 
 
+def test_no_key_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no key is given"):
+        convert(fill(tmp_path / "in", 2), tmp_path / "out", SMALL, keys=[])
+
+
 def test_tars_are_merged_or_split_into_other_shards(tmp_path: Path) -> None:
     convert(fill(tmp_path / "in", 10), tmp_path / "threes", SMALL)
     convert(tmp_path / "threes", tmp_path / "one", Options(), reshard=True)
