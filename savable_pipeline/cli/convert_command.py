@@ -20,7 +20,10 @@ from savable_pipeline.convert.sources import WORDS
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Folder of files, .jsonl, .json, .csv, MDS, LitData, or tars.")
+        Path,
+        typer.Argument(
+            metavar="SRC", help="Folder of files, .jsonl, .json, .csv, MDS, LitData, Parquet, Arrow, or tars."
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder for the shards; made if it is missing.")],
     shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.")] = 256_000_000,
@@ -73,6 +76,7 @@ def convert(
     In .jsonl, .json and .csv each record is a sample: it becomes the part json, and the files that it names become the
     others. Tables and JSON may be compressed (.gz, .zst).
     In MDS and LitData each record is a sample: values become the part json, images and arrays parts of their own.
+    In Parquet and Arrow, also as HF datasets writes them, each row is a sample.
     Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones.
 
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was

@@ -104,7 +104,8 @@ def _of_file(path: Path) -> str:
         raise ValueError(f"{path}: {suffix} is not read here: {CONTAINERS[suffix]}")
     raise ValueError(
         f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
-        f"{', '.join(ENDINGS)}), .tar and .tar.gz, folders of MDS and LitData. For anything else: {_OTHER}"
+        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData. For anything else: "
+        f"{_OTHER}"
     )
 
 
