@@ -16,7 +16,7 @@ from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_in
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.packer_state import PackerState, Placed, piece_ref, placed
 from savable_pipeline.stages.packing_function import ByFunction, PackingFunction
-from savable_pipeline.stages.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
+from savable_pipeline.stages.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.stages.user_function import check_function, function_settings
@@ -36,8 +36,8 @@ class OnlinePacker(ItemStage):
 
     - "best_fit": the fullest pack with room.
     - "first_fit": the oldest pack with room.
-    - "first_fit_decreasing": holds items for `open_packs` packs, then places the longest first: least room is wasted,
-      most items are held.
+    - "first_fit_decreasing": holds items for `open_packs` packs, then places the largest first: least room is wasted,
+      most items are held, none for more than 5 times that many packs.
     - "sequential": one open pack; an item that does not fit is cut at the end of the pack.
     - a function of your own: it gets the lengths of held items, enough for `open_packs` packs, as a list of int, and
       returns the packs as lists of indices into it, each index once. It must depend on the lengths alone. The
@@ -407,7 +407,8 @@ class OnlinePacker(ItemStage):
     def save_state(self) -> State:
         """`packs`: for each open pack, oldest first, the ref and length of each item; `count`: packs given so far.
 
-        An item with images or that was cut has its images, start and whole length, too. `taken`: the ref of the item
+        An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
+        holds back, the number of rounds. `taken`: the ref of the item
         that is not placed yet, or None. Only where needed: `taken_part`, the start of that item's rest and its whole
         length; `taken_size`, the length and images that the encoder told of it; `held`, the items in no pack yet;
         `rounds`, how often held items have been placed.
@@ -472,5 +473,7 @@ class OnlinePacker(ItemStage):
             own |= {"max_cost": self.max_cost, "cost": self._costing.name}
         if self.too_long != "skip":
             own["too_long"] = self.too_long
+        if self.policy in ORDERS:
+            own["order"] = ORDERS[self.policy]
         policy = function_settings("policy", self.policy) if callable(self.policy) else {"policy": self.policy}
         return {"max_length": self.max_length, **policy, "open_packs": self.open_packs, **own}
