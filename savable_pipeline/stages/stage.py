@@ -111,7 +111,8 @@ class Stage:
     ...     def __next__(self):
     ...         if self.held:
     ...             self.ref, self.held = sp.as_ref(self.held), ()
-    ...             return self.source.fetch(self.ref)
+    ...             if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
+    ...                 return item
     ...         next(self.source)
     ...         self.held = self.source.ref
     ...         item = next(self.source)

@@ -199,8 +199,8 @@ def test_first_fit_decreasing_gives_each_piece_soon(
         for (length, images), cost in zip(plain, costs, strict=True)
     ]
     after = given_after(plain, packing(), costs)
-    for number, given in enumerate(after):
-        come = sum(shares[number + 1 : given])  # in packs: a round ends when one of the three bounds is reached
+    for number, end in enumerate(after):
+        come = sum(shares[number + 1 : end])  # in packs: a round ends when one of the three bounds is reached
         assert come <= ROUNDS * 3 * (open_packs + 2)
 
 
