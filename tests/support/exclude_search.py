@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.stages.pipeline import upstream
@@ -21,7 +22,8 @@ from tests.conftest import write_numbered_shards
 from tests.support.streams import through_a_file
 from tests.support.toy_pipelines import numbers, toy_pipeline
 
-SHARES = [0.03, 0.15, 0.4]  # of the samples are excluded
+exclusions = st.fixed_dictionaries({"cut": st.integers(0, 20), "share": st.sampled_from([0.03, 0.15, 0.4])})
+"""After how many batches which share of the samples is excluded."""
 
 
 def _draw_gone(folder: Path, samples: int, share: float, seed: int) -> tuple[frozenset[int], str]:

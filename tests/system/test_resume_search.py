@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.exclude_search import SHARES, check_excluded_from_a_cut_on, check_excluded_in_an_epoch
+from tests.support.exclude_search import check_excluded_from_a_cut_on, check_excluded_in_an_epoch, exclusions
 from tests.support.resume_search import (
     check_chains,
     check_endless,
@@ -56,24 +56,17 @@ def test_finite_runs(size: int, chosen: dict[str, Any], epochs: int, seed: int) 
 
 
 @examples(150)
-@given(
-    sizes=shard_sizes,
-    chosen=pipelines,
-    seed=seeds,
-    lanes=st.integers(1, 3),
-    cut=st.integers(0, 12),
-    share=st.sampled_from(SHARES),
-)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.integers(1, 3), excluded=exclusions)
 def test_excluded_from_a_cut_on(
-    sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, cut: int, share: float
+    sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, excluded: dict[str, Any]
 ) -> None:
-    check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, cut=cut, share=share)
+    check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, **excluded)
 
 
 @examples(400)
-@given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, cut=st.integers(0, 20), share=st.sampled_from(SHARES))
-def test_excluded_in_an_epoch(size: int, chosen: dict[str, Any], seed: int, cut: int, share: float) -> None:
-    check_excluded_in_an_epoch(size, chosen, seed, cut=cut, share=share)
+@given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, excluded=exclusions)
+def test_excluded_in_an_epoch(size: int, chosen: dict[str, Any], seed: int, excluded: dict[str, Any]) -> None:
+    check_excluded_in_an_epoch(size, chosen, seed, **excluded)
 
 
 @examples(100)
