@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
@@ -221,7 +222,7 @@ class FirstFitDecreasing(Packing):
         self.held.append(piece)
         self._length += piece.length
         self._images += piece.images
-        self._cost += self._payable(piece)
+        self._cost += min(piece.cost, self.max_cost)  # one that costs more than a pack may has a pack to itself
         enough = self.open_packs + 1  # packs; the last one is taken apart
         if (
             self._length >= enough * self.max_length
@@ -242,7 +243,7 @@ class FirstFitDecreasing(Packing):
 
     def _lay_out(self, *, keep_last: bool) -> None:
         packs: list[OpenPack] = []
-        for piece in sorted(self.held, key=lambda piece: (piece.rounds < _LONGEST, -self._size(piece))):
+        for piece in self._in_order():
             pack = _oldest(packs, piece)
             if pack is None:
                 pack = self.empty()
@@ -251,17 +252,20 @@ class FirstFitDecreasing(Packing):
         self.held = packs.pop().pieces if keep_last else []
         self._length = sum(piece.length for piece in self.held)
         self._images = sum(piece.images for piece in self.held)
-        self._cost = sum(self._payable(piece) for piece in self.held)
+        self._cost = sum(min(piece.cost, self.max_cost) for piece in self.held)
         for piece in self.held:
             piece.rounds += 1
         self.packs += [packs[i] for i in permutation(derive_key(self._key, self.rounds), len(packs)).tolist()]
         self.rounds += 1
 
-    def _payable(self, piece: Piece) -> int:
-        """What a piece takes of the cost of all packs: one that costs more than a pack may has a pack to itself."""
-        return min(piece.cost, self.max_cost)
+    def _in_order(self) -> list[Piece]:
+        """The held pieces: first those that have waited for long, then the others; of each the largest first."""
+        size = self._share if self.max_images or self.max_cost else attrgetter("length")
+        ordered = sorted(self.held, key=size, reverse=True)
+        waiting = [piece for piece in ordered if piece.rounds >= _LONGEST]
+        return waiting + [piece for piece in ordered if piece.rounds < _LONGEST] if waiting else ordered
 
-    def _size(self, piece: Piece) -> int:
+    def _share(self, piece: Piece) -> int:
         """The greatest share of a pack that a piece takes, in units that are the same for all."""
         length, images, cost = self.max_length, self.max_images or 1, self.max_cost or 1
         taken = [piece.length * images * cost]
