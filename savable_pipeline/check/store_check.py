@@ -41,7 +41,7 @@ def check_file(root: Path, name: str) -> ShardReport:
                 problems += _problems_of(store, name, row, parts, counts)
                 row += 1
             except SavableError as error:
-                detail = encodable(str(error).removeprefix(f"{store.path(0)}: "))
+                detail = encodable(str(error).removeprefix(f"{store.place(0)}: "))
                 problems.append(Problem("damaged shard", detail, name, index=row))
                 row = _after_damage(store, row)
             most = max(most, counts.pop("parts", 0))

@@ -1,4 +1,4 @@
-"""Only tars are read behind a URL: the command that downloads files of another kind, for the error that says so."""
+"""Addresses that are not read, such as `hf://`: the command that downloads what is there, for the error."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.paths import Shards
 
+_NOT_READ = ("hf",)
 _REPOSITORIES = {"datasets": "dataset", "spaces": "space"}
 
 
-def check_local(files: Shards) -> None:
-    """Raises `ShardError` for a URL, with the command that downloads what is behind it."""
+def check_address(files: Shards) -> None:
+    """Raises `ShardError` for an address that is not read, with the command that downloads what is there."""
     for spec in [files] if isinstance(files, str | os.PathLike) else files:
         url = os.fspath(spec)
-        if "://" in url and not url.startswith("file:") and not os.path.lexists(url):
-            raise ShardError(f"{url}: only tars are read behind a URL; download the files first: `{download(url)}`")
+        if url.partition("://")[0] in _NOT_READ and not os.path.lexists(url):
+            raise ShardError(f"{url}: this address is not read; download the files first: `{download(url)}`")
 
 
 def download(url: str) -> str:
