@@ -77,46 +77,68 @@ class _Named(msgspec.Struct):
     names: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class IndexKind:
+    """An index that may lie beside files: its path there, and what reads the names in it."""
+
+    path: str
+    names_in: Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Files behind a URL, the folder of their dataset in the cache, which is locked, and their own index if any."""
+
+    found: RemoteShards
+    folder: Path
+    own_index: Path | None
+    downloader: Downloader
+
+
+@contextlib.contextmanager
+def looked_up_files(files: Shards, kind: ShardKind, index: IndexKind) -> Iterator[LookedUp]:
+    """Finds the files of these URLs, of a folder of a web server by the index in it; downloads their metadata.
+
+    Raises `ShardError`, `RemoteError`.
+    """
+    cache = cache_folder(None)
+    with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
+        found = find_remote(files, downloader, kind)
+        folder = cache / hashlib.sha256(f"{found.root} {index.path}".encode()).hexdigest()[:32]
+        with locked_folder(folder):
+            download_metadata(found.root, folder / METADATA_FOLDER, downloader)
+            own = _own_index(found.root, index.path, folder, downloader)
+            if not found.names:
+                found = replace(found, names=_names_in(own, found.root, index))
+            check_names(found)
+            yield LookedUp(found, folder, own, downloader)
+
+
 @contextlib.contextmanager
 def remote_version(
-    files: Shards,
-    kind: ShardKind,
-    index_name: str,
-    names_in: Callable[[Path], list[str]],
-    *,
-    beside: tuple[str, str] = ("", ""),
-    tolerant: bool = False,
+    files: Shards, kind: ShardKind, index: IndexKind, *, beside: tuple[str, str] = ("", ""), tolerant: bool = False
 ) -> Iterator[RemoteVersion]:
     """The files of these URLs as they are now, with those of the suffix `beside[1]` beside those of `beside[0]`.
 
-    `names_in` reads the names in an index that lies beside them: it stands for the listing of a web server. With
-    `tolerant`, as they were when they were opened before, if they were: what has changed since is an error where it is
-    read. Raises `ShardError`, `RemoteError`.
+    With `tolerant`, as they were when they were opened before, if they were: what has changed since is an error where
+    it is read. Raises `ShardError`, `RemoteError`.
     """
-    folder = cache_folder(None)
-    limit = cache_bytes(None, folder)
-    with contextlib.closing(Downloader(folder, limit)) as downloader:
-        found = find_remote(files, downloader, kind)
-        check_names(found)
-        dataset = folder / hashlib.sha256(f"{found.root} {index_name}".encode()).hexdigest()[:32]
-        named = dataset / f"named-{_hash(as_names(files))}.json"
-        with locked_folder(dataset):
-            download_metadata(found.root, dataset / METADATA_FOLDER, downloader)
-            own = _own_index(found.root, index_name, dataset, downloader)
-            if not found.names:
-                found = replace(found, names=_names_in(own, names_in, found.root, index_name))
-            before = _opened_before(named) if tolerant else None
-            if before is None or not set(found.names) <= set(before.names):  # or with new files
-                names, version = found.names, _version_now(found, dataset, beside, downloader)
-                replace_file(named, [msgspec.json.encode(_Named(version.name, names))])
-            else:
-                names, version = before.names, dataset / before.version
-            create_flags(version)
-            cached = ShardCache(version)
-            if not tolerant:
-                _forget_changed(cached, dataset)
-            cached.hold()
-            yield RemoteVersion(RemotePlace(found.root, cached, folder, limit), names, own, downloader)
+    with looked_up_files(files, kind, index) as looked_up:
+        found, folder, downloader = looked_up.found, looked_up.folder, looked_up.downloader
+        named = folder / f"named-{_hash(as_names(files))}.json"
+        before = _opened_before(named) if tolerant else None
+        if before is None or not set(found.names) <= set(before.names):  # or with new files
+            names, version = found.names, _version_now(found, folder, beside, downloader)
+            replace_file(named, [msgspec.json.encode(_Named(version.name, names))])
+        else:
+            names, version = before.names, folder / before.version
+        create_flags(version)
+        cached = ShardCache(version)
+        if not tolerant:
+            _forget_changed(cached, folder)
+        cached.hold()
+        place = RemotePlace(found.root, cached, folder.parent, cache_bytes(None, folder.parent))
+        yield RemoteVersion(place, names, looked_up.own_index, downloader)
 
 
 def names_behind(url: str, index_names: list[str]) -> list[str]:
@@ -166,13 +188,13 @@ def _own_index(root: str, index_name: str, dataset: Path, downloader: Downloader
     return here
 
 
-def _names_in(own: Path | None, names_in: Callable[[Path], list[str]], root: str, index_name: str) -> list[str]:
+def _names_in(own: Path | None, root: str, index: IndexKind) -> list[str]:
     if own is None:
         raise ShardError(
-            f"{root}: a web server cannot be listed, and there is no {index_name}; name the files, as in "
+            f"{root}: a web server cannot be listed, and there is no {index.path}; name the files, as in "
             f"{root}/{{000..099}}.EXTENSION, or write it by `savable index` where they lie"
         )
-    return sorted(names_in(own))
+    return sorted(index.names_in(own))
 
 
 def _opened_before(named: Path) -> _Named | None:

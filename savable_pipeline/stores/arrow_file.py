@@ -81,18 +81,23 @@ def read_table(file: FileBytes, name: str) -> FileTable:
     fault = _read_messages(file, found)
     places = _places(found)
     rows = sum(message.rows for message in found[1:])
-    digest = xxh3_64_intdigest(places.tobytes() + str([message.digest for message in found[:1]]).encode())
+    digest = _digest(places, found[:1])
     return FileTable(
         ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), places.tobytes()
     )
 
 
+def _digest(places: Places, schema: list[Message]) -> int:
+    return xxh3_64_intdigest(places.tobytes() + str([message.digest for message in schema]).encode())
+
+
 def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
-    """Whether the first batch, one in the middle and the last are where they were, laid out as they were."""
+    """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
     batches = batches_of(table.array())
     count = len(batches.rows)
     try:
-        read_message(file, batches.schema)
+        if _digest(table.array(), [read_message(file, batches.schema)]) != table.entry.digest:
+            return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
             if read_message(file, int(batches.offsets[i])).digest != batches.digests[i]:
                 return False

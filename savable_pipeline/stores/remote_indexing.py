@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.remote.remote_files import RemotePlace, RemoteVersion, remote_version
+from savable_pipeline.remote.lookup import METADATA_FOLDER
+from savable_pipeline.remote.remote_files import IndexKind, RemotePlace, RemoteVersion, looked_up_files, remote_version
+from savable_pipeline.remote.urls import RemoteShards
 from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.indexing import Progress, check_none_gone
 from savable_pipeline.shards.paths import Shards
@@ -37,16 +39,12 @@ def open_remote_files(
     `progress` is told of files that are read to be indexed. With `tolerant`, a file that cannot be indexed is one with
     a fault. Raises `ShardError`, `RemoteError`.
     """
-    with remote_version(
-        files,
-        form.kind,
-        form.index_name,
-        lambda path: list(PlaceIndex(path, form.name).entries),
-        beside=form.beside,
-        tolerant=tolerant,
-    ) as version:
+    with remote_version(files, form.kind, _index_kind(form), beside=form.beside, tolerant=tolerant) as version:
         if not tolerant and isinstance(files, str) and files.rstrip("/") == version.place.url:
-            check_none_gone(version.place.url, set(_own_tables(version, form)).difference(version.names))
+            check_none_gone(
+                version.place.url,
+                set(_own_tables(version.place.url, version.own_index, form)).difference(version.names),
+            )
         index = _read(version.place.places, form)
         if index is None:
             _write(version, form, tolerant, progress)
@@ -62,20 +60,31 @@ def index_remote_files(
     return place.places, [index.entries[name] for name in names if index.entries[name].fault]
 
 
+def look_up_files(files: Shards, form: FileFormat) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
+    """The files of these URLs, a local folder with their metadata, and the entries of their own index by name."""
+    with looked_up_files(files, form.kind, _index_kind(form)) as looked_up:
+        tables = _own_tables(looked_up.found.root, looked_up.own_index, form)
+        return looked_up.found, looked_up.folder / METADATA_FOLDER, {name: each.entry for name, each in tables.items()}
+
+
+def _index_kind(form: FileFormat) -> IndexKind:
+    return IndexKind(form.index_name, lambda path: list(PlaceIndex(path, form.name).entries))
+
+
 def _read(path: Path, form: FileFormat) -> PlaceIndex | None:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return PlaceIndex(path, form.name)
     return None
 
 
-def _own_tables(version: RemoteVersion, form: FileFormat) -> dict[str, FileTable]:
+def _own_tables(url: str, path: Path | None, form: FileFormat) -> dict[str, FileTable]:
     """What the index that lies beside the files says, by name."""
-    if version.own_index is None:
+    if path is None:
         return {}
     try:
-        index = PlaceIndex(version.own_index, form.name)
+        index = PlaceIndex(path, form.name)
     except (OSError, ValueError, ShardError) as error:
-        log.warning("%s/%s: %s; making another", version.place.url, form.index_name, error)
+        log.warning("%s/%s: %s; making another", url, form.index_name, error)
         return {}
     return {name: index.table(name) for name in index.entries if index.is_whole(name)}
 
@@ -83,7 +92,7 @@ def _own_tables(version: RemoteVersion, form: FileFormat) -> dict[str, FileTable
 def _write(version: RemoteVersion, form: FileFormat, tolerant: bool, progress: Progress) -> None:
     """Writes the index of a version."""
     sizes = {entry.name: entry.size for entry in version.place.cached.shards}
-    own = _own_tables(version, form)
+    own = _own_tables(version.place.url, version.own_index, form)
     tables = {
         name: table for name, table in own.items() if sizes.get(name) == table.entry.size and not table.entry.fault
     }
