@@ -34,7 +34,7 @@ def files(folder: Path, *names: str, **contents: bytes) -> Path:
         ("a.ndjson.gz", b"", "jsonl"),
         ("a.JSONL.ZST", b"", "jsonl"),
         ("a.json", b"\xef\xbb\xbf" + LIST, "json"),
-        ("a.json.gz", gzip.compress(LIST), "json"),
+        ("a.json.gz", gzip.compress(LIST, mtime=0), "json"),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "jsonl"),
         ("a.csv", b"", "csv"),
         ("a.tsv.xz", b"", "csv"),
