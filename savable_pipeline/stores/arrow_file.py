@@ -233,4 +233,5 @@ ARROW = FileFormat(
     read_table,
     is_as_indexed,
     no_places=2,
+    splits="dataset_dict.json",
 )

@@ -57,21 +57,11 @@ class CachedBlocks(DownloadedFiles):
         self.place, self._cached, self._indexed = place, place.cached, indexed
         size = sum(entry.size for entry in self._cached.shards)
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.limit * PREFETCH_SHARE)
-        self._prefetch_refs = self._refs_ahead(1)
         self._checked: set[int] = set()
         self._opened: set[int] = set()
 
     def _forget_announced(self) -> None:
         self._blocks.forget_announced()
-
-    @property
-    def prefetch_refs(self) -> int:
-        """See `RecordStore.prefetch_refs`."""
-        return self._prefetch_refs
-
-    def expect(self, mean_bytes: float) -> None:
-        """Samples have this size: announce as many refs ahead as fits that."""
-        self._prefetch_refs = self._refs_ahead(mean_bytes)
 
     def path(self, shard: int) -> Path:
         """The file in the cache."""

@@ -39,7 +39,7 @@ class CachedFiles(DownloadedFiles):
         fits = size <= limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(cached, in_pieces=fits)
         self._presence = Presence(cached, shards, kept=fits)
-        self._prefetch_refs = self._refs_ahead(size / shards.count)
+        self._prefetch_refs = self.refs_ahead(size / shards.count)
         self._touch_at = 0.0  # when to touch the shards again
         self._checked: set[int] = set()  # shards whose rows in the index were checked
 

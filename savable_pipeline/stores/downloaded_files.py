@@ -37,7 +37,7 @@ class DownloadedFiles(ShardFiles):
     def _forget_announced(self) -> None:
         """Called for each new downloader: it knows nothing of what was announced before."""
 
-    def _refs_ahead(self, mean_bytes: float) -> int:
+    def refs_ahead(self, mean_bytes: float) -> int:
         """The number of refs to announce ahead, of samples of this size."""
         ahead = int(min(_PREFETCH_BYTES, self._limit // 256) / max(mean_bytes, 1))
         return max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))

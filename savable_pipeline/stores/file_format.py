@@ -29,6 +29,7 @@ class FileFormat:
     is_as_indexed: Callable[[FileBytes, FileTable], bool]
     no_places: int = 0  # of a file that cannot be read: how many zeros
     beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
+    splits: str = ""  # the name of what lies in a folder of several splits
 
     @property
     def index_name(self) -> str:

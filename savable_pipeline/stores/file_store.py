@@ -61,10 +61,12 @@ class FileStore(RecordStore):
         """The number of the first sample of each shard, then of all: int64 (shards + 1,)."""
         return np.cumsum([0, *(entry.samples for entry in self.entries)])
 
-    @property
+    @cached_property
     def prefetch_refs(self) -> int:
         """See `RecordStore.prefetch_refs`."""
-        return self.files.prefetch_refs
+        if isinstance(self.files, LocalFiles):
+            return 0
+        return self.files.refs_ahead(sum(entry.size for entry in self.entries) / max(int(self.firsts[-1]), 1))
 
     def prefetch(self, indices: Rows) -> None:
         """Has what these samples need downloaded ahead; a fault of it is raised when they are read."""

@@ -40,7 +40,10 @@ def open_remote_files(
     a fault. Raises `ShardError`, `RemoteError`.
     """
     with remote_version(files, form.kind, _index_kind(form), beside=form.beside, tolerant=tolerant) as version:
-        if not tolerant and isinstance(files, str) and files.rstrip("/") == version.place.url:
+        whole = isinstance(files, str) and files.rstrip("/") == version.place.url
+        if whole and form.splits and version.downloader.call("stat", version.place.url, form.splits) is not None:
+            raise ShardError(f"{files}: holds several splits; read one of them, such as {version.place.url}/train/")
+        if whole and not tolerant:
             check_none_gone(
                 version.place.url,
                 set(_own_tables(version.place.url, version.own_index, form)).difference(version.names),

@@ -135,8 +135,13 @@ def test_a_run_saved_from_a_disk_resumes_over_a_server_and_back(
     assert got == expected[:33]
 
 
-@pytest.mark.parametrize("fault", ["503", "reset", "cut", "less", "more"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        *(("parquet", fault) for fault in ("503", "reset", "cut", "less", "more")),
+        *((kind, "cut") for kind in KINDS if kind != "parquet"),
+    ],
+)
 def test_a_server_that_fails_now_and_then_changes_nothing(server: ToyServer, www: Path, kind: str, fault: str) -> None:
     failed = set[str]()
 
@@ -327,3 +332,10 @@ def test_windows_of_flat_tokens(server: ToyServer, www: Path) -> None:
     (www / "tokens" / "0000.idx").unlink()
     (www / "tokens" / "0002.idx").unlink()
     assert read(urls_of(server.url, "tokens")) == read(str(www / "tokens"))
+
+
+def test_a_folder_of_several_splits_is_refused(server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_as_s3(server, monkeypatch)
+    (www / "arrow" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(sp.ShardError, match="holds several splits; read one of them, such as s3://arrow/train/"):
+        sp.ArrowReader("s3://arrow/", sp.Lane())
