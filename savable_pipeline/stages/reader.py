@@ -344,7 +344,7 @@ class RecordReader(SampleStage):
 
         Refs of a restored buffer are scattered: readahead on a disk would cost one system call per ref.
         """
-        if (self.dataset.prefetch_refs and self._lane.downloads) or self._deals:
+        if self._lane.downloads if self.dataset.prefetch_refs else self._deals:
             self.dataset.prefetch(refs)
 
     def fetch(self, ref: ItemRef | Ref) -> Sample:

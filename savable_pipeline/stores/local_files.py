@@ -11,6 +11,7 @@ from typing import Protocol
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.index_file import Rows, ShardEntry
+from savable_pipeline.stores.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.stores.pins import Pins
 from savable_pipeline.stores.shard_files import ShardFiles
 
@@ -48,6 +49,10 @@ class LocalFiles(ShardFiles):
 
     def prefetch(self, indices: Rows) -> None:
         """Nothing is done ahead for files on a disk."""
+
+    def file(self, shard: int) -> FileBytes:
+        """A file as formats read it, at once."""
+        return LocalBytes(self.path(shard), self[shard])
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
