@@ -142,6 +142,41 @@ def test_what_is_skipped_after_a_resume_no_longer_counts(shards: str, folder: Pa
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [5, 6, 7, 8, 9]
 
 
+def write_starts(folder: Path, *starts: tuple[int, int, int]) -> None:
+    """Files of two ranks, each of one batch: number, rank and the first slot of the start."""
+    folder.mkdir()
+    for each, (number, rank, slot) in enumerate(starts):
+        begun = Start(1, number, rank, 2, 4, 7, 0, slot, [], b"")
+        batch = Batch.of(0, slot + rank, BatchSamples.of(()))
+        (folder / f"{each}.ledger").write_bytes(framed(begun) + framed(batch))
+
+
+def counted(folder: Path) -> list[tuple[int, int]]:
+    """Number of the start and rank of each batch that counts."""
+    return sorted((given.start.number, given.start.rank) for given in Ledger(folder).batches() if not given.lost)
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts"),
+    [
+        # rank 0 was killed before it began; then both began at the same place, as they agreed
+        ([(1, 1, 0), (5, 0, 0), (5, 1, 0)], [(5, 0), (5, 1)]),
+        ([(1, 0, 0), (1, 1, 0), (5, 0, 0)], [(5, 0)]),
+        # the same of ranks that cannot talk
+        ([(1, 1, 0), (5, 0, 0), (6, 1, 0)], [(5, 0), (6, 1)]),
+        # rank 0 has gone on at slot 2 before rank 1 began at all
+        ([(1, 0, 0), (2, 0, 2), (3, 1, 0), (4, 1, 2)], [(1, 0), (2, 0), (3, 1), (4, 1)]),
+        # rank 1 has not begun again yet
+        ([(1, 0, 0), (2, 1, 0), (3, 0, 0), (4, 1, 0), (5, 0, 2)], [(3, 0), (4, 1), (5, 0)]),
+    ],
+)
+def test_the_ranks_of_a_start_belong_together_whenever_they_began(
+    folder: Path, starts: list[tuple[int, int, int]], counts: list[tuple[int, int]]
+) -> None:
+    write_starts(folder, *starts)
+    assert counted(folder) == counts
+
+
 # Making a batch again.
 
 
