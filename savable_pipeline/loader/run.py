@@ -173,10 +173,10 @@ class Run:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
         if self.settings.pin_memory:
             batch = pinned(batch)
-        if self._ledger is not None:
-            self._ledger.given(self.position, delivery, self.local.last_stage, self._fingerprint[1])
         if after.previous is None or after.slot:  # an endless run goes on where its epoch is over
             self.prefetcher.prefetch(after)
+        if self._ledger is not None:
+            self._ledger.given(self.position, delivery, self.local.last_stage, self._fingerprint[1])
         self.stats.add(time.perf_counter() - started, delivery)
         self.position = after  # last: a step that fails or is interrupted before has given nothing
         return batch
@@ -329,7 +329,7 @@ class Run:
     def close(self) -> None:
         """End the workers and close the shards. Iterating again goes on at the same place."""
         if self._ledger is not None:
-            self._ledger.begin_anew()
+            self._ledger.close()
         self.prefetcher.close()
         self.local.close()
 

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from savable_pipeline.cli.main import app
 from savable_pipeline.ledger import writer
 from savable_pipeline.ledger.reader import Ledger
 from savable_pipeline.ledger.records import Batch, Start, framed, pack_column, read_records, unpack_column
+from savable_pipeline.loader.prefetcher import Prefetcher
+from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.preview.given_batch import make_again
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -251,6 +255,92 @@ def test_a_batch_that_cannot_be_written_is_not_given(shards: str, folder: Path) 
     found += take(own, 8)
     assert found == expected
     assert sorted(kept(Ledger(folder))) == [(0, slot) for slot in range(10)]
+
+
+def test_a_batch_that_is_not_given_for_another_reason_is_not_in_it(
+    shards: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where workers must be started again and there are no more processes."""
+
+    def fails(*_: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    own = loader(partial(toy_pipeline, shards), folder)
+    take(own, 2)
+    with monkeypatch.context() as patch, pytest.raises(BlockingIOError):
+        patch.setattr(Prefetcher, "prefetch", fails)
+        next(own)
+    own.close()
+    assert sorted(kept(Ledger(folder))) == [(0, slot) for slot in range(own.state_dict()["slot"])] == [(0, 0), (0, 1)]
+
+
+# Ranks that can talk.
+
+
+class Meeting:
+    """Where two ranks, each in a thread, say what they have at a time."""
+
+    def __init__(self) -> None:
+        self._barrier = Barrier(2, timeout=10)
+        self._said: list[Any] = [None, None]
+
+    def said(self, ranks: Ranks, value: Any) -> list[Any]:
+        self._said[ranks.rank] = value
+        self._barrier.wait()
+        found = list(self._said)
+        self._barrier.wait()
+        return found
+
+    def smallest(self, ranks: Ranks, value: int, *, smallest: bool) -> int:
+        assert smallest
+        return int(min(self.said(ranks, value)))
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting()
+    monkeypatch.setattr(Ranks, "can_talk", True)
+    monkeypatch.setattr(
+        Ranks, "agree", lambda ranks, value, smallest: meeting.smallest(ranks, value, smallest=smallest)
+    )
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, value: meeting.said(ranks, value))
+
+
+def next_of_each(ranks: list[sp.SavableLoader]) -> list[str]:
+    """The slot that each of the ranks gives at a time, or the error that it raises."""
+
+    def given(own: sp.SavableLoader) -> str:
+        try:
+            next(own)
+        except sp.SavableError as error:
+            return str(error)
+        return f"slot {own.trace().slot}"
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(given, ranks))
+
+
+@pytest.mark.usefixtures("meeting")
+def test_a_rank_that_cannot_write_stops_all_ranks_once(shards: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folders = [folder, tmp_path / "file" / "ledger"]
+    ranks = [loader(partial(toy_pipeline, shards), at, rank=rank, world_size=2) for rank, at in enumerate(folders)]
+    told = next_of_each(ranks)
+    assert told[0] == told[1] and told[0].startswith(f"rank 1: ledger {folders[1]}") and "rank 0" not in told[0]
+    assert not list(folder.iterdir())
+    (tmp_path / "file").unlink()
+    assert next_of_each(ranks) == ["slot 0", "slot 1"]
+    assert len({Ledger(at).starts[0].number for at in folders}) == 1
+
+
+@pytest.mark.usefixtures("meeting")
+def test_a_rank_that_was_closed_goes_on_without_the_others(shards: str, folder: Path) -> None:
+    ranks = [loader(partial(toy_pipeline, shards), folder, rank=rank, world_size=2) for rank in range(2)]
+    next_of_each(ranks)
+    ranks[1].close()
+    next(ranks[1])
+    ledger = Ledger(folder)
+    assert sorted(kept(ledger)) == [(0, 0), (0, 1), (0, 3)] and len(ledger.starts) == 2
 
 
 def test_what_a_crash_leaves_of_a_record_is_passed_over(
