@@ -204,7 +204,8 @@ class Run:
             self._ledger.skipping(self.position, self.local.last_stage, self._fingerprint[1])
         if self.settings.epoch_slots is not None:
             slots = min(slots, self.position.left_of_epoch(self.settings.epoch_slots))
-        while slots and self.position.previous is None:
+        over = self.position.previous  # the epoch whose last batch was given, which its iterator has yet to say
+        while slots and self.position.previous is over:
             _, self.position = self._led(self._step("skip", slots))
             slots -= self.ranks.world_size
 
@@ -245,7 +246,7 @@ class Run:
             if after.must_vote:
                 end = yield proposed_end(after, self.prefetcher)
                 self.position = self.position.agreed(end)
-                after = self.position.advanced(delivery)
+                after = _moved(self.position, want, delivery)
             if after.is_over:
                 after = self._next_epoch(after)
         return delivery, after
@@ -274,7 +275,7 @@ class Run:
             self.close()
             lane = position.own_slot % self.settings.lanes
             raise SavableError(f"lane {lane} had said that it had more batches, but has none")
-        return delivery, self._rolled_over(position.advanced(delivery))
+        return delivery, self._rolled_over(_moved(position, want, delivery))
 
     def _rolled_over(self, after: Position) -> Position:
         """The position after a step, at the start of the next epoch if an epoch of `epoch_slots` is over."""
@@ -418,3 +419,8 @@ class Run:
                 "was made, loaded, or began the epoch"
             )
         return history[-1 - lag]
+
+
+def _moved(position: Position, want: RequestKind, delivery: Delivery) -> Position:
+    """The position after a step whose batch is given, or skipped."""
+    return position.passed_over(delivery) if want == "skip" else position.advanced(delivery)
