@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
+from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
@@ -52,13 +53,19 @@ class Run:
     """An iterator over this rank's batches. `position` is all that changes as it goes on, by one assignment a change.
 
     `agree` takes this rank's vote and gives the smallest or largest of all ranks'; by default it asks the other ranks.
-    Raises ValueError for ranks that do not divide the lanes, or a pipeline that workers cannot be given.
+    `pinned` are the shards that it must read; by default those that it finds. Raises ValueError for ranks that do not
+    divide the lanes, or a pipeline that workers cannot be given.
     """
 
-    def __init__(self, settings: LoaderSettings, agree: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        settings: LoaderSettings,
+        agree: Callable[[int], int] | None = None,
+        pinned: PinnedShards | None = None,
+    ) -> None:
         self.settings = settings
         self.ranks = settings.find_ranks()
-        self.local = LocalLanes(settings.job, self.ranks.rank)
+        self.local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.prefetcher = Prefetcher(settings, self.local)
         self.stats = Stats(settings.num_workers, lambda: source_names(self.local.last_stage))
         self._asks_ranks = agree is None
