@@ -176,6 +176,8 @@ class Run:
 
     def _hand_out(self, delivery: Delivery, after: Position, started: float) -> Any:
         batch = delivery.batch
+        if self.settings.ids or self._ledger is not None:
+            delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
         if self.settings.ids:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
         if self.settings.pin_memory:
