@@ -69,6 +69,7 @@ class ArrowStore(ColumnarStore):
         file = self._file(shard)
         begin, end = int(file.batches.offsets[group]), int(file.batches.offsets[group + 1])
         try:
+            self.check_columns(shard, file.schema.names)
             message = read_message(self.files[shard], begin, self.entries[shard].size)
             if message.digest != file.batches.digests[group]:
                 raise ValueError("another record batch than was indexed")
@@ -105,7 +106,6 @@ class ArrowStore(ColumnarStore):
             message = read_message(descriptor, batches.schema, size)
             raw = pa.py_buffer(view[message.offset : message.end])
             schema = pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
-            self.check_columns(shard, schema.names)
         except (pa.ArrowException, MessageError, OSError) as error:
             raise self.damaged(shard, f"schema at byte {batches.schema}", " ".join(str(error).split())) from error
         return _File(view, schema, batches)

@@ -25,8 +25,8 @@ _MOST_DECODED = 4 << 30  # bytes of a row group, beyond which it is refused unle
 class ColumnarStore(FileStore):
     """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
 
-    `key` names the column that holds the key of a row; else it is `FILE:ROW`. Raises ValueError for a column that the
-    first file does not have.
+    `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. Raises
+    ValueError for a column that the first file does not have.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ColumnarStore(FileStore):
         try:
             found: bytes = rows.read(place, extension)
         except ValueError as error:
-            raise self.damaged(shard, f"row {row}", str(error)) from error
+            raise self._broken_row(shard, row, error) from error
         return found
 
     def extensions(self, shard: int, row: int) -> list[str]:
@@ -88,7 +88,7 @@ class ColumnarStore(FileStore):
         try:
             found: list[str] = rows.extensions(place)
         except ValueError as error:
-            raise self.damaged(shard, f"row {row}", str(error)) from error
+            raise self._broken_row(shard, row, error) from error
         return found
 
     def key(self, shard: int, row: int) -> str:
@@ -96,7 +96,11 @@ class ColumnarStore(FileStore):
         if self.key_column is None:
             return super().key(shard, row)
         rows, place = self._find(shard, row)
-        return (rows.value(place, self.key_column) or b"").decode(errors="replace")
+        try:
+            found = rows.value(place, self.key_column)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return self.as_key(shard, row, self.key_column, found)
 
     def check_columns(self, shard: int, known: list[str]) -> None:
         """Raises ValueError that names the columns asked for that a file with the columns `known` does not have."""
@@ -104,6 +108,9 @@ class ColumnarStore(FileStore):
 
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         check_columns(str(self.path(shard)), tuple(wanted), known)
+
+    def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
+        return self.damaged(shard, f"row {row}", str(error))
 
     def _check_columns_of_first(self) -> None:
         shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)

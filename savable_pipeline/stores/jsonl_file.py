@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from xxhash import xxh3_64
 
+from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.shards.index_file import ShardEntry
@@ -87,8 +87,8 @@ def _check_last(descriptor: int, places: Places) -> tuple[str, Places]:
     if os.pread(descriptor, 1, end - 1) == b"\n" or end - begin > LONGEST_LINE:
         return "", places
     try:
-        msgspec.json.decode(os.pread(descriptor, end - begin, begin))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        decoded_json(os.pread(descriptor, end - begin, begin))
+    except (ValueError, RecursionError) as error:
         fault = f"the last line, at byte {begin}, was cut: {error}; copy the file again, or end it before that line"
         return fault, places[:-1]
     return "", places

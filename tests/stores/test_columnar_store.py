@@ -102,6 +102,35 @@ def test_columns_are_chosen_partitions_are_parts_and_a_column_is_the_key(tmp_pat
         STORES[name](tmp_path, columns=("x",))
 
 
+@every_store
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        (pa.array(["a", None]), "is missing or null"),
+        (pa.array([b"a", b"\xff"]), "holds bytes that are no UTF-8"),
+        (pa.array([1, None]), "is missing or null"),
+    ],
+)
+def test_a_row_without_a_key_that_is_text_is_an_error_that_names_it(
+    tmp_path: Path, name: str, keys: Any, fault: str
+) -> None:
+    store = STORES[name](write(tmp_path / name, pa.table({"k": keys, "b": [3, 4]})), columns=("b",), key="k")
+    assert store.key(0, 0) in ("a", "1")
+    with pytest.raises(sp.ShardError, match=rf"{name}: row 1: 'k', which key= names, {fault}; .*leave out key="):
+        store.key(0, 1)
+
+
+@every_store
+def test_a_later_file_without_the_column_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"0{name}", pa.table({"k": ["a"], "b": [3]}))
+    write(tmp_path / name, pa.table({"b": [4]}))
+    store = STORES[name](tmp_path, key="k")
+    assert store.key(0, 0) == "a"
+    for ask in (lambda: store.key(1, 0), lambda: store.read(1, 0, "b")):
+        with pytest.raises(sp.ShardError, match=rf"/{name}: .*no column k; it has b"):
+            ask()
+
+
 def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
     whole = DecodedBlocks[Any]()
@@ -221,8 +250,11 @@ def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: P
     path.write_bytes(data)
     store = ArrowStore(path)
     assert store.read(0, 0, "txt") == b"one"
-    with pytest.raises(sp.ShardError, match=r"row 1: row 1 is said to lie at the bytes 3 to 1073741824 of"):
-        store.read(0, 1, "txt")
+    keyed = ArrowStore(path, key="txt")
+    assert keyed.key(0, 0) == "one"
+    for ask in (lambda: store.read(0, 1, "txt"), lambda: store.extensions(0, 1), lambda: keyed.key(0, 1)):
+        with pytest.raises(sp.ShardError, match=r"row 1: row 1 is said to lie at the bytes 3 to 1073741824 of"):
+            ask()
 
 
 def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path) -> None:
