@@ -94,7 +94,7 @@ def scan(root: Path, name: str) -> FileTable:
     )
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
+def is_as_indexed(path: Path, descriptor: int, table: FileTable) -> bool:
     """Whether the first batch, one in the middle and the last are where they were, laid out as they were."""
     batches = batches_of(table.array())
     count = len(batches.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from savable_pipeline.shards.paths import ShardKind
 from savable_pipeline.stores.place_index import FileTable
@@ -14,13 +15,15 @@ class FileFormat:
     """A kind of files that samples are read from in place.
 
     `scan` reads a file, by its path and its name, and never raises for damage: that is the entry's `fault`.
-    `is_as_indexed` looks, by a descriptor, whether a file of the right size still is the one that was scanned.
+    `is_as_indexed` looks, by path and descriptor, whether a file of the right size still is the one that was scanned.
+    `beside` names the file, if any, that says what lies in this one.
     """
 
     name: str  # of the index file: `.nv-meta/savable.NAME.index`
     kind: ShardKind
     scan: str  # "package.module:function" of (root, name)
-    is_as_indexed: Callable[[int, FileTable], bool]
+    is_as_indexed: Callable[[Path, int, FileTable], bool]
+    beside: Callable[[Path], Path | None] | None = None
 
     @property
     def index_name(self) -> str:

@@ -137,12 +137,23 @@ def _is_right(root: Path, index: PlaceIndex, name: str, made: int, form: FileFor
         stat = os.stat(f"{root}/{name}")  # noqa: PTH116  # a Path per name is slow for a million files
         if entry.fault or stat.st_size != entry.size:
             return False
-        if stat.st_mtime_ns <= made:
+        if stat.st_mtime_ns <= made and _is_older_beside(root, name, made, form):
             return True
         with with_handles(partial((root / name).open, "rb")) as file:
-            return index.is_whole(name) and form.is_as_indexed(file.fileno(), index.table(name))
+            return index.is_whole(name) and form.is_as_indexed(root / name, file.fileno(), index.table(name))
     except OSError:
         return False
+
+
+def _is_older_beside(root: Path, name: str, made: int, form: FileFormat) -> bool:
+    """Whether what may lie beside a file, such as an `.idx`, was there at `made` nanoseconds as it is now."""
+    beside = form.beside(root / name) if form.beside is not None else None
+    try:
+        stat = None if beside is None else beside.stat()
+    except FileNotFoundError:
+        return False
+    # One that was moved there since is as old as before; only the time of its last change of any kind is new.
+    return stat is None or max(stat.st_mtime_ns, stat.st_ctime_ns) <= made
 
 
 def _made(path: Path, root: Path, names: list[str], form: FileFormat, tolerant: bool) -> IndexedFiles:

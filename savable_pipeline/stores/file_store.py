@@ -46,7 +46,7 @@ class FileStore(RecordStore):
 
     def is_as_written(self, shard: int, descriptor: int) -> bool:
         """See `Indexed.is_as_written`."""
-        return self._form.is_as_indexed(descriptor, self._index.table(self.entries[shard].name))
+        return self._form.is_as_indexed(self.path(shard), descriptor, self._index.table(self.entries[shard].name))
 
     def key(self, shard: int, row: int) -> str:
         """File and row: `a.parquet:17`."""

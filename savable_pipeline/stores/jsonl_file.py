@@ -41,7 +41,7 @@ def scan(root: Path, name: str) -> FileTable:
     return FileTable(entry, places.tobytes())
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
+def is_as_indexed(path: Path, descriptor: int, table: FileTable) -> bool:
     """Whether the first line, one in the middle and the last are what they were, where they were."""
     try:
         return _digest(descriptor, table.array()) == table.entry.digest

@@ -63,7 +63,7 @@ def read_footer(descriptor: int) -> bytes:
     return os.pread(descriptor, length, size - 8 - length)
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
+def is_as_indexed(path: Path, descriptor: int, table: FileTable) -> bool:
     """Whether a file has the footer that it had."""
     try:
         return xxh3_64_intdigest(read_footer(descriptor)) == table.entry.digest

@@ -78,7 +78,7 @@ def scan(root: Path, name: str) -> FileTable:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             places = _places(path, file, size)
-            entry = ShardEntry(name, size, max(places[4], 0), digest_of(path, file.fileno()))
+            entry = ShardEntry(name, size, max(places[4], 0), _digest_of(path, file.fileno()))
             return FileTable(entry, np.array(places, "<u8").tobytes())
     except OSError as error:
         if is_out_of_handles(error):
@@ -89,12 +89,12 @@ def scan(root: Path, name: str) -> FileTable:
     return FileTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), np.zeros(6, "<u8").tobytes())
 
 
-def digest_of(path: Path, descriptor: int) -> int:
+def _digest_of(path: Path, descriptor: int) -> int:
     """A hash of the file's size and of some of its bytes, and of its `.idx` if it has one."""
     digest = xxh3_64()
     _update(digest, descriptor)
-    if path.suffix == ".bin" and idx_of(path).exists():
-        with idx_of(path).open("rb") as file:
+    if (idx := _beside(path)) is not None and idx.exists():
+        with idx.open("rb") as file:
             _update(digest, file.fileno())
     return digest.intdigest()
 
@@ -121,9 +121,9 @@ def read_documents(path: Path, size: int) -> Documents:
     return Documents(arrays[0], arrays[1], arrays[2], TYPES[kind])
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
-    """Whether a file has the first bytes that it had. (The store compares the rest, where it knows the path.)"""
-    return os.fstat(descriptor).st_size == table.entry.size
+def is_as_indexed(path: Path, descriptor: int, table: FileTable) -> bool:
+    """Whether a file and its `.idx` have the sizes, and in some places the bytes, that they had. Raises OSError."""
+    return _digest_of(path, descriptor) == table.entry.digest
 
 
 def _update(digest: Any, descriptor: int) -> None:
@@ -183,4 +183,10 @@ def _check(path: Path, found: Documents, size: int) -> None:
         raise TokenFileError(f"{idx}: its documents are not made of its {len(found.lengths)} sequences; write it again")
 
 
-TOKENS = FileFormat("tokens", ShardKind((".bin", ".npy")), "savable_pipeline.stores.token_file:scan", is_as_indexed)
+def _beside(path: Path) -> Path | None:
+    return idx_of(path) if path.suffix == ".bin" else None
+
+
+TOKENS = FileFormat(
+    "tokens", ShardKind((".bin", ".npy")), "savable_pipeline.stores.token_file:scan", is_as_indexed, _beside
+)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.index_file import Rows, ShardEntry
 from savable_pipeline.shards.part_types import find_part
@@ -25,7 +27,6 @@ from savable_pipeline.stores.token_file import (
     Documents,
     Layout,
     TokenFileError,
-    digest_of,
     idx_of,
     layout_of,
     read_documents,
@@ -152,19 +153,27 @@ class TokenStore(FileStore):
         try:
             if self._layouts[shard].what == INDEXED and self.length is None:
                 self.files.watch_view(~shard, idx_of(path))
-            if digest_of(path, self.files[shard]) != entry.digest:
-                raise ShardError(
-                    f"{path}: it, or its .idx, was rewritten since it was indexed: remove {self.index_path} and start "
-                    "again to index it, or put the old file back",
-                    reason="changed shard",
-                )
+            self.files[shard]  # checks both
             if self._layouts[shard].what == INDEXED and self.length is None:
-                self._documents[shard] = read_documents(path, entry.size)
+                self._documents[shard] = with_handles(partial(read_documents, path, entry.size))
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
-            raise ShardError(f"{error.filename or path}: {error.strerror}", reason="missing shard") from error
+            raise ShardError(
+                f"{error.filename or path}: {error.strerror}; it was there when the shards were indexed",
+                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
+            ) from error
         self._checked.add(shard)
+
+    def is_as_written(self, shard: int, descriptor: int) -> bool:
+        """See `Indexed.is_as_written`. Raises `ShardError`, which names the `.idx` too, if it is not."""
+        if not super().is_as_written(shard, descriptor):
+            raise ShardError(
+                f"{self.path(shard)}: it, or its .idx, was rewritten since it was indexed: start again to index it, or "
+                "put the old file back",
+                reason="changed shard",
+            )
+        return True
 
 
 def check_token_settings(length: int | None, stride: int | None, dtype: str | None) -> None:
