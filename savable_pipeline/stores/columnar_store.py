@@ -13,7 +13,7 @@ import numpy as np
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.index_file import Rows
-from savable_pipeline.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
+from savable_pipeline.stores.awaited_rows import AwaitedOfGroup, AwaitedRows, Group
 from savable_pipeline.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.file_indexing import IndexedFiles
@@ -41,9 +41,9 @@ class ColumnarStore(FileStore):
         self.columns, self.key_column = columns, key
         self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
         self._me = object()  # in the cache's keys: a number could be another store's, later
-        self._awaited = AwaitedRows()
-        # Shard, first row, end, rows, and rows awaited of the last group.
-        self._last: tuple[int, int, int, Any, set[int]] = -1, 0, 0, None, set()
+        self.awaited = AwaitedRows()
+        # Shard, first row, end, rows, and name of the last group.
+        self._last: tuple[int, int, int, Any, Group] = -1, 0, 0, None, (-1, 0)
         self._firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])
         self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
         if columns is not None or key is not None:
@@ -123,19 +123,19 @@ class ColumnarStore(FileStore):
 
     def _find(self, shard: int, row: int) -> tuple[Any, int]:
         """The decoded group with a row, and the row's place in it."""
-        last, first, end, rows, awaited = self._last
+        last, first, end, rows, name = self._last
         if last != shard or not first <= row < end:
             ends = self.group_ends(shard)
             group = bisect_right(ends, row)
             first = ends[group - 1] if group else 0
-            key = self._me, shard, group
+            key, name = (self._me, shard, group), (shard, group)
             if (kept := self.blocks.kept(key, row)) is not None:
+                self.awaited.done(name, row)
                 return kept, 0
-            found = AwaitedOfGroup(self._awaited, shard, group, first)
+            found = AwaitedOfGroup(self.awaited, name, first)
             rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
-            awaited = self._awaited.of(shard, group)
-            self._last = shard, first, ends[group], rows, awaited
-        awaited.discard(row)
+            self._last = shard, first, ends[group], rows, name
+        self.awaited.done(name, row)
         return rows, row - first
 
     def prefetch(self, indices: Rows) -> None:
@@ -145,7 +145,7 @@ class ColumnarStore(FileStore):
         shards = np.searchsorted(self._firsts, indices, side="right") - 1
         for shard in np.unique(shards).tolist():
             rows = indices[shards == shard] - self._firsts[shard]
-            self._awaited.announce(shard, rows, self.group_ends(shard))
+            self.awaited.announce(shard, rows, self.group_ends(shard))
 
     def _decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
         from savable_pipeline.stores.arrow_rows import ArrowRows, partition_values
