@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from savable_pipeline.check.shard_check import Problem, ShardReport
+from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.dataset.kinds import format_of, open_store
 from savable_pipeline.dataset.transparency import image_has_alpha
@@ -42,7 +43,7 @@ def check_file(root: Path, name: str) -> ShardReport:
                 row += 1
             except SavableError as error:
                 detail = encodable(str(error).removeprefix(f"{store.path(0)}: "))
-                problems.append(Problem("damaged shard", detail, name, index=row))
+                problems.append(Problem(reason_of(error), detail, name, index=row))
                 row = _after_damage(store, row)
             most = max(most, counts.pop("parts", 0))
     except (SavableError, ValueError) as error:

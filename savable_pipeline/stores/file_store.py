@@ -69,9 +69,10 @@ class FileStore(RecordStore):
             reason="no key",
         )
 
-    def damaged(self, shard: int, place: str, fault: str) -> ShardError:
+    def damaged(self, shard: int, place: str, fault: str, *, reason: str = "damaged shard") -> ShardError:
         """The error for a file that does not hold at `place` what it should."""
         return ShardError(
             f"{self.path(shard)}: {place}: {fault}; the file is damaged: put a good copy in its place, or leave its "
-            'samples out with on_error="skip"'
+            'samples out with on_error="skip"',
+            reason=reason,
         )

@@ -91,5 +91,5 @@ class JsonlStore(FileStore):
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
             place = f"row {row}, at byte {self.offset(shard, row)}"
-            raise self.damaged(shard, place, f"no JSON: {error}") from error
+            raise self.damaged(shard, place, f"no JSON: {error}", reason="malformed JSON") from error
         return value if isinstance(value, dict) else {}

@@ -93,7 +93,7 @@ def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_cou
             ask(broken)  # type: ignore[operator]
     items = sp.Encode(sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip"), Texts())
     assert list(items) == ["a", "c"]
-    assert items.counts["skipped/damaged shard"] == 1
+    assert items.counts["skipped/malformed JSON"] == 1
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
