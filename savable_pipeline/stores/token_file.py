@@ -13,6 +13,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -149,7 +150,7 @@ def _of_array(path: Path, file: BinaryIO, size: int) -> list[int]:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(file)
-    except (ValueError, EOFError, SyntaxError, TypeError) as error:
+    except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:
         raise TokenFileError(f"no .npy file, or its header is damaged: {error}; write it again") from error
     if dtype.name not in TYPES or dtype.newbyteorder("<") != dtype or len(shape) not in (1, 2) or fortran:
         raise TokenFileError(f"an array of type {dtype} and shape {shape}; tokens are little-endian numbers, in rows")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.core.wording import encodable
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.index_file import Rows, ShardEntry
 from savable_pipeline.shards.part_types import find_part
@@ -31,6 +33,8 @@ from savable_pipeline.stores.token_file import (
     layout_of,
     read_documents,
 )
+
+log = logging.getLogger(__name__)
 
 TOKENS_PART = "tokens"
 
@@ -58,7 +62,7 @@ class TokenStore(FileStore):
         super().__init__(open_files(files, TOKENS, tolerant=tolerant, unlistable=unlistable), TOKENS)
         self.length, self.stride = length, stride or length
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
-        self.entries = [self._entry(shard) for shard in range(len(self.entries))]
+        self.entries = [self._entry(shard, tolerant) for shard in range(len(self.entries))]
         self._documents: dict[int, Documents] = {}
         self._checked: set[int] = set()
 
@@ -107,15 +111,19 @@ class TokenStore(FileStore):
             return layout
         if dtype is None:
             raise ValueError(f"{self.path(shard)}: a flat file of tokens has no .idx that says their type: give dtype=")
-        size, width = self.entries[shard].size, np.dtype(dtype).itemsize
-        if size % width:
-            raise ShardError(f"{self.path(shard)}: {size} bytes are no whole number of {dtype}; give the right dtype=")
-        return Layout(FLAT, dtype, 0, size // width, 0, 0)
+        return Layout(FLAT, dtype, 0, self.entries[shard].size // np.dtype(dtype).itemsize, 0, 0)
 
-    def _entry(self, shard: int) -> ShardEntry:
+    def _entry(self, shard: int, tolerant: bool) -> ShardEntry:
+        """The entry with the samples that the settings make. Raises `ShardError` unless `tolerant`, ValueError."""
         entry, layout = self.entries[shard], self._layouts[shard]
         if entry.fault:
             return entry
+        if layout.what == FLAT and entry.size % np.dtype(layout.dtype).itemsize:
+            fault = f"{entry.size} bytes are no whole number of {layout.dtype}; copy it again, or give the right dtype="
+            if not tolerant:
+                raise ShardError(f"{self.path(shard)}: {fault}")
+            log.warning("%s: %s; going on with the samples before the rest", self.path(shard), fault)
+            entry = msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {fault}"))
         if self.length is not None:
             assert self.stride is not None
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,40 @@ def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: P
     for ask in (lambda: store.read(0, 1, "txt"), lambda: store.extensions(0, 1), lambda: keyed.key(0, 1)):
         with pytest.raises(sp.ShardError, match=r"row 1: row 1 is said to lie at the bytes 3 to 1073741824 of"):
             ask()
+
+
+@pytest.mark.parametrize("column", ["image", "viewed"])
+def test_a_column_of_images_or_of_views_that_lies_does_not_kill_the_process(tmp_path: Path, column: str) -> None:
+    """Whatever lies in its buffers: Arrow itself follows them, and ends the process or reads what is not there."""
+    code = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(Path(__file__).parents[2])!r}]
+import tests.stores.test_columnar_store as toys
+toys.read_with_lies(Path({str(tmp_path)!r}), {column!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def read_with_lies(folder: Path, column: str) -> None:
+    """Each 4 bytes of a batch are, in turn, a very large number; then its rows are read."""
+    names = [f"a rather long name {n}.png" for n in range(4)]
+    if column == "image":
+        table = pa.table({"image": pa.array([{"bytes": b"?", "path": name} for name in names])})
+    else:
+        table = pa.table({"viewed": pa.array(names).cast(pa.string_view())})
+    path = write(folder / "a.arrow", table)
+    raw, errors = path.read_bytes(), 0
+    for place in range(raw.index(b"a rather") - 120, len(raw) - 4, 4):
+        path.write_bytes(raw[:place] + b"\xf0\xff\xff\x7e" + raw[place + 4 :])
+        try:
+            store = ArrowStore(path)
+            for row in range(4):
+                parts_of(store, row)
+        except sp.ShardError:
+            errors += 1
+    assert errors > 5
 
 
 def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path) -> None:

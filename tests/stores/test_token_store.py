@@ -64,6 +64,27 @@ def test_flat_files_are_read_with_the_type_that_is_given_or_that_npy_says(tmp_pa
         TokenStore(tmp_path, dtype="uint32")
 
 
+def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_tokens_are_read(tmp_path: Path) -> None:
+    for name in "ab":
+        np.arange(10, dtype=np.uint32).tofile(tmp_path / f"{name}.bin")
+    os.truncate(tmp_path / "a.bin", 39)
+    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; copy it again, or give"):
+        sp.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32")
+    reader = sp.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32", epochs=1, shuffle=False, on_error="skip")
+    assert [sample.array("tokens")[0] for sample in reader] == [0, 3, 6] * 2
+    assert reader.counts == {"skipped/rest of a damaged or missing shard": 1}
+
+
+@pytest.mark.parametrize("header", [b"{'descr': (", b"{'shape': 1", b"\xff\xfe", b""])
+def test_a_damaged_header_of_an_array_is_named(tmp_path: Path, header: bytes) -> None:
+    np.save(tmp_path / "a.npy", np.arange(10))
+    raw = bytearray((tmp_path / "a.npy").read_bytes())
+    raw[10:127] = header.ljust(117)
+    (tmp_path / "a.npy").write_bytes(raw)
+    with pytest.raises(sp.ShardError, match=r"a\.npy: no \.npy file, or its header is damaged: .*; write it again"):
+        TokenStore(tmp_path, length=2)
+
+
 def damage_pointer(idx: bytearray) -> None:
     struct.pack_into("<q", idx, 34 + 4 * 5 + 8 * 3, 1 << 40)
 
