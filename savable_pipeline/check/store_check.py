@@ -11,7 +11,7 @@ from typing import Any
 from savable_pipeline.check.shard_check import Problem, ShardReport
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.dataset.kinds import format_of, open_store
+from savable_pipeline.dataset.kinds import format_of_name, open_store
 from savable_pipeline.dataset.transparency import image_has_alpha
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
@@ -24,7 +24,7 @@ from savable_pipeline.stores.place_index import FileTable, ScannedFiles
 
 def check_file(root: Path, name: str) -> ShardReport:
     """Read all of a file. Its content is decoded and dropped; faults become problems, never errors."""
-    form = format_of(root / name)
+    form = format_of_name(name)
     assert form is not None, name
     table = do(form.scan, root, name)
     assert isinstance(table, FileTable)

@@ -38,7 +38,7 @@ class JsonlStore(FileStore):
         unlistable: Unlistable = raise_it,
     ) -> None:
         super().__init__(open_files(files, JSONL, tolerant=tolerant, unlistable=unlistable), JSONL)
-        self.key_field = key
+        self.key_column = key
         self._starts: dict[int, memoryview] = {}  # by shard
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -61,10 +61,10 @@ class JsonlStore(FileStore):
 
     def key(self, shard: int, row: int) -> str:
         """The value of the key's field, or `FILE:ROW`."""
-        if self.key_field is None:
+        if self.key_column is None:
             return super().key(shard, row)
-        value = self._fields(shard, row, self._line(shard, row)).get(self.key_field)
-        return self.as_key(shard, row, self.key_field, as_part(value))
+        value = self._fields(shard, row, self._line(shard, row)).get(self.key_column)
+        return self.as_key(shard, row, self.key_column, as_part(value))
 
     def offset(self, shard: int, row: int) -> int:
         """The offset of the line in its file, in bytes."""

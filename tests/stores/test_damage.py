@@ -94,6 +94,21 @@ def test_damage_is_an_error_that_names_the_file_and_under_skip_nothing_else_is_l
 
 
 @pytest.mark.parametrize("kind", STORES)
+def test_a_folder_in_the_place_of_a_file_that_was_indexed_is_told(tmp_path: Path, kind: str) -> None:
+    write, reader, name = STORES[kind]
+    write(tmp_path / "data", [3, 3])
+    read(reader, tmp_path / "data", "raise")
+    path = (tmp_path / "data" / name).with_suffix(Path(name).suffix.replace(".idx", ".bin"))
+    path.unlink()
+    path.mkdir()
+    for command, code in (("check", 1), ("info", 2)):
+        result = CliRunner().invoke(app, [command, str(tmp_path / "data")], catch_exceptions=False)
+        assert result.exit_code == code and path.name in result.output, result.output
+    given, counted = read(reader, tmp_path / "data", "skip")
+    assert len(given) == 3 and any(reason.startswith("skipped/") for reason in counted)
+
+
+@pytest.mark.parametrize("kind", STORES)
 def test_every_command_tells_damage_in_a_line(tmp_path: Path, kind: str) -> None:
     write, _, name = STORES[kind]
     write(tmp_path / "data", [3, 3])
