@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from savable_pipeline.check.part_check import part_fault
 from savable_pipeline.check.shard_check import Problem, ShardReport
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.dataset.kinds import format_of_name, open_store
-from savable_pipeline.dataset.transparency import image_has_alpha
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
 from savable_pipeline.shards.processes import do
 from savable_pipeline.stores.columnar_store import ColumnarStore
 from savable_pipeline.stores.file_indexing import IndexedFiles
@@ -57,7 +56,7 @@ def _problems_of(store: FileStore, name: str, row: int, parts: Counter[str], cou
     counts["parts"] = len(extensions)
     parts.update(extensions)
     for extension in extensions:
-        fault = _fault(extension, store.read(0, row, extension), counts)
+        fault = part_fault(extension, store.read(0, row, extension), counts)
         if fault:
             yield _problem(store, name, row, extension, fault)
 
@@ -68,13 +67,6 @@ def _after_damage(store: FileStore, row: int) -> int:
         return row + 1
     ends = store.group_ends(0)
     return ends[bisect_right(ends, row)]
-
-
-def _fault(extension: str, data: bytes, counts: Counter[str]) -> str:
-    fault = decode_error(extension, data) or utf8_error(extension, data)
-    if not fault and part_type(extension) in IMAGE_PARTS:
-        counts["with alpha"] += image_has_alpha(data)
-    return fault
 
 
 def _problem(store: FileStore, name: str, row: int, extension: str, fault: str) -> Problem:
