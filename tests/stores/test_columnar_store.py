@@ -190,7 +190,7 @@ def test_a_damaged_footer_is_named_and_under_skip_the_other_files_are_read(
         sp.ParquetReader(tmp_path, sp.Lane())
     reader = sp.ParquetReader(tmp_path, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 10
-    assert reader.counts == {"skipped/rest of a damaged or missing shard": 1}
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
 
 class Ids(sp.TaskEncoder):
