@@ -10,8 +10,9 @@ from typing import Any
 
 from savable_pipeline.check.part_check import part_fault
 from savable_pipeline.check.shard_check import Problem, ShardReport, check_downloaded
+from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.dataset.kinds import format_of, open_store
+from savable_pipeline.dataset.kinds import format_of_name, open_store
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.processes import do
 from savable_pipeline.stores.columnar_store import ColumnarStore
@@ -22,7 +23,7 @@ from savable_pipeline.stores.place_index import FileTable, ScannedFiles
 
 def check_file(root: Path, name: str) -> ShardReport:
     """Read all of a file. Its content is decoded and dropped; faults become problems, never errors."""
-    form = format_of(root / name)
+    form = format_of_name(name)
     assert form is not None, name
     table = do(form.scan, root, name)
     assert isinstance(table, FileTable)
@@ -41,7 +42,7 @@ def check_file(root: Path, name: str) -> ShardReport:
                 row += 1
             except SavableError as error:
                 detail = encodable(str(error).removeprefix(f"{store.place(0)}: "))
-                problems.append(Problem("damaged shard", detail, name, index=row))
+                problems.append(Problem(reason_of(error), detail, name, index=row))
                 row = _after_damage(store, row)
             most = max(most, counts.pop("parts", 0))
     except (SavableError, ValueError) as error:
@@ -52,7 +53,7 @@ def check_file(root: Path, name: str) -> ShardReport:
 
 def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
-    form = format_of(folder / name)
+    form = format_of_name(name)
     assert form is not None, name
     suffix, beside = form.beside
     companions = [name.removesuffix(suffix) + beside] if suffix and name.endswith(suffix) else []

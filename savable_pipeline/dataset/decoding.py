@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.dataset.transparency import converted
 from savable_pipeline.shards.part_types import IMAGE_PARTS, JSON_PARTS, TEXT_PARTS, open_image, part_type
 
 LARGEST_NPZ = 1 << 32  # bytes of all arrays of an `npz`
-
-_decoded = msgspec.json.Decoder().decode
-
-
-def decoded_json(raw: bytes) -> Any:
-    """The result of `json.loads`, which decodes itself what msgspec refuses, such as NaN and lone surrogates."""
-    try:
-        return _decoded(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return json.loads(raw)
 
 
 def decoded_part(extension: str, data: bytes) -> Any:

@@ -37,6 +37,11 @@ def format_of(files: Shards) -> FileFormat | None:
     return FORMATS.get(kind_of(files))
 
 
+def format_of_name(name: str) -> FileFormat | None:
+    """The format of one file by its name, whatever is there; None for a tar, and for what is of no kind."""
+    return FORMATS.get(_kind_of_name(name))
+
+
 def kind_of(files: Shards) -> str:
     """ "tar", "parquet", "arrow", "jsonl" or "tokens". A folder with tars is one of tars, whatever else is in it.
 

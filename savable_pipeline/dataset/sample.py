@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.dataset.decoding import decoded_json, decoded_part
+from savable_pipeline.core.json_values import decoded_json
+from savable_pipeline.dataset.decoding import decoded_part
 from savable_pipeline.dataset.transparency import Colour, converted
 from savable_pipeline.shards.part_types import IMAGE_PARTS, TEXT_PARTS, find_part, open_image
 

@@ -12,7 +12,7 @@ import msgspec
 from savable_pipeline.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.batcher import EncoderBatches
-from savable_pipeline.stages.bucket_sizes import BucketSizes, Group, Size, plain_group
+from savable_pipeline.stages.bucket_sizes import BatchSize, BucketSizes, Group, plain_group
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -78,7 +78,7 @@ class BucketBatcher(EncoderBatches):
         source: ItemStage,
         *,
         bounds: Sequence[int] = (),
-        size: Size | Mapping[Group, Size] | None = None,
+        size: BatchSize | Mapping[Group, BatchSize] | None = None,
         max_tokens: int | None = None,
         group: Callable[[Any], Group] | str | None = None,
         drop_last: bool | None = None,

@@ -8,7 +8,7 @@ from operator import index
 from typing import Any, TypeAlias
 
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
-Size: TypeAlias = int | Sequence[int]
+BatchSize: TypeAlias = int | Sequence[int]  # items of a batch: of every bucket, or of each
 
 
 class BucketSizes:
@@ -20,7 +20,7 @@ class BucketSizes:
     def __init__(
         self,
         bounds: Sequence[int],
-        size: Size | Mapping[Group, Size] | None,
+        size: BatchSize | Mapping[Group, BatchSize] | None,
         max_tokens: int | None,
         *,
         grouped: bool,
@@ -49,7 +49,7 @@ class BucketSizes:
             raise ValueError(f"BucketBatcher: max_tokens={max_tokens} has no room for one item of {self.bounds[-1]}")
         return [max_tokens // bound for bound in self.bounds]
 
-    def _sizes(self, size: Size) -> list[int]:
+    def _sizes(self, size: BatchSize) -> list[int]:
         sizes = [index(each) for each in size] if isinstance(size, Sequence) else [index(size)] * self.buckets
         if len(sizes) != self.buckets:
             raise ValueError(f"BucketBatcher: {len(sizes)} sizes for {self.buckets} buckets: {size}")

@@ -23,22 +23,28 @@ class PassLength(NamedTuple):
         return self.last if epoch == self.epochs - 1 else population
 
 
-def pass_length(epochs: int | float | None, population: int) -> PassLength | None:
-    """The length of a pass of so many epochs; None if it never ends. Raises ValueError if it has no sample."""
+def pass_length(reader: str, epochs: int | float | None, population: int) -> PassLength | None:
+    """The length of a pass of so many epochs; None if it never ends.
+
+    Raises ValueError, which names the `reader`, if it has no sample.
+    """
     if epochs is None:
         return None
     exact = Fraction(str(epochs))
     whole = ceil(exact)
     last = int((exact - (whole - 1)) * population)
     if whole == 1 and not last:
-        raise ValueError(f"TarShardReader: epochs={epochs} of {population} samples is less than one of them")
+        raise ValueError(f"{reader}: epochs={epochs} of {population} samples is less than one of them")
     return PassLength(whole, last)
 
 
-def check_epochs(epochs: int | float | None) -> int | float | None:
-    """The number of epochs, a whole one as an int. Raises ValueError unless it is above 0, or None."""
+def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
+    """The number of epochs, a whole one as an int.
+
+    Raises ValueError, which names the `reader`, unless it is above 0, or None.
+    """
     if epochs is None:
         return None
     if not 0 < epochs < float("inf"):
-        raise ValueError(f"TarShardReader: epochs must be above 0, not {epochs}; None repeats for ever")
+        raise ValueError(f"{reader}: epochs must be above 0, not {epochs}; None repeats for ever")
     return int(epochs) if epochs == int(epochs) else float(epochs)

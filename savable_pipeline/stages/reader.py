@@ -125,8 +125,8 @@ class RecordReader(SampleStage):
             ("selection", *chosen, self.shuffle),
             lambda: self.dataset.select(self.split, self.subset, in_order=not self.shuffle),
         )
-        self.epochs = check_epochs(settings.epochs)
-        self._pass = pass_length(self.epochs, self.population)
+        self.epochs = check_epochs(type(self).__name__, settings.epochs)
+        self._pass = pass_length(type(self).__name__, self.epochs, self.population)
         self._orders: OrderedDict[Any, EpochOrder | DealtOrder] = lane.shared(("orders", *chosen), OrderedDict)
         self._lane = lane
         self._chosen = chosen
@@ -188,7 +188,7 @@ class RecordReader(SampleStage):
     def _count(self, epoch: int, first_epoch: int) -> int:
         """The number of samples of an epoch in the pass that begins with `first_epoch`."""
         count = self.samples.of(epoch).count
-        length = pass_length(self.epochs, count)
+        length = pass_length(type(self).__name__, self.epochs, count)
         return length.samples(epoch - first_epoch, count) if length else count
 
     def _move_to(self, epoch: int, position: int) -> None:

@@ -38,16 +38,41 @@ class BrokenColumnError(ValueError):
     """The buffers of a column do not hold what its type says."""
 
 
+class Validity:
+    """Which rows of an array are not null, read from its bits: Arrow's own look at a row follows its offsets too."""
+
+    def __init__(self, array: Any) -> None:
+        bits = array.buffers()[0]
+        self._first, self._bits = array.offset, None if bits is None else memoryview(bits)
+
+    def of(self, row: int) -> bool:
+        """Whether a row is not null. Raises `BrokenColumnError`."""
+        if self._bits is None:
+            return True
+        row += self._first
+        try:
+            return bool(self._bits[row >> 3] >> (row & 7) & 1)
+        except IndexError:
+            raise BrokenColumnError(f"row {row} lies outside of its column") from None
+
+
 class BytesColumn:
-    """A column of strings or bytes: views its buffers, and copies one value when it is asked for."""
+    """A column of strings or bytes: views its buffers, and copies one value when it is asked for.
+
+    Raises `BrokenColumnError`.
+    """
 
     def __init__(self, array: Any) -> None:
         if array.type in (pa.string_view(), pa.binary_view()):
+            try:
+                array.validate(full=True)  # before Arrow follows the views, to wherever they point
+            except pa.ArrowException as error:
+                raise BrokenColumnError(str(error)) from error
             array = array.cast(pa.large_binary())
-        validity, offsets, data = array.buffers()
+        _, offsets, data = array.buffers()
         kind = _OFFSETS[str(array.type)]
         self._first = array.offset
-        self._validity = None if validity is None else memoryview(validity)
+        self._validity = Validity(array)
         self._offsets = memoryview(b"" if offsets is None else offsets).cast("B")
         usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
         self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
@@ -55,10 +80,10 @@ class BytesColumn:
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
+        if not self._validity.of(row):
+            return None
         row += self._first
         try:
-            if self._validity is not None and not self._validity[row >> 3] >> (row & 7) & 1:
-                return None
             begin, end = self._offsets[row], self._offsets[row + 1]
         except IndexError:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
@@ -71,20 +96,19 @@ class NumberColumn:
     """A column of integers or floats: views its buffer, and reads one value when it is asked for."""
 
     def __init__(self, array: Any) -> None:
-        validity, data = array.buffers()
+        _, data = array.buffers()
         kind = _NUMBERS[str(array.type)]
-        self._first = array.offset
-        self._validity = None if validity is None else memoryview(validity)
+        self._first, self._validity = array.offset, Validity(array)
         usable = memoryview(b"" if data is None else data).cast("B")
         size = calcsize(kind)
         self._values = usable[: len(usable) // size * size].cast(kind)  # type: ignore[call-overload]
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON; None for null. Raises `BrokenColumnError`."""
+        if not self._validity.of(row):
+            return None
         row += self._first
         try:
-            if self._validity is not None and not self._validity[row >> 3] >> (row & 7) & 1:
-                return None
             return as_part(self._values[row])
         except IndexError:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
@@ -112,12 +136,12 @@ class MediaColumn:
     """A column of structs of `bytes` and `path`, such as images."""
 
     def __init__(self, array: Any) -> None:
-        self._array = array
+        self._validity = Validity(array)
         self._bytes, self._paths = BytesColumn(array.field("bytes")), BytesColumn(array.field("path"))
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
-        return self._bytes.value(row) if self._array[row].is_valid else None
+        return self._bytes.value(row) if self._validity.of(row) else None
 
     def extension(self, row: int) -> str:
         """The extension of a row's path, or what the bytes begin like; "bin" if neither says it."""

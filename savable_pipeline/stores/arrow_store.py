@@ -79,6 +79,7 @@ class ArrowStore(ColumnarStore):
         file = self._file(shard)
         begin, end = int(file.batches.offsets[group]), int(file.batches.offsets[group + 1])
         try:
+            self.check_columns(shard, file.schema.names)
             message = read_message(self.file(shard), begin)
             if message.digest != file.batches.digests[group]:
                 raise ValueError("another record batch than was indexed")
@@ -118,7 +119,6 @@ class ArrowStore(ColumnarStore):
             message = read_message(self.file(shard), batches.schema)
             raw = self.files.read(shard, message.offset, message.end - message.offset)
             schema = pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
-            self.check_columns(shard, schema.names)
         except (pa.ArrowException, MessageError, OSError) as error:
             raise self.damaged(shard, f"schema at byte {batches.schema}", " ".join(str(error).split())) from error
         return _File(view, schema, batches)

@@ -25,8 +25,8 @@ _MOST_DECODED = 4 << 30  # bytes of a row group, beyond which it is refused unle
 class ColumnarStore(FileStore):
     """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
 
-    `key` names the column that holds the key of a row; else it is `FILE:ROW`. Raises ValueError for a column that the
-    first file does not have.
+    `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. Raises
+    ValueError for a column that the first file does not have.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ColumnarStore(FileStore):
         self.columns, self.key_column = columns, key
         self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
         self._me = object()  # in the cache's keys: a number could be another store's, later
-        self._awaited = AwaitedRows()
+        self.awaited = AwaitedRows()
         self._last: tuple[int, int, Any, int] = -1, 0, None, 0  # shard, row, rows and place of the row found last
         self._firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])
         self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
@@ -80,7 +80,7 @@ class ColumnarStore(FileStore):
         try:
             found: bytes = rows.read(place, extension)
         except ValueError as error:
-            raise self.damaged(shard, f"row {row}", str(error)) from error
+            raise self._broken_row(shard, row, error) from error
         return found
 
     def extensions(self, shard: int, row: int) -> list[str]:
@@ -89,7 +89,7 @@ class ColumnarStore(FileStore):
         try:
             found: list[str] = rows.extensions(place)
         except ValueError as error:
-            raise self.damaged(shard, f"row {row}", str(error)) from error
+            raise self._broken_row(shard, row, error) from error
         return found
 
     def key(self, shard: int, row: int) -> str:
@@ -97,7 +97,11 @@ class ColumnarStore(FileStore):
         if self.key_column is None:
             return super().key(shard, row)
         rows, place = self._find(shard, row)
-        return (rows.value(place, self.key_column) or b"").decode(errors="replace")
+        try:
+            found = rows.value(place, self.key_column)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return self.as_key(shard, row, self.key_column, found)
 
     def check_columns(self, shard: int, known: list[str]) -> None:
         """Raises ValueError that names the columns asked for that a file with the columns `known` does not have."""
@@ -105,6 +109,9 @@ class ColumnarStore(FileStore):
 
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         check_columns(self.place(shard), tuple(wanted), known)
+
+    def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
+        return self.damaged(shard, f"row {row}", str(error))
 
     def _check_columns_of_first(self) -> None:
         shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)
@@ -123,14 +130,15 @@ class ColumnarStore(FileStore):
         ends = self.group_ends(shard)
         group = bisect_right(ends, row)
         first = ends[group - 1] if group else 0
-        key = self._me, shard, group
+        key, name = (self._me, shard, group), (shard, group)
         rows, place = self.blocks.held(key), row - first
         if rows is None and (rows := self.blocks.kept(key, row)) is not None:
+            self.awaited.done(name, row)
             return rows, 0
         if rows is None:
-            found = AwaitedOfGroup(self._awaited, shard, group, first)
+            found = AwaitedOfGroup(self.awaited, name, first)
             rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
-        self._awaited.of(shard, group).discard(row)
+        self.awaited.done(name, row)
         self._last = shard, row, rows, place
         return rows, place
 
@@ -142,7 +150,7 @@ class ColumnarStore(FileStore):
         shards = np.searchsorted(self._firsts, indices, side="right") - 1
         for shard in np.unique(shards).tolist():
             rows = indices[shards == shard] - self._firsts[shard]
-            self._awaited.announce(shard, rows, self.group_ends(shard))
+            self.awaited.announce(shard, rows, self.group_ends(shard))
 
     def _decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
         from savable_pipeline.stores.arrow_rows import ArrowRows, partition_values

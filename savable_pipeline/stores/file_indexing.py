@@ -159,7 +159,7 @@ def _is_right(root: Path, index: PlaceIndex, name: str, made: int, form: FileFor
         stat = os.stat(f"{root}/{name}")  # noqa: PTH116  # a Path per name is slow for a million files
         if entry.fault or stat.st_size != entry.size:
             return False
-        if stat.st_mtime_ns <= made:
+        if stat.st_mtime_ns <= made and _is_older_beside(root / name, made, form):
             return True
         return index.is_whole(name) and with_handles(partial(_is_as_indexed, root / name, index.table(name), form))
     except OSError:
@@ -169,6 +169,19 @@ def _is_right(root: Path, index: PlaceIndex, name: str, made: int, form: FileFor
 def _is_as_indexed(path: Path, table: FileTable, form: FileFormat) -> bool:
     with opened(path) as file:
         return form.is_as_indexed(file, table)
+
+
+def _is_older_beside(path: Path, made: int, form: FileFormat) -> bool:
+    """Whether what may lie beside a file, such as an `.idx`, was there at `made` nanoseconds as it is now."""
+    suffix, other = form.beside
+    if not suffix or path.suffix != suffix:
+        return True
+    try:
+        stat = path.with_suffix(other).stat()
+    except FileNotFoundError:
+        return False
+    # One that was moved there since is as old as before; only the time of its last change of any kind is new.
+    return max(stat.st_mtime_ns, stat.st_ctime_ns) <= made
 
 
 def _made(path: Path, root: Path, names: list[str], form: FileFormat, tolerant: bool) -> IndexedFiles:

@@ -10,7 +10,6 @@ import numpy as np
 
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.shards.index_file import Rows
-from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.stores.cached_blocks import CachedBlocks
 from savable_pipeline.stores.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.stores.file_format import FileFormat
@@ -103,13 +102,27 @@ class FileStore(RecordStore):
         """File and row: `a.parquet:17`."""
         return f"{self.entries[shard].name}:{row}"
 
-    def damaged(self, shard: int, place: str, fault: str) -> ShardError:
+    def as_key(self, shard: int, row: int, name: str, found: bytes | None) -> str:
+        """What the field or column `name` of a row holds, as its key. Raises `ShardError` for null, and for no UTF-8.
+
+        (Another key in its place could be that of another row, and a `Join` would mix the two up.)
+        """
+        fault = "is missing or null"
+        if found is not None:
+            try:
+                return found.decode()
+            except UnicodeDecodeError:
+                fault = "holds bytes that are no UTF-8"
+        raise ShardError(
+            f"{self.place(shard)}: row {row}: {name!r}, which key= names, {fault}; give each row a key, or leave out "
+            "key=, so that keys are FILE:ROW",
+            reason="no key",
+        )
+
+    def damaged(self, shard: int, place: str, fault: str, *, reason: str = "damaged shard") -> ShardError:
         """The error for a file that does not hold at `place` what it should."""
         return ShardError(
             f"{self.place(shard)}: {place}: {fault}; the file is damaged: put a good copy in its place, or leave its "
-            'samples out with on_error="skip"'
+            'samples out with on_error="skip"',
+            reason=reason,
         )
-
-    def missing(self, extension: str, known: list[str]) -> str:
-        """The one of the parts `known` that is meant by `extension`. Raises KeyError if there is none."""
-        return find_part(extension, known)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from xxhash import xxh3_64
 
+from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.paths import ShardKind
@@ -84,8 +84,8 @@ def _check_last(file: FileBytes, places: Places) -> tuple[str, Places]:
     if file.read(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
         return "", places
     try:
-        msgspec.json.decode(file.read(begin, end - begin))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        decoded_json(file.read(begin, end - begin))
+    except (ValueError, RecursionError) as error:
         fault = f"the last line, at byte {begin}, was cut: {error}; copy the file again, or end it before that line"
         return fault, places[:-1]
     return "", places

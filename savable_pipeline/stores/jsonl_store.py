@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.shards.index_file import Rows
 from savable_pipeline.shards.part_types import find_part
@@ -22,7 +22,8 @@ LINE = "json"  # the part that is the whole line
 class JsonlStore(FileStore):
     """The lines of JSONL files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
 
-    `key` names the field that holds the key of a line; else it is `FILE:ROW`. Raises `ShardError`.
+    `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Raises
+    `ShardError`.
     """
 
     unit = "byte offset"
@@ -44,20 +45,25 @@ class JsonlStore(FileStore):
         line = self._line(shard, row)
         if extension == LINE:
             return line
-        fields = _fields(line)
+        fields = self._fields(shard, row, line)
         known = [LINE, *(name for name in fields if name != LINE)]
         name = extension if extension in fields else find_part(extension, known)
-        return line if name == LINE else as_part(fields[name]) or b"null"
+        if name == LINE:
+            return line
+        found = as_part(fields[name])
+        return b"null" if found is None else found
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """`json`, then the fields of the line that are texts."""
-        fields = _fields(self._line(shard, row))
+        fields = self._fields(shard, row, self._line(shard, row))
         return [LINE, *(name for name, value in fields.items() if isinstance(value, str) and name != LINE)]
 
     def key(self, shard: int, row: int) -> str:
         """The value of the key's field, or `FILE:ROW`."""
-        value = None if self.key_column is None else _fields(self._line(shard, row)).get(self.key_column)
-        return super().key(shard, row) if value is None else str(value)
+        if self.key_column is None:
+            return super().key(shard, row)
+        value = self._fields(shard, row, self._line(shard, row)).get(self.key_column)
+        return self.as_key(shard, row, self.key_column, as_part(value))
 
     def offset(self, shard: int, row: int) -> int:
         """The offset of the line in its file, in bytes."""
@@ -83,11 +89,11 @@ class JsonlStore(FileStore):
             raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
         return self.files.read(shard, begin, end - begin).rstrip(b"\r\n")
 
-
-def _fields(line: bytes) -> dict[str, Any]:
-    """The fields of the object in a line; none if it is no object."""
-    try:
-        value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
+        """The fields of the object in a line; none if it is no object. Raises `ShardError` if it is no JSON."""
+        try:
+            value = decoded_json(line)
+        except (ValueError, RecursionError) as error:
+            place = f"row {row}, at byte {self.offset(shard, row)}"
+            raise self.damaged(shard, place, f"no JSON: {error}", reason="malformed JSON") from error
+        return value if isinstance(value, dict) else {}

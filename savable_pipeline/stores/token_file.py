@@ -13,6 +13,7 @@ import io
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,8 @@ def read_documents(idx: Path) -> Documents:
 
 
 def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
-    """Whether a file has the size that it had. (The store compares the rest, when it is needed first.)"""
-    return file.size == table.entry.size
+    """Whether a file and its `.idx` have the sizes, and in some places the bytes, that they had. Raises OSError."""
+    return digest_of(file) == table.entry.digest
 
 
 def _update(digest: Any, file: FileBytes) -> None:
@@ -149,7 +150,7 @@ def _of_array(file: FileBytes, size: int) -> list[int]:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(head)
-    except (ValueError, EOFError, SyntaxError, TypeError) as error:
+    except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:
         raise TokenFileError(f"no .npy file, or its header is damaged: {error}; write it again") from error
     if dtype.name not in TYPES or dtype.newbyteorder("<") != dtype or len(shape) not in (1, 2) or fortran:
         raise TokenFileError(f"an array of type {dtype} and shape {shape}; tokens are little-endian numbers, in rows")

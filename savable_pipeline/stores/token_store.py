@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.core.wording import encodable
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.index_file import Rows, ShardEntry
 from savable_pipeline.shards.part_types import find_part
@@ -27,6 +32,8 @@ from savable_pipeline.stores.token_file import (
     layout_of,
     read_documents,
 )
+
+log = logging.getLogger(__name__)
 
 TOKENS_PART = "tokens"
 
@@ -54,7 +61,7 @@ class TokenStore(FileStore):
         super().__init__(open_files(files, TOKENS, tolerant=tolerant, unlistable=unlistable), TOKENS)
         self.length, self.stride = length, stride or length
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
-        self.entries = [self._entry(shard) for shard in range(len(self.entries))]
+        self.entries = [self._entry(shard, tolerant) for shard in range(len(self.entries))]
         self._documents: dict[int, Documents] = {}
         self._checked: set[int] = set()
 
@@ -109,15 +116,19 @@ class TokenStore(FileStore):
             raise ValueError(
                 f"{self.place(shard)}: a flat file of tokens has no .idx that says their type: give dtype="
             )
-        size, width = self.entries[shard].size, np.dtype(dtype).itemsize
-        if size % width:
-            raise ShardError(f"{self.place(shard)}: {size} bytes are no whole number of {dtype}; give the right dtype=")
-        return Layout(FLAT, dtype, 0, size // width, 0, 0)
+        return Layout(FLAT, dtype, 0, self.entries[shard].size // np.dtype(dtype).itemsize, 0, 0)
 
-    def _entry(self, shard: int) -> ShardEntry:
+    def _entry(self, shard: int, tolerant: bool) -> ShardEntry:
+        """The entry with the samples that the settings make. Raises `ShardError` unless `tolerant`, ValueError."""
         entry, layout = self.entries[shard], self._layouts[shard]
         if entry.fault:
             return entry
+        if layout.what == FLAT and entry.size % np.dtype(layout.dtype).itemsize:
+            fault = f"{entry.size} bytes are no whole number of {layout.dtype}; copy it again, or give the right dtype="
+            if not tolerant:
+                raise ShardError(f"{self.place(shard)}: {fault}")
+            log.warning("%s: %s; going on with the samples before the rest", self.place(shard), fault)
+            entry = msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {fault}"))
         if self.length is not None:
             assert self.stride is not None
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))
@@ -156,19 +167,30 @@ class TokenStore(FileStore):
             idx = idx_of(file) if self._layouts[shard].what == INDEXED and self.length is None else None
             if idx is not None:
                 self.files.watch_view(~shard, idx)
-            if digest_of(file) != self.entries[shard].digest:
-                raise ShardError(
-                    f"{place}: it, or its .idx, was rewritten since it was indexed: remove {self.index_path} and start "
-                    "again to index it, or put the old file back",
-                    reason="changed shard",
-                )
-            if idx is not None:
-                self._documents[shard] = read_documents(idx)
+                if digest_of(file) != self.entries[shard].digest:
+                    raise self._rewritten(shard)
+                self._documents[shard] = with_handles(partial(read_documents, idx))
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
-            raise ShardError(f"{error.filename or place}: {error.strerror}", reason="missing shard") from error
+            raise ShardError(
+                f"{error.filename or place}: {error.strerror}; it was there when the shards were indexed",
+                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
+            ) from error
         self._checked.add(shard)
+
+    def is_as_written(self, shard: int, descriptor: int) -> bool:
+        """See `Indexed.is_as_written`. Raises `ShardError`, which names the `.idx` too, if it is not."""
+        if not super().is_as_written(shard, descriptor):
+            raise self._rewritten(shard)
+        return True
+
+    def _rewritten(self, shard: int) -> ShardError:
+        return ShardError(
+            f"{self.place(shard)}: it, or its .idx, was rewritten since it was indexed: start again to index it, or "
+            "put the old file back",
+            reason="changed shard",
+        )
 
 
 def check_token_settings(length: int | None, stride: int | None, dtype: str | None) -> None:

@@ -55,7 +55,8 @@ def test_check_lists_damage_once_a_row_group_and_bad_json_by_its_line(tmp_path: 
     WRITERS["jsonl"](tmp_path / "lines", [3])
     with (tmp_path / "lines/0000.jsonl").open("a") as file:
         file.write('{"id": \n')
-    assert "0000.jsonl 0000.jsonl:3.json at byte 30: malformed JSON" in run("check", str(tmp_path / "lines"), code=1)
+    found = " ".join(run("check", str(tmp_path / "lines"), code=1).split())
+    assert "0000.jsonl: malformed JSON: row 3, at byte 30: no JSON: Expecting value" in found
 
 
 def test_check_finds_a_part_that_is_all_zeros(tmp_path: Path) -> None:

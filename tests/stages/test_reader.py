@@ -336,3 +336,17 @@ def test_the_remainders_of_many_sources_fall_to_different_lanes() -> None:
         sizes.append(len(drained(sp.Blend(sources, weights=dict.fromkeys(sources, 1)))))
     assert sum(sizes) == 20 * 55
     assert max(sizes) - min(sizes) <= 8 and min(sizes) >= 20  # 5 samples of 55 are left over, 20 times
+
+
+@pytest.mark.parametrize(
+    ("epochs", "fault"),
+    [
+        (0, "epochs must be above 0, not 0"),
+        (float("inf"), "epochs must be above 0, not inf"),
+        (0.1, r"epochs=0\.1 of 2 samples is less than one of them"),
+    ],
+)
+def test_an_error_about_epochs_names_the_reader_that_is_meant(tmp_path: Path, epochs: float, fault: str) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(ValueError, match=f"^JsonlReader: {fault}"):
+        sp.JsonlReader(tmp_path, sp.Lane(), epochs=epochs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,35 @@ def test_columns_are_chosen_partitions_are_parts_and_a_column_is_the_key(tmp_pat
         STORES[name](tmp_path, columns=("x",))
 
 
+@every_store
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        (pa.array(["a", None]), "is missing or null"),
+        (pa.array([b"a", b"\xff"]), "holds bytes that are no UTF-8"),
+        (pa.array([1, None]), "is missing or null"),
+    ],
+)
+def test_a_row_without_a_key_that_is_text_is_an_error_that_names_it(
+    tmp_path: Path, name: str, keys: Any, fault: str
+) -> None:
+    store = STORES[name](write(tmp_path / name, pa.table({"k": keys, "b": [3, 4]})), columns=("b",), key="k")
+    assert store.key(0, 0) in ("a", "1")
+    with pytest.raises(sp.ShardError, match=rf"{name}: row 1: 'k', which key= names, {fault}; .*leave out key="):
+        store.key(0, 1)
+
+
+@every_store
+def test_a_later_file_without_the_column_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"0{name}", pa.table({"k": ["a"], "b": [3]}))
+    write(tmp_path / name, pa.table({"b": [4]}))
+    store = STORES[name](tmp_path, key="k")
+    assert store.key(0, 0) == "a"
+    for ask in (lambda: store.key(1, 0), lambda: store.read(1, 0, "b")):
+        with pytest.raises(sp.ShardError, match=rf"/{name}: .*no column k; it has b"):
+            ask()
+
+
 def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
     whole = DecodedBlocks[Any]()
@@ -159,7 +190,7 @@ def test_a_damaged_footer_is_named_and_under_skip_the_other_files_are_read(
         sp.ParquetReader(tmp_path, sp.Lane())
     reader = sp.ParquetReader(tmp_path, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 10
-    assert reader.counts == {"skipped/rest of a damaged or missing shard": 1}
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
 
 class Ids(sp.TaskEncoder):
@@ -221,8 +252,45 @@ def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: P
     path.write_bytes(data)
     store = ArrowStore(path)
     assert store.read(0, 0, "txt") == b"one"
-    with pytest.raises(sp.ShardError, match=r"row 1: row 1 is said to lie at the bytes 3 to 1073741824 of"):
-        store.read(0, 1, "txt")
+    keyed = ArrowStore(path, key="txt")
+    assert keyed.key(0, 0) == "one"
+    for ask in (lambda: store.read(0, 1, "txt"), lambda: store.extensions(0, 1), lambda: keyed.key(0, 1)):
+        with pytest.raises(sp.ShardError, match=r"row 1: row 1 is said to lie at the bytes 3 to 1073741824 of"):
+            ask()
+
+
+@pytest.mark.parametrize("column", ["image", "viewed"])
+def test_a_column_of_images_or_of_views_that_lies_does_not_kill_the_process(tmp_path: Path, column: str) -> None:
+    """Whatever lies in its buffers: Arrow itself follows them, and ends the process or reads what is not there."""
+    code = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(Path(__file__).parents[2])!r}]
+import tests.stores.test_columnar_store as toys
+toys.read_with_lies(Path({str(tmp_path)!r}), {column!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def read_with_lies(folder: Path, column: str) -> None:
+    """Each 4 bytes of a batch are, in turn, a very large number; then its rows are read."""
+    names = [f"a rather long name {n}.png" for n in range(4)]
+    if column == "image":
+        table = pa.table({"image": pa.array([{"bytes": b"?", "path": name} for name in names])})
+    else:
+        table = pa.table({"viewed": pa.array(names).cast(pa.string_view())})
+    path = write(folder / "a.arrow", table)
+    raw, errors = path.read_bytes(), 0
+    for place in range(raw.index(b"a rather") - 120, len(raw) - 4, 4):
+        path.write_bytes(raw[:place] + b"\xf0\xff\xff\x7e" + raw[place + 4 :])
+        try:
+            store = ArrowStore(path)
+            for row in range(4):
+                parts_of(store, row)
+        except sp.ShardError:
+            errors += 1
+    assert errors > 5
 
 
 def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path) -> None:

@@ -15,6 +15,11 @@ LINES = (
 )
 
 
+class Texts(sp.TaskEncoder):
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> str:
+        return sample.text()
+
+
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     (tmp_path / "a.jsonl").write_bytes(LINES)
@@ -37,9 +42,58 @@ def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
         second["txt"]
 
 
-def test_the_key_may_be_a_field(lines: Path) -> None:
-    store = JsonlStore(lines, key="id")
-    assert [store.key(0, row) for row in range(4)] == ["0", "1", "a.jsonl:2", "4"]
+def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_null(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"caption": "", "tags": [], "note": null}\n')
+    store = JsonlStore(tmp_path)
+    assert [store.read(0, 0, name) for name in ("caption", "tags", "note")] == [b"", b"[]", b"null"]
+    assert store.extensions(0, 0) == ["json", "caption"]
+
+
+def test_the_key_may_be_a_field(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 0}\n{"id": "a \u00fc"}\n{"id": true}\n{"id": NaN}\n{"id": ""}\n')
+    store = JsonlStore(tmp_path, key="id")
+    assert [store.key(0, row) for row in range(5)] == ["0", "a ü", "true", "NaN", ""]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"ID": 1}', "'id', which key= names, is missing or null"),
+        ('{"id": null}', "'id', which key= names, is missing or null"),
+        ("[3]", "'id', which key= names, is missing or null"),
+        ('{"id": "\\ud800"}', "'id', which key= names, holds bytes that are no UTF-8"),
+        ('{"id": 1', "no JSON: "),
+    ],
+)
+def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
+    tmp_path: Path, line: str, fault: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"id": 0}}\n{line}\n')
+    store = JsonlStore(tmp_path, key="id")
+    assert store.key(0, 0) == "0"
+    with pytest.raises(sp.ShardError, match=rf"a\.jsonl: row 1\b.*: {fault}"):
+        store.key(0, 1)
+
+
+def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 5, "x": NaN, "y": -Infinity, "txt": "\\ud83d?"}\n{"id": 6, "x": NaN}')
+    first, second = sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, key="id")
+    assert (first.key, second.key) == ("5", "6")
+    assert (list(first), list(second)) == (["json", "txt"], ["json"])
+    assert (first["x"], first["y"], first["txt"]) == (b"NaN", b"-Infinity", b"\xed\xa0\xbd?")
+
+
+def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b\n{"txt": "c"}\n')
+    reader = sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
+    broken = reader.dataset.open_samples(reader.take_refs(2))[1]
+    assert broken["json"] == b'{"txt": "b'
+    for ask in (list, sp.Sample.text):
+        with pytest.raises(sp.ShardError, match=r"a\.jsonl: row 1, at byte 13: no JSON: Unterminated string"):
+            ask(broken)  # type: ignore[operator]
+    items = sp.Encode(sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip"), Texts())
+    assert list(items) == ["a", "c"]
+    assert items.counts["skipped/malformed JSON"] == 1
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -50,13 +104,18 @@ def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, mon
     assert expected.array().tolist() == [0, 41, 71, 75, len(LINES)]
 
 
+def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": NaN}')
+    assert JsonlStore(tmp_path).entries[0].fault == ""
+
+
 def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it_are_read(lines: Path) -> None:
     lines.write_bytes(LINES[:-3])
     with pytest.raises(sp.ShardError, match=r"a\.jsonl: the last line, at byte 75, was cut: .*copy the file again"):
         sp.JsonlReader(lines, sp.Lane())
     reader = sp.JsonlReader(lines, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 3
-    assert reader.counts == {"skipped/rest of a damaged or missing shard": 1}
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
 
 def test_a_file_cut_or_rewritten_under_a_run_is_an_error(lines: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
+import time
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.stores import token_store
 from savable_pipeline.stores.token_store import TokenStore
 from savable_pipeline.testing import assert_exact_resume
 
@@ -60,6 +64,27 @@ def test_flat_files_are_read_with_the_type_that_is_given_or_that_npy_says(tmp_pa
         TokenStore(tmp_path, dtype="uint32")
 
 
+def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_tokens_are_read(tmp_path: Path) -> None:
+    for name in "ab":
+        np.arange(10, dtype=np.uint32).tofile(tmp_path / f"{name}.bin")
+    os.truncate(tmp_path / "a.bin", 39)
+    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; copy it again, or give"):
+        sp.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32")
+    reader = sp.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32", epochs=1, shuffle=False, on_error="skip")
+    assert [sample.array("tokens")[0] for sample in reader] == [0, 3, 6] * 2
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
+
+
+@pytest.mark.parametrize("header", [b"{'descr': (", b"{'shape': 1", b"\xff\xfe", b""])
+def test_a_damaged_header_of_an_array_is_named(tmp_path: Path, header: bytes) -> None:
+    np.save(tmp_path / "a.npy", np.arange(10))
+    raw = bytearray((tmp_path / "a.npy").read_bytes())
+    raw[10:127] = header.ljust(117)
+    (tmp_path / "a.npy").write_bytes(raw)
+    with pytest.raises(sp.ShardError, match=r"a\.npy: no \.npy file, or its header is damaged: .*; write it again"):
+        TokenStore(tmp_path, length=2)
+
+
 def damage_pointer(idx: bytearray) -> None:
     struct.pack_into("<q", idx, 34 + 4 * 5 + 8 * 3, 1 << 40)
 
@@ -100,6 +125,62 @@ def test_an_idx_that_is_rewritten_after_it_was_indexed_is_an_error(tmp_path: Pat
     (tmp_path / "a.idx").write_bytes(idx)
     with pytest.raises(sp.ShardError, match=r"or its \.idx, was rewritten since it was indexed"):
         store.read(0, 0, "tokens")
+
+
+def lay_firsts(idx: Path, *firsts: int) -> None:
+    """The documents of an `.idx`, written into it; when it was written looks as before."""
+    stat, raw = idx.stat(), bytearray(idx.read_bytes())
+    raw[-8 * len(firsts) :] = np.array(firsts, "<i8").tobytes()
+    idx.write_bytes(raw)
+    os.utime(idx, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_files_rewritten_to_the_same_size_are_an_error_under_a_run_and_indexed_again_by_the_next(
+    tmp_path: Path,
+) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS)
+    with sp.SavableLoader(partial(token_pipeline, tmp_path), seed=0, lanes=1) as loader:
+        state = loader.state_dict()
+    for rewrite, expected in [
+        (lambda: np.arange(100, 129, dtype="uint16").tofile(tmp_path / "a.bin"), [100, 101, 102]),
+        (lambda: lay_firsts(tmp_path / "a.idx", 0, 2, 2, 3, 4, 5), [100, 101, 102, 103]),
+    ]:
+        before = TokenStore(tmp_path)
+        time.sleep(0.02)  # a tick of the clock that stamps files
+        rewrite()
+        with pytest.raises(sp.ShardError, match=r"or its \.idx, was rewritten since it was indexed") as error:
+            before.read(0, 0, "tokens")
+        assert error.value.reason == "changed shard"
+        after = TokenStore(tmp_path)
+        assert after.array(0, 0, "tokens").tolist() == expected
+        assert after.entries[0].digest != before.entries[0].digest
+        resumed = sp.SavableLoader(partial(token_pipeline, tmp_path), seed=0, lanes=1)
+        with resumed, pytest.raises(sp.CheckpointMismatchError, match=r"a\.bin"):
+            resumed.load_state_dict(state)
+
+
+def test_an_idx_that_is_put_beside_its_bin_later_or_taken_away_is_noticed(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", DOCUMENTS)
+    (tmp_path / "a.idx").rename(tmp_path / "elsewhere")
+    assert TokenStore(tmp_path, length=2, dtype="uint16").entries[0].samples == 14
+    time.sleep(0.02)
+    (tmp_path / "elsewhere").rename(tmp_path / "a.idx")
+    assert TokenStore(tmp_path).entries[0].samples == 5
+    (tmp_path / "a.idx").unlink()
+    with pytest.raises(ValueError, match=r"has no \.idx that says their type"):
+        TokenStore(tmp_path)
+
+
+def test_a_process_without_descriptors_does_not_blame_the_idx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_none(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    write_bin(tmp_path / "a.bin", DOCUMENTS)
+    store = TokenStore(tmp_path)
+    monkeypatch.setattr(token_store, "read_documents", read_none)
+    with pytest.raises(sp.SavableError, match="this process may have") as error:
+        store.read(0, 0, "tokens")
+    assert not isinstance(error.value, sp.ShardError)
 
 
 def test_an_array_of_objects_is_refused_and_never_unpickled(tmp_path: Path) -> None:
