@@ -39,6 +39,7 @@ from savable_pipeline.state.fingerprint import (
     unpack_fingerprint,
 )
 from savable_pipeline.state.state_dict import check_flat, merge_states, read_lanes
+from savable_pipeline.state.to_skip import refuse_spans
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -392,6 +393,7 @@ class Run:
 
     def _load(self, state: Mapping[str, Any], allow: Iterable[str]) -> None:
         check_flat(state)
+        refuse_spans(state)
         saved = unpack_fingerprint(state["fingerprint"])
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         allowed = {allow} if isinstance(allow, str) else set(allow)
