@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import io
 import os
-from multiprocessing import resource_tracker, spawn, util
-from multiprocessing.context import SpawnProcess, reduction, set_spawning_popen
+from multiprocessing import reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
 
@@ -27,17 +27,19 @@ def main_module() -> dict[str, Any]:
 
 
 class _Popen(Popen):
+    _fds: list[int]  # that what is pickled adds
+
     def _launch(self, process_obj: Any) -> None:
         """As that of multiprocessing, but for the main module."""
         tracker = resource_tracker.getfd()
         content = self._pickled(process_obj)
         child_reads, we_write = os.pipe()
         self.sentinel, child_holds = os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, we_write))
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, we_write))
         try:
             command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
             passed = [*self._fds, tracker, child_reads, child_holds]
-            self.pid = util.spawnv_passfds(spawn.get_executable(), command, passed)
+            self.pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, passed)
         finally:
             os.close(child_reads)
             os.close(child_holds)
@@ -54,6 +56,11 @@ class _Popen(Popen):
         finally:
             set_spawning_popen(None)
         return content.getbuffer()
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class FreshProcess(SpawnProcess):

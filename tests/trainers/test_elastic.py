@@ -125,6 +125,37 @@ def test_a_last_state_of_the_same_data_elsewhere_is_of_the_same_run(shards: str,
     assert complete_state(ranks[0], [ranks[0].state_dict()], last) == expected
 
 
+FORMS_AGAIN = """
+import os, sys
+from datetime import timedelta
+sys.path.insert(0, "tools")
+import torch.distributed as dist
+from soak_survivors import leave_group
+
+served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+child = os.fork()
+rank = int(child == 0)
+store = dist.TCPStore("127.0.0.1", served.port, is_master=False)
+if rank == 0:
+    try:
+        one = dist.PrefixStore("one", store)
+        dist.init_process_group("gloo", store=one, rank=0, world_size=2, timeout=timedelta(seconds=0.5))
+    except RuntimeError:
+        print("failed")
+    leave_group()
+other = dist.PrefixStore("other", store)
+dist.init_process_group("gloo", store=other, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+leave_group()
+if rank == 0:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_rank_whose_group_could_not_be_formed_is_in_the_next_one() -> None:
+    run = subprocess.run([sys.executable, "-c", FORMS_AGAIN], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "failed\n"), run.stderr[-2000:]
+
+
 def survive(folder: Path, kills: int) -> dict[str, Any]:
     """What tools/soak_survivors.py found."""
     command = [sys.executable, str(ROOT / "tools/soak_survivors.py"), str(folder), str(kills)]
