@@ -31,7 +31,7 @@ class _Popen(Popen):
 
     def _launch(self, process_obj: Any) -> None:
         """As that of multiprocessing, but for the main module."""
-        tracker = resource_tracker.getfd()
+        tracker: Any = resource_tracker.getfd()
         content = self._pickled(process_obj)
         child_reads, we_write = os.pipe()
         self.sentinel, child_holds = os.pipe()
