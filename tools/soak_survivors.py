@@ -68,8 +68,7 @@ class Replica:
             except RuntimeError:  # a member died, or had too little time
                 self._store.set(f"broken{self._generation}", "")
             finally:
-                with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                    dist.destroy_process_group()
+                leave_group()
         if rank == 0:
             torch.save(self._model, folder / "model.pt")
 
@@ -145,6 +144,18 @@ class Replica:
                 return
             if step % EVERY == 0:
                 self._last = sp.merge_states(gathered(loader.state_dict()))
+
+
+def leave_group() -> None:
+    """Leave the group, also one that could not be formed.
+
+    torch names groups by a count, which begins anew when a group is left. Where forming one failed there is none to
+    leave: the count goes on, and in every later group this rank would wait under a name that the others do not use.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
 
 
 def gathered(value: Any) -> list[Any]:

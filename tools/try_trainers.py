@@ -26,6 +26,7 @@ from tests.trainers.drive import Case  # noqa: E402
 # What a trainer needs beside the package: its extra, and older releases where it asks for them.
 ENVIRONMENTS = {
     "torch": [".", "torch"],
+    "fsdp2": [".", "torch"],
     "accelerate": [".[accelerate]"],
     "fabric": [".[lightning]"],
     "lightning": [".[lightning]"],

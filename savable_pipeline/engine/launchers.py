@@ -25,8 +25,9 @@ from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from savable_pipeline.engine.fork_server import OBEYED, serve
+from savable_pipeline.engine.fresh_process import FreshProcess
 from savable_pipeline.engine.messages import Job
-from savable_pipeline.engine.sealed_job import PROCESS_NAME, SealedJob, check_main_is_guarded, leaving_out_main
+from savable_pipeline.engine.sealed_job import PROCESS_NAME, SealedJob, check_main_is_guarded
 from savable_pipeline.engine.worker_main import work
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.stages.pipeline import Pipeline
@@ -68,8 +69,8 @@ class ForkServer:
     """The trainer's side of a server process."""
 
     def __init__(self, job: Job, context: BaseContext) -> None:
-        method = "fork" if context.get_start_method() == "fork" else "spawn"
-        self._context: Any = multiprocessing.get_context(method)
+        forked = context.get_start_method() == "fork"
+        self._kind: type[BaseProcess] = multiprocessing.get_context("fork").Process if forked else FreshProcess
         self._job = SealedJob(job)
         self._begin()
 
@@ -80,11 +81,10 @@ class ForkServer:
         self._unanswered = 0  # orders
         self._has_answered = False  # before that it may import for minutes
         self._silent_s, self._looked_at = 0.0, 0.0  # while orders are unanswered
-        self._process: BaseProcess = self._context.Process(
+        self._process = self._kind(
             target=serve, args=(self._job, theirs, os.getpid()), daemon=True, name=f"{PROCESS_NAME} server"
         )
-        with leaving_out_main():
-            self._process.start()
+        self._process.start()
         theirs.close()
 
     def start(self, number: int, end: socket.socket) -> None:
@@ -171,11 +171,10 @@ class Spawner:
     def start(self, number: int, end: socket.socket) -> None:
         """Spawn a worker."""
         with end:
-            process = multiprocessing.get_context("spawn").Process(
+            process = FreshProcess(
                 target=work, args=(self._job, end, os.getpid()), daemon=True, name=f"{PROCESS_NAME} worker {number}"
             )
-            with leaving_out_main():
-                process.start()
+            process.start()
             self._processes[number] = process
 
     def signal(self, number: int, signal_number: int) -> None:

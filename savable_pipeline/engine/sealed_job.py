@@ -5,19 +5,17 @@ A fresh interpreter imports the trainer's main module, as multiprocessing has it
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
 import textwrap
-import threading
 import traceback
-from collections.abc import Iterator
 from multiprocessing import spawn
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from savable_pipeline.core.wording import short_error
+from savable_pipeline.engine.fresh_process import main_module
 from savable_pipeline.engine.messages import Job
 from savable_pipeline.errors import WorkerError
 
@@ -33,8 +31,6 @@ _ANEW = "workers started by spawn or forkserver import the trainer's main module
 _GUARD = "Put what only the trainer does under `if __name__ == '__main__':`, or use multiprocessing_context='fork'"
 NOT_IMPORTED = f"{_ANEW}: its error stands above, on stderr. {_GUARD}"
 _LONGEST = 10  # lines of a traceback in a message
-_MAIN = ("init_main_from_name", "init_main_from_path")  # what multiprocessing tells a child of the main module
-_starting = threading.Lock()
 
 
 class SealedJob:
@@ -47,8 +43,7 @@ class SealedJob:
         self._error: WorkerError | None = None
 
     def __getstate__(self) -> tuple[bytes, dict[str, Any]]:
-        told = spawn.get_preparation_data("")
-        return bytes(ForkingPickler.dumps(self._job)), {name: told[name] for name in _MAIN if name in told}
+        return bytes(ForkingPickler.dumps(self._job)), main_module()
 
     def __setstate__(self, state: tuple[bytes, dict[str, Any]]) -> None:
         self._job, self._error = None, None
@@ -102,24 +97,6 @@ def _last_lines(error: BaseException) -> list[str]:
 
 def _imports_main(file: str) -> bool:
     return file in (__file__, spawn.__file__) or file.endswith(("runpy.py", "<frozen runpy>"))
-
-
-@contextlib.contextmanager
-def leaving_out_main() -> Iterator[None]:
-    """While a process of ours is started: it does not import the main module before it can tell an error of that."""
-    with _starting:
-        told = spawn.get_preparation_data
-
-        def without_main(name: str) -> dict[str, Any]:
-            found = told(name)
-            ours = name.startswith(PROCESS_NAME)
-            return {key: value for key, value in found.items() if not (ours and key in _MAIN)}
-
-        spawn.get_preparation_data = without_main
-        try:
-            yield
-        finally:
-            spawn.get_preparation_data = told
 
 
 def check_main_is_guarded() -> None:

@@ -132,6 +132,11 @@ class Position(msgspec.Struct, frozen=True):
             return []
         return [lane for lane, at in self.lanes.items() if at.more is None]
 
+    @property
+    def last_given(self) -> Given | None:
+        """The batch given last; None if none has been since the loader was made or loaded, or began the epoch."""
+        return next(reversed((self.previous or self).history), None)
+
     def next_slot(self, lane: int) -> int:
         """The slot of a lane's next batch."""
         return self.slot + (lane - self.slot) % self.lane_count
@@ -204,12 +209,16 @@ class Position(msgspec.Struct, frozen=True):
         Raises ValueError if it lies before the history.
         """
         at = self.previous if lag and self.previous is not None and not self.told else self
-        return _taken_back(at, lag, most=len(at.history) or MAX_LAG)
-
-    def ago(self, batches: int) -> Position:
-        """The position so many batches ago, also where StopIteration has been raised since. Raises as `before`."""
-        at = self.previous if batches and self.previous is not None else self
-        return _taken_back(at, batches, most=len(at.history))
+        if not 0 <= lag <= (len(at.history) or MAX_LAG):
+            raise ValueError(
+                f"lag={lag}: only the last {len(at.history)} batches can be taken back, at most {MAX_LAG}: those given "
+                "since the loader was made, loaded, or began the epoch. Save after as many batches as are fetched ahead"
+            )
+        slot, lanes = at.slot, dict(at.lanes)
+        for given in list(reversed(at.history))[:lag]:
+            lanes |= given.skipped
+            slot, lanes[given.lane] = given.step, given.before
+        return replace(at, slot=slot, lanes=lanes)
 
     def flat(self, fingerprint: bytes) -> dict[str, Any]:
         """The state dict of the position."""
@@ -221,16 +230,3 @@ class Position(msgspec.Struct, frozen=True):
             "fingerprint": fingerprint,
             **{lane_name(lane): self.lanes[lane].state for lane in sorted(self.lanes)},
         }
-
-
-def _taken_back(at: Position, lag: int, *, most: int) -> Position:
-    if not 0 <= lag <= most:
-        raise ValueError(
-            f"lag={lag}: only the last {len(at.history)} batches can be taken back, at most {MAX_LAG}: those given "
-            "since the loader was made, loaded, or began the epoch. Save after as many batches as are fetched ahead"
-        )
-    slot, lanes = at.slot, dict(at.lanes)
-    for given in list(reversed(at.history))[:lag]:
-        lanes |= given.skipped
-        slot, lanes[given.lane] = given.step, given.before
-    return replace(at, slot=slot, lanes=lanes)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property, partial
 from threading import get_ident
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -25,6 +25,7 @@ from savable_pipeline.loader.local_lanes import LocalLanes
 from savable_pipeline.loader.pin_memory import pinned
 from savable_pipeline.loader.position import MAX_LAG, Given, Position
 from savable_pipeline.loader.prefetcher import Prefetcher
+from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.loader.same_data import check_same_data
 from savable_pipeline.loader.sample_ids import SampleIds, source_names
 from savable_pipeline.loader.settings import LoaderSettings
@@ -38,7 +39,11 @@ from savable_pipeline.state.fingerprint import (
     pack_fingerprint,
     unpack_fingerprint,
 )
-from savable_pipeline.state.state_dict import check_flat, read_lanes
+from savable_pipeline.state.state_dict import check_flat, merge_states, read_lanes
+from savable_pipeline.state.to_skip import refuse_spans
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -205,8 +210,7 @@ class Run:
 
     def skip(self, slots: int) -> None:
         """See `SavableLoader.skip`."""
-        if slots < 0 or slots % self.ranks.world_size:
-            raise ValueError(f"skip takes a multiple of the {self.ranks.world_size} ranks, not {slots}")
+        self.check_whole_steps(slots)
         if self.position.told:
             self.position = self.position.begun()
         if slots and self._ledger is not None:
@@ -217,6 +221,11 @@ class Run:
         while slots and self.position.previous is over:
             _, self.position = self._led(self._step("skip", slots))
             slots -= self.ranks.world_size
+
+    def check_whole_steps(self, slots: int) -> None:
+        """Raise ValueError unless so many slots are steps of all ranks."""
+        if slots < 0 or slots % self.ranks.world_size:
+            raise ValueError(f"skip takes a multiple of the {self.ranks.world_size} ranks, not {slots}")
 
     def _led(self, voting: Voting[T]) -> T:
         """What `voting` returns, with the votes of all ranks. Raises `SavableError` if another thread is in a step."""
@@ -360,9 +369,29 @@ class Run:
         before = position.before(lag)
         return before.flat(self._changed_fingerprint if before.changed else self._fingerprint[1])
 
-    def state_ago(self, batches: int) -> dict[str, Any]:
-        """The state so many batches ago, also where StopIteration has been raised since. Raises as `state_dict`."""
-        return self.state_at(self.position.ago(batches))
+    def global_state(
+        self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0
+    ) -> dict[str, Any]:
+        """The state with the lanes of all ranks, on each of them, here or at `position` as `state_at`. Collective."""
+        ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
+        return merge_states(ranks.gather(self.state_at(self.position if position is None else position, lag)))
+
+    def return_to(self, position: Position) -> None:
+        """Stand at a position where this run was: what was given or passed over since then comes again."""
+        self._claim()
+        try:
+            self.prefetcher.restart()
+            if self._ledger is not None:
+                self._ledger.begin_anew()
+            self.position = position
+        finally:
+            self._thread.clear()
+
+    def take_back(self, before: Position) -> None:
+        """Return to `before` if a batch has been handed out since, which its taker has not got."""
+        now, then = self.position.last_given, before.last_given
+        if now is not None and now is not then:
+            self.return_to(before)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Iterable[str] = ()) -> None:
         """See `SavableLoader.load_state_dict`."""
@@ -374,6 +403,7 @@ class Run:
 
     def _load(self, state: Mapping[str, Any], allow: Iterable[str]) -> None:
         check_flat(state)
+        refuse_spans(state)
         saved = unpack_fingerprint(state["fingerprint"])
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         allowed = {allow} if isinstance(allow, str) else set(allow)

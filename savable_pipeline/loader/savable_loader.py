@@ -10,13 +10,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from savable_pipeline.errors import EncodeError, WorkerError
-from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.loader.run import Run
 from savable_pipeline.loader.settings import LoaderSettings
 from savable_pipeline.loader.trace import Trace
 from savable_pipeline.loader.trainer_calls import refuse_trainer
 from savable_pipeline.stages.pipeline import Pipeline, data_path
-from savable_pipeline.state.state_dict import merge_states
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -197,8 +195,7 @@ class SavableLoader:
 
     def global_state_dict(self, group: dist.ProcessGroup | None = None, *, lag: int = 0) -> dict[str, Any]:
         """The state with the lanes of all ranks, on each of them; `lag` as in `state_dict`. Collective."""
-        ranks = self._run.ranks if group is None else Ranks(self._run.ranks.rank, self._run.ranks.world_size, group)
-        return merge_states(ranks.gather(self._run.state_dict(lag)))
+        return self._run.global_state(group, lag=lag)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -15,7 +15,8 @@ from composer.core import Callback, DataSpec, State
 from composer.loggers import Logger
 
 from savable_pipeline.errors import SavableError, StateError
-from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.trainers.evaluation import check_restarts
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
 from savable_pipeline.trainers.whole import Whole
 
@@ -101,11 +102,7 @@ def eval_data(loader: SavableLoader, *, batch_size: int, shared: Iterable[str] =
     data.get_num_samples_in_batch({"id": torch.arange(4)})  # 4
     ```
     """
-    if settings_of(loader).on_iter != "restart":
-        raise ValueError(
-            'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after one '
-            "that eval_subset_num_batches broke off"
-        )
+    check_restarts(loader)
     return _spec(_Sized(loader, batch_size), shared)
 
 

@@ -9,17 +9,14 @@ it was given last, which is kept beside the batches.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from savable_pipeline.core.containers import with_parts_changed
 from savable_pipeline.loader.position import Position
-from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.loader.trace import Trace
-from savable_pipeline.state.state_dict import merge_states
 
 if TYPE_CHECKING:
     import torch
@@ -60,49 +57,49 @@ class OnDevice:
         self.loader = loader
         self.device = torch.device(device)
         self._move = _mover(self.device)
-        self._held: deque[tuple[_Moved, Position]] = deque()  # taken from the loader and not given; where it was after
-        self._given = run_of(loader).position  # after the batch given last
+        self._run = run_of(loader)
+        self._place = _Place(self._run.position)
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
 
     @property
     def epoch(self) -> int:
         """The epoch of the batch given last, as `SavableLoader.epoch`."""
-        return run_of(self.loader).epoch_at(self._given)
+        return self._run.epoch_at(self._place.given)
 
     def __iter__(self) -> OnDevice:
-        if self._held and settings_of(self.loader).on_iter == "restart":
-            if self._given.loaded:  # the first pass after a load goes on
-                self.load_state_dict(self.state_dict())
-            self._held.clear()
-        if not self._held:
+        if settings_of(self.loader).on_iter == "restart":  # the first pass after a load goes on
+            self._place = _Place(self._place.given)
+        if not self._place.held:
             self._failed = None
+            self._run.take_back(self._place.given)
             iter(self.loader)
-            self._given = run_of(self.loader).position
+            self._place = _Place(self._run.position)
         return self
 
     def __next__(self) -> Any:
         self._take(1 + _AHEAD)
-        if not self._held:
+        if not self._place.held:
             failed, self._failed = self._failed, None
             assert failed is not None
-            self._given = run_of(self.loader).position
+            self._place = _Place(self._run.position)
             raise failed
-        moved, position = self._held[0]
+        (moved, given), *held = self._place.held
         batch = moved.ready()
-        self._given = position
-        self._held.popleft()  # last: whatever is interrupted before has given nothing
+        self._place = _Place(given, tuple(held))  # last: whatever is interrupted before has given nothing
         return batch
 
     def _take(self, number: int) -> None:
         """Hold so many batches, unless the loader ends or fails before."""
-        while len(self._held) < number and self._failed is None:
+        if self._failed is None:
+            self._run.take_back(self._place.last)  # what came when the last taking was interrupted
+        while len(self._place.held) < number and self._failed is None:
             try:
                 batch = next(self.loader)
             except Exception as error:
                 self._failed = error
                 return
-            self._held.append((_Moved(batch, self._move), run_of(self.loader).position))
-        for moved, _ in self._held:
+            self._place = self._place.holding(_Moved(batch, self._move), self._run.position)
+        for moved, _ in self._place.held:
             moved.begin()
 
     def __len__(self) -> int:
@@ -114,16 +111,15 @@ class OnDevice:
 
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots after the batch given last, as `SavableLoader.skip`."""
-        ended = not self._held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
-        if self._held:
-            self.load_state_dict(self.state_dict())
+        ended = not self._place.held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
+        self._run.take_back(self._place.given)
+        self._place, self._failed = _Place(self._run.position), self._failed if ended else None
         self.loader.skip(slots)
-        self._given = run_of(self.loader).position
-        self._failed = self._failed if ended else None
+        self._place = _Place(self._run.position)
 
     def trace(self, *, lag: int = 0) -> Trace:
         """The samples of the batch given last, or `lag` batches before, as `SavableLoader.trace`."""
-        return self.loader.trace(lag=lag + len(self._held))
+        return self.loader.trace(lag=lag + len(self._place.held))
 
     def close(self) -> None:
         """As `loader.close()`: iterating again goes on after the batch given last."""
@@ -139,13 +135,12 @@ class OnDevice:
 
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
         """Where this rank is after the batch given last, or `lag` batches before: as `SavableLoader.state_dict`."""
-        return run_of(self.loader).state_at(self._given, lag)
+        return self._run.state_at(self._place.given, lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Go on from where `state` was saved, as `SavableLoader.load_state_dict`; what was moved ahead is dropped."""
         self.loader.load_state_dict(state, allow=allow)
-        self._held.clear()
-        self._given, self._failed = run_of(self.loader).position, None
+        self._place, self._failed = _Place(self._run.position), None
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
@@ -157,9 +152,23 @@ class OnDevice:
 
     def global_state_dict(self, group: dist.ProcessGroup | None = None, *, lag: int = 0) -> dict[str, Any]:
         """The state with the lanes of all ranks, on each of them. Collective."""
-        ranks = run_of(self.loader).ranks
-        ranks = ranks if group is None else Ranks(ranks.rank, ranks.world_size, group)
-        return merge_states(ranks.gather(self.state_dict(lag=lag)))
+        return self._run.global_state(group, position=self._place.given, lag=lag)
+
+
+class _Place(NamedTuple):
+    """Where the trainer stands, in one value: an interrupt finds it as it was before a step or as it is after."""
+
+    given: Position  # of the loader, after the batch given last
+    held: tuple[tuple[_Moved, Position], ...] = ()  # batches that are not given yet; where the loader was after each
+
+    @property
+    def last(self) -> Position:
+        """Of the loader, after the last batch that is held or given."""
+        return self.held[-1][1] if self.held else self.given
+
+    def holding(self, moved: _Moved, after: Position) -> _Place:
+        """With one more batch."""
+        return self._replace(held=(*self.held, (moved, after)))
 
 
 # Moving.

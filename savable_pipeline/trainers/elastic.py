@@ -21,6 +21,7 @@ from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.loader.local_lanes import LocalLanes
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
+from savable_pipeline.state.fingerprint import are_of_one_run
 from savable_pipeline.state.lane_state import LaneState, pack_state
 from savable_pipeline.state.state_dict import (
     batches_before,
@@ -52,7 +53,7 @@ def complete_state(
     lengths of its items, so that these are encoded again.
 
     Raises `CheckpointMismatchError` for survivors at different slots, for another run, and for a `last` that is later
-    than the survivors or lacks lanes; ValueError for no survivor.
+    than the survivors or lacks lanes; `StateError` for a damaged state; ValueError for no survivor.
 
     >>> from savable_pipeline.trainers.elastic import complete_state
     >>> def pipeline(lane):
@@ -68,9 +69,9 @@ def complete_state(
     """
     state = merge_states(survivors)
     check_flat(last)
-    for name in ("lanes", "fingerprint"):
-        if last[name] != state[name]:
-            raise CheckpointMismatchError(f"the last state is of another run: its {name} is not that of the survivors")
+    if last["lanes"] != state["lanes"] or not are_of_one_run(last["fingerprint"], state["fingerprint"]):
+        name = "number of lanes" if last["lanes"] != state["lanes"] else "fingerprint"
+        raise CheckpointMismatchError(f"the last state is of another run: its {name} is not that of the survivors")
     if (last["epoch"], last["slot"]) > (state["epoch"], state["slot"]):
         raise CheckpointMismatchError(
             f"the last state is at slot {last['slot']} of epoch {last['epoch']}, later than the survivors, who are at "

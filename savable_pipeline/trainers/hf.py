@@ -14,7 +14,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import StateError
-from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.trainers.evaluation import check_restarts
 from savable_pipeline.trainers.forms import from_json, to_json
 from savable_pipeline.trainers.whole import Whole
 
@@ -112,12 +113,7 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True begins again with smaller batches; the pipeline makes the batches")
-    for loader in eval_loader.values() if isinstance(eval_loader, dict) else [eval_loader]:
-        if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
-            raise ValueError(
-                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
-                "one that was broken off"
-            )
+    check_restarts(eval_loader)
 
 
 def _check_accumulation(args: Any, batches: Whole) -> None:

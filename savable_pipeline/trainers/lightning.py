@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.trainers.evaluation import check_restarts, each
 from savable_pipeline.trainers.whole import Whole
 
 _AHEAD = 1  # batches that Lightning fetches before it trains on one
@@ -81,22 +82,11 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
     def teardown(self, stage: str) -> None:
         """End the workers."""
         for made in self._made.values():
-            for loader in _each(made):
+            for loader in each(made):
                 loader.close()
-
-
-def _each(made: Any) -> list[Any]:
-    if isinstance(made, dict):
-        return list(made.values())
-    return list(made) if isinstance(made, list | tuple) else [made]
 
 
 def _restarting(made: Any) -> Any:
     """What was made. Raises ValueError for a loader that goes on where an evaluation was broken off."""
-    for loader in _each(made):
-        if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
-            raise ValueError(
-                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
-                "a sanity check or limit_val_batches"
-            )
+    check_restarts(made)
     return made

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import UNSET
+
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.loader.savable_loader import SavableLoader
 from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
-from savable_pipeline.state.state_dict import check_flat, lane_name, lane_numbers
+from savable_pipeline.state.state_dict import check_flat, common_growth, lane_name, lane_numbers
 
 
 def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +55,9 @@ def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
 def _start(state: Mapping[str, Any]) -> dict[str, Any]:
     """What differs in a state at the start of the epoch of `state`, of the same run."""
     epoch = state["epoch"]
-    lanes = {lane_name(lane): pack_state(LaneState(lane, epoch)) for lane in range(state["lanes"])}
+    kept = [unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in lane_numbers(state)]
+    growth = common_growth(kept) or UNSET
+    lanes = {lane_name(lane): pack_state(LaneState(lane, epoch, growth=growth)) for lane in range(state["lanes"])}
     return {"lanes": state["lanes"], "epoch": epoch, "slot": 0, "fingerprint": state["fingerprint"], **lanes}
 
 

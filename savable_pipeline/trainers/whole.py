@@ -15,11 +15,13 @@ what moves a batch to its device (`place`), hands it to the trainer in the place
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from savable_pipeline.loader.position import Position
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of
-from savable_pipeline.state.state_dict import merge_states
+from savable_pipeline.state.to_skip import Span, taken_apart, with_spans
 from savable_pipeline.trainers.ahead import Ahead
 from savable_pipeline.trainers.left_at import LeftAt
 
@@ -63,9 +65,14 @@ class Whole:
         self._ahead = Ahead(trained, most_ahead)
         self._place = place
         self._left = LeftAt(self._run)
+        self._given: deque[_Given] = deque(maxlen=most_ahead + 1)  # the last ones
+        self._skipped: list[Span] = []  # since the last one
+        self._to_skip: list[Span] = []  # where the loader comes to them
 
     def _mark(self) -> None:
         """Count from here."""
+        self._given.clear()
+        self._skipped = []
         self._ahead.restart()
         self._left.leave()
 
@@ -92,19 +99,60 @@ class Whole:
     # Iterating.
 
     def __iter__(self) -> Iterator[Any]:
-        self._left.check()
-        self._take_back()
-        for batch in self._loader:
-            self._ahead.give()
-            self._left.leave()
-            yield batch if self._place is None else self._place(batch)
-            self._left.check()
+        return _Pass(self._begin, self._next)
 
-    def _take_back(self) -> None:
+    def _begin(self) -> None:
         """Stand after the batch that was trained on last: what was fetched beyond it comes again."""
-        if self.ahead > 0:
-            self._loader.load_state_dict(self._run.state_ago(self.ahead))
+        self._left.check()
+        if ahead := self._fetched():
+            position, self._to_skip = ahead[0].before, self._spans()
+            self._run.return_to(position)
             self._mark()
+        iter(self._loader)
+
+    def _next(self) -> Any:
+        """The next batch, placed. Where that fails, the loader stands before it again."""
+        self._left.check()
+        self._skip_what_is_due()
+        before = self._run.position
+        batch = next(self._loader)
+        try:
+            placed = batch if self._place is None else self._place(batch)
+        except BaseException:
+            self._run.take_back(before)
+            raise
+        self._given.append(_Given(before, self._skipped))
+        self._skipped = []
+        self._ahead.give()
+        self._left.leave()
+        return placed
+
+    def _fetched(self) -> list[_Given]:
+        """The batches that were given and not trained on."""
+        ahead = max(0, self.ahead)
+        if ahead > len(self._given):
+            self._ahead.check()
+        return list(self._given)[-ahead:] if ahead else []
+
+    def _spans(self) -> list[Span]:
+        """What the loader has passed over, or will, behind the batch that was trained on last."""
+        fetched = self._fetched()
+        done = [*(span for given in fetched[1:] for span in given.skipped), *(self._skipped if fetched else [])]
+        return [*done, *self._to_skip]
+
+    def _skip_what_is_due(self) -> None:
+        """Pass over the spans that the loader has come to."""
+        while self._to_skip:
+            span, at = self._to_skip[0], self._run.position
+            if (at.epoch, at.slot) < (span.epoch, span.first):
+                return
+            if at.epoch == span.epoch and at.slot < span.stop:
+                try:
+                    self._loader.skip(span.stop - at.slot)
+                finally:
+                    self._left.leave()
+            self._skipped.append(span)
+            del self._to_skip[0]
 
     def __len__(self) -> int:
         """As that of the loader: TypeError where it is not known."""
@@ -122,11 +170,21 @@ class Whole:
         )
 
     def skip(self, slots: int) -> None:
-        """As `SavableLoader.skip`, of batches that the trainer has not fetched yet. Call it on each rank."""
+        """As `SavableLoader.skip`, of slots behind the batches that the trainer has fetched. Call it on each rank.
+
+        What it has fetched is trained on before, or comes again in its next pass. States that are saved until then
+        hold what is still to be passed over, and are loaded by `load_state_dict` of such an object only.
+        """
         self._left.check()
-        self._take_back()
-        self._loader.skip(slots)
-        self._mark()
+        self._run.check_whole_steps(slots)
+        at = self._run.position
+        if not self.ahead:
+            self._skip_what_is_due()
+            self._loader.skip(slots)
+            self._mark()
+        elif slots and (at.previous is None or at.told):  # else the epoch is over
+            last = self._to_skip.pop() if self._to_skip else Span(at.epoch, at.slot, at.slot)
+            self._to_skip.append(last._replace(stop=last.stop + slots))
 
     def close(self) -> None:
         """As `SavableLoader.close`."""
@@ -141,9 +199,44 @@ class Whole:
         if the trainer skips batches.
         """
         self.check()
-        return merge_states(self._run.ranks.gather(self._run.state_ago(self.ahead)))
+        fetched = self._fetched()
+        state = self._run.global_state(position=fetched[0].before if fetched else None)
+        return with_spans(state, self._spans())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `SavableLoader.load_state_dict`. Call it on each rank, before the trainer takes its first batch."""
-        self._loader.load_state_dict(state)
+        bare, spans = taken_apart(state)
+        self._loader.load_state_dict(bare)
+        self._to_skip = spans
         self._mark()
+
+
+class _Given(NamedTuple):
+    """A batch that the trainer was given: where the loader stood before it, and what it had passed over to get there
+    since the one before."""
+
+    before: Position
+    skipped: list[Span]
+
+
+class _Pass:
+    """An iterator that begins with its first batch, and that an error does not end."""
+
+    def __init__(self, begin: Callable[[], None], take: Callable[[], Any]) -> None:
+        self._begin: Callable[[], None] | None = begin
+        self._take: Callable[[], Any] | None = take
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._take is None:
+            raise StopIteration
+        if self._begin is not None:
+            self._begin()
+            self._begin = None
+        try:
+            return self._take()
+        except StopIteration:
+            self._take = None
+            raise

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import savable_pipeline as sp
+from tests.support.toy_faults import number_pipeline
 
 LONGEST = 30  # lines that a trainer and its workers may write before one reads what to do
 
@@ -90,3 +95,27 @@ def test_a_script_that_workers_cannot_import_is_told_once_with_the_cure(
     assert run.returncode == 1 and not run.stdout
     assert run.stderr.count("WorkerError") == run.stderr.count(told) == 1 and "__name__ == '__main__'" in run.stderr
     assert len(run.stderr.splitlines()) < LONGEST, run.stderr
+
+
+class Looks:
+    """A pipeline that is pickled while a process starts, and sees what another thread that starts one would use."""
+
+    def __init__(self, pipeline: Any, seen: set[str]) -> None:
+        self._pipeline, self._seen = pipeline, seen
+
+    def __reduce__(self) -> Any:
+        self._seen.add(spawn.get_preparation_data.__module__)
+        return partial, (self._pipeline,)
+
+    def __call__(self, lane: sp.Lane) -> sp.Stage:
+        stage: sp.Stage = self._pipeline(lane)
+        return stage
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_multiprocessing_stays_as_it_is_while_a_process_starts(make_shards: Any, method: str) -> None:
+    seen: set[str] = set()
+    pipeline = Looks(partial(number_pipeline, str(make_shards([20]))), seen)
+    with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=1, multiprocessing_context=method) as loader:
+        next(loader)
+    assert seen == {"multiprocessing.spawn"}

@@ -205,10 +205,16 @@ CASES: dict[str, Plan] = {
 }
 _OWN_LOOP = {"accumulate 2", "validation"}  # the page's loop has neither
 _ONE_PASS = {"last batch, length", "last batch, no length", "3 epochs, length", "3 epochs, no length"}
-LEFT_OUT = {"torch": _OWN_LOOP, "fabric": _OWN_LOOP, "accelerate": {"validation"}, "deepspeed": {"validation"}} | {
+LEFT_OUT = {
+    "torch": _OWN_LOOP,
+    "fsdp2": _OWN_LOOP,
+    "fabric": _OWN_LOOP,
+    "accelerate": {"validation"},
+    "deepspeed": {"validation"},
+} | {
     "torchtitan": _OWN_LOOP | _ONE_PASS,
     "composer": {"accumulate 2", "last batch, no length", "3 epochs, no length"},  # it counts such data as endless
     "megatron": _OWN_LOOP | _ONE_PASS,
 }
-for _trainer in ("torch", "accelerate", "fabric", "lightning", "hf", "deepspeed", "torchtitan", "composer"):
+for _trainer in ("torch", "fsdp2", "accelerate", "fabric", "lightning", "hf", "deepspeed", "torchtitan", "composer"):
     LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"}

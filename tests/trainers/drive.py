@@ -111,8 +111,9 @@ def make_evaluation(case: Case) -> sp.SavableLoader:
 
 def block(trainer: str) -> str:
     """The code on the trainer's page: the first block that has a title."""
+    page = "torch" if trainer == "fsdp2" else trainer
     found = re.search(
-        r'^```python title=".+?"\n(.*?)^```$', (PAGES / f"{trainer}.md").read_text(), re.DOTALL | re.MULTILINE
+        r'^```python title=".+?"\n(.*?)^```$', (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE
     )
     assert found is not None, trainer
     return found[1]
@@ -126,6 +127,20 @@ def run_torch(case: Case) -> dict[str, Any]:
     if ranks() > 1:
         dist.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
+    return _of_a_loop(case, yours, model)
+
+
+def run_fsdp2(case: Case) -> dict[str, Any]:
+    """The page of torch, with a model whose parameters are shared out over the ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _announce_one_rank()
+    dist.init_process_group("gloo")
+    yours = Yours(case)
+    model = yours.model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks(),)))
     return _of_a_loop(case, yours, model)
 
 
@@ -417,6 +432,7 @@ def run_lightning(case: Case) -> dict[str, Any]:
 
 NAMES = {
     "torch": run_torch,
+    "fsdp2": run_fsdp2,
     "accelerate": run_accelerate,
     "deepspeed": run_deepspeed,
     "torchtitan": run_torchtitan,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
+import sys
 from collections.abc import Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline.loader import run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import device
 from savable_pipeline.trainers.device import OnDevice
@@ -167,6 +171,50 @@ def test_a_batch_whose_move_fails_is_not_lost(shards: str, monkeypatch: pytest.M
         next(ahead)
     assert ahead.state_dict() == state
     assert take(ahead, 3) == expected[1:]
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the `at`-th line that this library runs in the loader or in `OnDevice`."""
+
+    FILES = (device.__file__, run.__file__, savable_loader.__file__)
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        if event == "line" and not self._has_given(frame):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return self
+
+    @staticmethod
+    def _has_given(frame: FrameType) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        return frame.f_code.co_filename == device.__file__ and line == "return batch"
+
+
+@pytest.mark.parametrize("name,before", [("endless", 0), ("endless", 2), ("with a length", 12), ("evaluation", 2)])
+def test_an_interrupt_at_any_line_loses_no_batch_and_gives_none_twice(shards: str, name: str, before: int) -> None:
+    make = streams(shards)[name]
+    expected = take(make(), before + 3)
+    for at in range(1, 1000):
+        ahead, resumed = OnDevice(make(), "cpu"), make()
+        assert take(ahead, before) == expected[:before]
+        interrupt = Interrupt(at)
+        tracer = sys.gettrace()
+        sys.settrace(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            next(ahead)
+        sys.settrace(tracer)
+        if interrupt.left:
+            break
+        resumed.load_state_dict(ahead.state_dict())
+        assert take(resumed, 2) == expected[before : before + 2], at
+        assert [digest(next(ahead)) for _ in range(3)] == expected[before:], at
+    assert at > 10
 
 
 class FakeGpu:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -102,12 +103,57 @@ def test_states_that_do_not_fit_are_refused(shards: str) -> None:
         complete_state(ranks[0], [own], later)
     with pytest.raises(sp.CheckpointMismatchError, match="differ in slot: 6 and 0"):
         complete_state(ranks[0], [own, ranks[1].state_dict()], first)
+    other = sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12).state_dict()
     with pytest.raises(sp.CheckpointMismatchError, match="another run: its fingerprint"):
-        complete_state(ranks[0], [own], {**first, "fingerprint": b"other"})
+        complete_state(ranks[0], [own], {**first, "fingerprint": other["fingerprint"]})
+    with pytest.raises(sp.StateError, match="fingerprint: "):
+        complete_state(ranks[0], [own], {**first, "fingerprint": b"damaged"})
     with pytest.raises(sp.CheckpointMismatchError, match="needs lane 1"):
         complete_state(ranks[0], [ranks[0].state_dict()], own)
     with pytest.raises(ValueError, match="at least one state"):
         complete_state(ranks[0], [], first)
+
+
+def test_a_last_state_of_the_same_data_elsewhere_is_of_the_same_run(shards: str, tmp_path: Path) -> None:
+    shutil.copytree(shards, tmp_path / "copy")
+    here, there = (partial(toy_pipeline, folder) for folder in (shards, str(tmp_path / "copy")))
+    last = ranks_of(there, 1)[0].state_dict()
+    ranks = ranks_of(here, 3, last)
+    steps(ranks, 4)
+    expected = sp.merge_states(rank.state_dict() for rank in ranks)
+    assert last["fingerprint"] != expected["fingerprint"]  # packed, with where the data lies
+    assert complete_state(ranks[0], [ranks[0].state_dict()], last) == expected
+
+
+FORMS_AGAIN = """
+import os, sys
+from datetime import timedelta
+sys.path.insert(0, "tools")
+import torch.distributed as dist
+from soak_survivors import leave_group
+
+served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+child = os.fork()
+rank = int(child == 0)
+store = dist.TCPStore("127.0.0.1", served.port, is_master=False)
+if rank == 0:
+    try:
+        one = dist.PrefixStore("one", store)
+        dist.init_process_group("gloo", store=one, rank=0, world_size=2, timeout=timedelta(seconds=0.5))
+    except RuntimeError:
+        print("failed")
+    leave_group()
+other = dist.PrefixStore("other", store)
+dist.init_process_group("gloo", store=other, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+leave_group()
+if rank == 0:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_rank_whose_group_could_not_be_formed_is_in_the_next_one() -> None:
+    run = subprocess.run([sys.executable, "-c", FORMS_AGAIN], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "failed\n"), run.stderr[-2000:]
 
 
 def survive(folder: Path, kills: int) -> dict[str, Any]:

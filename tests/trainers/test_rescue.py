@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.trainers.rescue import rescue
+from tests.conftest import write_numbered_shards
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -77,6 +79,26 @@ def test_a_slot_beyond_the_epoch_is_refused(make: Any) -> None:
     take(one, 6)
     with pytest.raises(sp.CheckpointMismatchError, match="the epoch ends before"):
         rescue(make(epochs=1), {**lanes_of_a_rank(one.state_dict(), 0, 2), "slot": 600})
+
+
+def test_shards_that_joined_the_run_are_read_where_they_were(tmp_path: Path) -> None:
+    write_numbered_shards(tmp_path / "first", [20])
+    write_numbered_shards(tmp_path / "all", [20, 20])
+
+    def begin(folder: str) -> sp.SavableLoader:
+        return sp.SavableLoader(partial(toy_pipeline, str(tmp_path / folder)), seed=3, lanes=6)
+
+    short = begin("first")
+    take(short, 7)
+    one = begin("all")
+    one.load_state_dict(short.state_dict(), allow={"shards"})
+    take(one, 23)
+    state = one.state_dict()
+    found = rescue(begin("all"), lanes_of_a_rank(state, 0, 2))
+    assert found == state
+    again = begin("all")
+    again.load_state_dict(found)
+    assert take(again, 8) == take(one, 8)
 
 
 def test_a_loader_of_several_ranks_is_refused(make: Any) -> None:

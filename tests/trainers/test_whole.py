@@ -123,12 +123,93 @@ def test_a_loader_that_something_else_moves_is_found(make: Any, how: str) -> Non
             act()
 
 
-def test_skip_goes_on_behind_the_batch_trained_on(make: Any) -> None:
-    expected = take(make(), 9)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_skip_passes_over_slots_behind_those_that_the_trainer_has_fetched(make: Any, ahead: int) -> None:
+    slots = take(make(), 20)
+    expected = slots[: 3 + ahead] + slots[5 + ahead : 16]
+    trainer = Trainer(make(), ahead=ahead)
+    steps, found = trainer.an_epoch(), []
+    for step in range(10):
+        if step == 3:
+            trainer.batches.skip(2)
+            found.append((expected[2], trainer.batches.state_dict()))  # before anything else is trained on
+        found.append(next(steps))
+    assert [batch for batch, _ in found[:3] + found[4:]] == expected[:10]
+    for done, (_, state) in enumerate(found[3:7], start=3):
+        again = Trainer(make(), ahead=ahead, trained=done)
+        again.batches.load_state_dict(through_a_file(state))
+        assert [batch for batch, _ in again.steps(4)] == expected[done : done + 4], done
+
+
+def test_a_skip_stays_where_it_is_if_what_was_fetched_is_left_and_comes_again(make: Any) -> None:
+    slots = take(make(), 9)
+    trainer = Trainer(make(), ahead=1)
+    trainer.steps(3)
+    trainer.batches.skip(1)
+    trainer.batches.skip(1)
+    assert [batch for batch, _ in trainer.steps(4)] == [slots[3], *slots[6:9]]
+
+
+def test_a_skip_without_anything_fetched_is_the_loaders(make: Any) -> None:
+    loader, other = make(), make()
+    batches = Whole(loader)
+    for one in (batches, other):
+        one.skip(2)
+    assert loader.state_dict() == other.state_dict() == batches.state_dict()
+    with pytest.raises(ValueError, match="skip takes a multiple of the 1 ranks, not -1"):
+        batches.skip(-1)
+
+
+def test_a_skip_at_the_end_of_an_epoch_takes_nothing_of_the_next_one(make_shards: Any) -> None:
+    pipeline = partial(counted_pipeline, str(make_shards([36, 36])))
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=6)
+    slots = [digest(batch) for _ in range(2) for batch in loader]
+    for given in (34, 35, 36):
+        trainer = Trainer(sp.SavableLoader(pipeline, seed=3, lanes=6), ahead=1)
+        steps = trainer.an_epoch()
+        found = [next(steps)[0] for _ in range(given - 1)]
+        assert found == slots[: given - 1] and trainer.batches.ahead == 1
+        trainer.batches.skip(5)
+        assert [batch for batch, _ in steps] == slots[given - 1 : given]
+        assert [batch for batch, _ in trainer.steps(2)] == slots[36:38]
+
+
+def test_a_bare_loader_refuses_a_state_with_a_skip_that_is_to_come(make: Any) -> None:
     trainer = Trainer(make(), ahead=1)
     trainer.steps(3)
     trainer.batches.skip(2)
-    assert [batch for batch, _ in trainer.steps(4)] == expected[5:]
+    state = trainer.batches.state_dict()
+    with pytest.raises(sp.CheckpointMismatchError, match="2 slots from slot 4 of epoch 0"):
+        make().load_state_dict(state)
+    for damaged in (b"[", b'[["a", 1, 2]]', 7):
+        with pytest.raises(sp.StateError, match="to_skip"):
+            Whole(make()).load_state_dict({**state, "to_skip": damaged})
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_batch_that_cannot_be_placed_comes_again(make: Any, ahead: int, counts: bool) -> None:
+    expected, failures = take(make(), 12), iter([False, False, False, True, True, False, True])
+
+    def place(batch: Any) -> Any:
+        if next(failures, False):
+            raise RuntimeError("out of memory")
+        return batch
+
+    trained, fetched, found = 0, [], []
+    batches = Whole(make(), trained=(lambda: trained) if counts else None, most_ahead=ahead, place=place)
+    steps = iter(batches)
+    while len(found) < 8:
+        try:
+            fetched.append(digest(next(steps)))
+        except RuntimeError:
+            slot = len(found) if counts else len(found) + len(fetched)
+            assert batches.state_dict()["slot"] == slot
+            continue
+        if len(fetched) > ahead:
+            found.append(fetched.pop(0))
+            trained += 1
+    assert found == expected[:8] and next(failures, None) is None
 
 
 def test_batches_are_placed_and_the_rest_is_the_loaders(make_shards: Any) -> None:

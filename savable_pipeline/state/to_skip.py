@@ -1,0 +1,55 @@
+"""Spans of slots that a run will pass over, behind batches that its trainer has fetched and not trained on yet.
+
+    slot       2            3            4   5        6
+               trained on   fetched      to skip
+    state      "slot" 3, "to_skip" [[0, 4, 6]]
+
+Only a trainer that fetches ahead has such a state, and only until it has trained on what it had fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from savable_pipeline.errors import CheckpointMismatchError, StateError
+
+_NAME = "to_skip"  # in the flat dict
+
+
+class Span(NamedTuple):
+    """The slots from `first` to `stop - 1` of an epoch."""
+
+    epoch: int
+    first: int
+    stop: int
+
+
+def with_spans(state: Mapping[str, Any], spans: Iterable[Span]) -> dict[str, Any]:
+    """A flat dict with these spans, if there are any."""
+    listed = list(spans)
+    return {**state, _NAME: msgspec.json.encode(listed)} if listed else dict(state)
+
+
+def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Span]]:
+    """A flat dict without spans, and these. Raises `StateError` if they are damaged."""
+    raw = state.get(_NAME, b"[]")
+    try:
+        spans = msgspec.json.decode(raw, type=list[Span])
+    except (TypeError, msgspec.DecodeError) as error:
+        raise StateError(f"{_NAME}: {error}; use another copy of the checkpoint") from error
+    return {name: value for name, value in state.items() if name != _NAME}, spans
+
+
+def refuse_spans(state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointMismatchError` for a flat dict with spans, which a loader by itself would not pass over."""
+    _, spans = taken_apart(state)
+    if spans:
+        span = spans[0]
+        raise CheckpointMismatchError(
+            f"the state was saved while the trainer had fetched a batch before a skip: {span.stop - span.first} slots "
+            f"from slot {span.first} of epoch {span.epoch} are still to be passed over. Load it through what the "
+            "trainer takes its batches from (savable_pipeline.trainers), as it was saved"
+        )

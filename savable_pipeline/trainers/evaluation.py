@@ -1,0 +1,24 @@
+"""What trainers evaluate on: loaders of which each pass begins at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+
+
+def each(made: Any) -> list[Any]:
+    """The loaders in a dict, a list or a tuple, or the one."""
+    if isinstance(made, dict):
+        return list(made.values())
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def check_restarts(made: Any) -> None:
+    """Raise ValueError for a `SavableLoader` that goes on where an evaluation was broken off."""
+    for loader in each(made):
+        if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
+            raise ValueError(
+                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
+                "one that was broken off, by a sanity check or a limit on its batches"
+            )
