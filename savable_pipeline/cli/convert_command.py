@@ -9,6 +9,7 @@ import typer
 
 from savable_pipeline.cli.app import err, out
 from savable_pipeline.cli.convert_output import print_report
+from savable_pipeline.cli.engines import EngineOption, engine_named
 from savable_pipeline.cli.errors import errors_as_lines
 from savable_pipeline.cli.progress import progress_of
 from savable_pipeline.convert import REJECTED, Options, recognize
@@ -28,6 +29,7 @@ def convert(
     workers: Annotated[
         int | None, typer.Option(help="Processes that write. Default: one per core, but one for less than 100 MB.")
     ] = None,
+    engine: EngineOption = "local",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Exit with 0 even if something was rejected.")] = False,
     check_images: Annotated[bool, typer.Option(help="Decode each image, and reject those that fail.")] = True,
     allow_outside: Annotated[
@@ -77,6 +79,9 @@ def convert(
 
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
     stopped, the same command goes on with it, and ends with the same bytes.
+
+    With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must be storage
+    that all nodes share; RAY_ADDRESS names the cluster, unless it runs on this machine too.
     """
     with errors_as_lines():
         if no_files and file_field:
@@ -95,7 +100,10 @@ def convert(
         found = recognize(source, as_kind)
         check_reshard(found, options, reshard, keys is not None)
         wanted = None if keys is None else keys.read_text().split("\n")
-        with progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress:
+        with (
+            engine_named(engine, workers) as cluster,
+            progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress,
+        ):
             report = convert_files(
                 found,
                 target,
@@ -104,6 +112,7 @@ def convert(
                 keys=None if wanted is None else filter(None, wanted),
                 reshard=reshard,
                 workers=workers,
+                engine=cluster,
                 progress=progress,
             )
         print_report(out, report, target / REJECTED)

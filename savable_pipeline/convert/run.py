@@ -21,7 +21,9 @@ import msgspec
 
 from savable_pipeline.convert.changed import check_unchanged
 from savable_pipeline.convert.choose import keep_keys, keep_parts
+from savable_pipeline.convert.elsewhere import write_elsewhere
 from savable_pipeline.convert.energon import energon_files
+from savable_pipeline.convert.engine import Engine
 from savable_pipeline.convert.model import Input, Options, Reject
 from savable_pipeline.convert.plan import MANIFEST, Manifest, Plan, check_manifest, make_plan, read_manifest
 from savable_pipeline.convert.read import Reading, close_sources, read_source
@@ -62,6 +64,7 @@ def convert(
     keys: Iterable[str] | None = None,
     reshard: bool = False,
     workers: int | None = None,
+    engine: Engine | None = None,
     progress: Progress = lambda done, total, size: None,
 ) -> Report:
     """Write the samples of a source as shards into the folder `target`; or re-pack compressed tars.
@@ -69,7 +72,8 @@ def convert(
     `source` is told by its marks (`recognize`). `files_from` is the folder that fields of records are relative to
     (None: that of the source), `keys` are those of the samples to take (None: all), and `reshard` is needed to write
     tars again, which are read as they are. `workers` is the number of processes (None: one per core, but one for less
-    than 100 MB); `progress` is called with the samples done, all of them, and the bytes done.
+    than 100 MB); with an `engine` its machines write instead, on storage that they share with this one. `progress` is
+    called with the samples done, all of them, and the bytes done.
 
     Damaged samples are left out and reported. Raises ValueError for a wrong source or setting, `SavableError` if
     `target` holds anything but this conversion or its disk is full, OSError for files that cannot be read or written.
@@ -77,6 +81,9 @@ def convert(
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be 1 or more, not {workers}")
     source = source if isinstance(source, Source) else recognize(source)
+    if engine is not None:  # whose machines have other current folders
+        source, target = replace(source, path=source.path.absolute()), target.absolute()
+        files_from = None if files_from is None else files_from.absolute()
     check_reshard(source, options, reshard, keys is not None)
     _check_apart(source.path, target)
     _refuse_other_shards(target)
@@ -91,7 +98,7 @@ def convert(
         plan = make_plan(found, options)
         report = _finished(target, plan)
         if report is None:
-            _write(target, plan, workers or _workers(found), progress)
+            _write(target, plan, workers or _workers(found), engine, progress)
             report = _finish(target, plan)
     return replace(report, warnings=_warnings(found))
 
@@ -203,18 +210,25 @@ def _finished(target: Path, plan: Plan) -> Report | None:
     return Report(samples, len(entries), size, rejected, plan.input.hidden)
 
 
-def _write(target: Path, plan: Plan, workers: int, progress: Progress) -> None:
+def _write(target: Path, plan: Plan, workers: int, engine: Engine | None, progress: Progress) -> None:
     work = target / _WORK
     jobs = []
     check_unchanged(target, plan, [s for s in plan.shards if read_written(target, work, s.name) is not None])
     for shard in plan.shards:
         if read_written(target, work, shard.name) is None:
             samples = plan.input.samples[shard.first : shard.last]
-            jobs.append(Job(shard.name, samples, plan.input.reader, target, work, plan.options.check_images))
+            jobs.append(Job(shard.name, samples, plan.input.reader, target, work, work, plan.options.check_images))
     total = len(plan.input.samples)
     before = total - sum(len(job.samples) for job in jobs)
     progress(before, total, 0)
-    write_shards(jobs, work, workers, lambda done, size: progress(before + done, total, size))
+
+    def so_far(done: int, size: int) -> None:
+        progress(before + done, total, size)
+
+    if engine is None:
+        write_shards(jobs, work, workers, so_far)
+    else:
+        write_elsewhere(engine, jobs, work, so_far)
 
 
 def _finish(target: Path, plan: Plan) -> Report:

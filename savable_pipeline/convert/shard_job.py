@@ -1,9 +1,9 @@
 """Writing one shard of a conversion, the same bytes every time, so that it can be killed and done again.
 
-work/000003.tar         the shard while it is written        ─ renamed ─▶  000003.tar
-work/000003.tar.idx     its sample offsets for Energon       ─ renamed ─▶  000003.tar.idx
-work/000003.tar.index   its rows of the dataset's index      ┐ kept in the work folder
-work/000003.tar.json    samples, bytes, rejects: it is done  ┘ until the whole conversion is
+aside/000003.tar.index   its rows of the dataset's index      ─ renamed ─▶  work/000003.tar.index ┐ kept until the
+aside/000003.tar.idx     its sample offsets for Energon       ─ renamed ─▶  000003.tar.idx        │ whole conversion
+aside/000003.tar         the shard while it is written        ─ renamed ─▶  000003.tar            │ is done
+aside/000003.tar.json    samples, bytes, rejects: it is done  ─ renamed ─▶  work/000003.tar.json  ┘
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Written(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One shard for a worker to write."""
+    """One shard to write: into `target`, and what is known of it into `work`, all by way of the folder `aside`."""
 
     name: str
     samples: list[Files]
     reader: SampleReader
     target: Path
     work: Path
+    aside: Path
     check_images: bool
 
 
@@ -62,7 +63,7 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
 
     Raises `SavableError` if a file is no longer what the plan was made from, or the disk is full.
     """
-    aside = job.work / job.name
+    aside = job.aside / job.name
     rejected: list[Reject] = []
     with room_on(job.target), ShardFile(aside, job.name) as shard:
         for sample in job.samples:
@@ -76,7 +77,9 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
             _put_in_place(job, table)
         else:
             aside.unlink()
-        replace_file(job.work / f"{job.name}.json", [msgspec.json.encode(written)], sync=True)
+        record = f"{job.name}.json"
+        replace_file(job.aside / record, [msgspec.json.encode(written)], sync=True)
+        (job.aside / record).replace(job.work / record)
     return written
 
 
@@ -95,10 +98,12 @@ def room_on(folder: Path) -> Iterator[None]:
 
 
 def _put_in_place(job: Job, table: ShardTable) -> None:
-    write_index(job.work / f"{job.name}.index", [table])
-    write_tar_idx(job.work / job.name, table)
-    (job.work / job.name).with_suffix(".tar.idx").replace((job.target / job.name).with_suffix(".tar.idx"))
-    (job.work / job.name).replace(job.target / job.name)
+    index, offsets = f"{job.name}.index", f"{job.name}.idx"
+    write_index(job.aside / index, [table])
+    write_tar_idx(job.aside / job.name, table)
+    (job.aside / index).replace(job.work / index)
+    (job.aside / offsets).replace(job.target / offsets)
+    (job.aside / job.name).replace(job.target / job.name)
 
 
 def _checked(job: Job, sample: Files, rejected: list[Reject]) -> dict[str, bytes]:
