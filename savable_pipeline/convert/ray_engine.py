@@ -19,6 +19,7 @@ from savable_pipeline.convert.engine import J, R
 from savable_pipeline.errors import SavableError, WorkerError
 
 _RETRIES = 20  # after that many lost nodes or killed processes a shard is given up
+_CONNECT_S = 10.0
 _AHEAD = 2  # tasks submitted for each processor, so that none waits, and a cluster that can grow has a reason to
 
 
@@ -92,9 +93,12 @@ def _imported() -> Any:
 
 def _connect(ray: Any) -> None:
     address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdigit() and "://" not in host:  # else Ray itself would try for five minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
+    except OSError as error:
         raise ValueError(
             f"no Ray cluster at {address}: `ray start --head` begins one on this machine, and RAY_ADDRESS names another"
         ) from error
