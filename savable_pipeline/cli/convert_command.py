@@ -23,7 +23,12 @@ def convert(
     source: Annotated[
         Path, typer.Argument(metavar="SRC", help="Folder of files, .jsonl, .json, .csv, MDS, LitData, or tars.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder for the shards; made if it is missing.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST", help="Folder for the shards; made if it is missing. Or a URL: s3://, gs://, az://."
+        ),
+    ],
     shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.")] = 256_000_000,
     shard_samples: Annotated[int | None, typer.Option(help="Most samples in a shard.")] = None,
     workers: Annotated[
@@ -81,7 +86,7 @@ def convert(
     stopped, the same command goes on with it, and ends with the same bytes.
 
     With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must be storage
-    that all nodes share; RAY_ADDRESS names the cluster, unless it runs on this machine too.
+    that all nodes share, or DST a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
     """
     with errors_as_lines():
         if no_files and file_field:
@@ -115,7 +120,7 @@ def convert(
                 engine=cluster,
                 progress=progress,
             )
-        print_report(out, report, target / REJECTED)
+        print_report(out, report, f"{target.rstrip('/')}/{REJECTED}")
         if not report.samples:
             raise ValueError(f"{target} has no shard: everything in {source} was rejected")
     if report.rejected and not skip_bad:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from savable_pipeline.convert.mirror import Mirror
 from savable_pipeline.convert.model import Files, Part
 from savable_pipeline.convert.plan import Plan, PlannedShard
 from savable_pipeline.core.wording import listed
@@ -25,9 +26,10 @@ def is_newer(source: Path, written: Path) -> bool:
     return source.stat().st_ctime_ns > written.stat().st_mtime_ns - _MARGIN_NS
 
 
-def check_unchanged(target: Path, plan: Plan, shards: Iterable[PlannedShard]) -> None:
+def check_unchanged(target: Path, plan: Plan, shards: Iterable[PlannedShard], mirror: Mirror | None = None) -> None:
     """Raises `SavableError` that names files with other bytes than in these shards, which were written before."""
-    changed = [path for shard in shards if (target / shard.name).exists() for path in _changed(target, plan, shard)]
+    there = [shard for shard in shards if (target / shard.name).exists()]
+    changed = [path for shard in there for path in _changed(target, plan, shard, mirror)]
     if changed:
         raise SavableError(
             f"{target} holds another conversion: {len(changed)} files were changed since, at the same size: "
@@ -35,11 +37,13 @@ def check_unchanged(target: Path, plan: Plan, shards: Iterable[PlannedShard]) ->
         )
 
 
-def _changed(target: Path, plan: Plan, shard: PlannedShard) -> Iterator[str]:
+def _changed(target: Path, plan: Plan, shard: PlannedShard, mirror: Mirror | None) -> Iterator[str]:
     tar = target / shard.name
     suspects = _suspects(plan, shard, tar)
     if not suspects:
         return
+    if mirror is not None:
+        mirror.bring(shard.name)
     fd = os.open(tar, os.O_RDONLY | os.O_CLOEXEC)
     try:
         extents = {extent.key: extent for extent in samples(shard.name, fd)}

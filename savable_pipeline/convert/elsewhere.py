@@ -19,7 +19,8 @@ from uuid import uuid4
 import msgspec
 
 from savable_pipeline.convert.engine import Engine
-from savable_pipeline.convert.shard_job import Job, Written, read_written, write_shard
+from savable_pipeline.convert.shard_job import Job, Written, make_hole, read_written, write_shard
+from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.processes import Answer, EachShard, Task, do
 
@@ -36,21 +37,46 @@ def write_elsewhere(engine: Engine, jobs: list[Job], work: Path, progress: Calla
     attempts = work / f"attempts-{uuid4().hex}"
     attempts.mkdir()
     done, size = 0, 0
-    for job, _ in engine.each(attempt, [replace(job, aside=attempts) for job in jobs]):
-        _wait_until_seen(job)
+    for job, made in engine.each(attempt, [replace(job, aside=attempts) for job in jobs]):
+        if job.bucket is None:
+            _wait_until_seen(job)
+        else:
+            _note(job, made)
         done += len(job.samples)
         size += sum(part.size for sample in job.samples for part in sample.parts)
         progress(done, size)
     shutil.rmtree(attempts, ignore_errors=True)
 
 
-def attempt(job: Job) -> Written:
-    """Write a shard by way of a folder of its own in `job.aside`. Raises as `write_shard` does, and OSError."""
-    aside = Path(tempfile.mkdtemp(dir=job.aside, prefix=f"{job.name}-"))
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A shard that was finished: its record, and where it went to a bucket, its rows of the index."""
+
+    written: Written
+    index: bytes = b""
+
+
+def attempt(job: Job) -> Made:
+    """Write a shard by way of a folder of its own: in `job.aside`, or before a bucket one of this machine alone.
+
+    Raises as `write_shard` does, and OSError.
+    """
+    own = Path(tempfile.mkdtemp(dir=job.aside if job.bucket is None else None, prefix=f"{job.name}-"))
     try:
-        return write_shard(replace(job, aside=aside), lambda sample_bytes: None)
+        if job.bucket is None:
+            return Made(write_shard(replace(job, aside=own), lambda sample_bytes: None))
+        written = write_shard(replace(job, target=own, work=own, aside=own), lambda sample_bytes: None)
+        return Made(written, (own / f"{job.name}.index").read_bytes() if written.samples else b"")
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _note(job: Job, made: Made) -> None:
+    """Leave here what `write_shard` leaves of a shard that went to a bucket."""
+    if made.written.samples:
+        replace_file(job.work / f"{job.name}.index", [made.index])
+        make_hole(job.target / job.name, made.written.size)
+    replace_file(job.work / f"{job.name}.json", [msgspec.json.encode(made.written)])
 
 
 def _wait_until_seen(job: Job) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.convert.model import Files, Reject, SampleReader
+from savable_pipeline.convert.plan import WORK
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
+from savable_pipeline.remote.bucket import Bucket
 from savable_pipeline.shards.index_file import ShardTable, write_index
 from savable_pipeline.shards.indexing import write_tar_idx
 from savable_pipeline.shards.part_types import decode_error
@@ -37,7 +39,10 @@ class Written(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One shard to write: into `target`, and what is known of it into `work`, all by way of the folder `aside`."""
+    """One shard to write: into `target`, and what is known of it into `work`, all by way of the folder `aside`.
+
+    With a `bucket` the files are written there; in `target` a hole of the shard's size stands for it.
+    """
 
     name: str
     samples: list[Files]
@@ -46,6 +51,7 @@ class Job:
     work: Path
     aside: Path
     check_images: bool
+    bucket: Bucket | None = None
 
 
 def read_written(target: Path, work: Path, name: str) -> Written | None:
@@ -79,7 +85,7 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
             aside.unlink()
         record = f"{job.name}.json"
         replace_file(job.aside / record, [msgspec.json.encode(written)], sync=True)
-        (job.aside / record).replace(job.work / record)
+        _move(job, record, WORK, job.work)
     return written
 
 
@@ -101,9 +107,25 @@ def _put_in_place(job: Job, table: ShardTable) -> None:
     index, offsets = f"{job.name}.index", f"{job.name}.idx"
     write_index(job.aside / index, [table])
     write_tar_idx(job.aside / job.name, table)
-    (job.aside / index).replace(job.work / index)
-    (job.aside / offsets).replace(job.target / offsets)
-    (job.aside / job.name).replace(job.target / job.name)
+    _move(job, index, WORK, job.work)
+    _move(job, offsets, "", job.target)
+    _move(job, job.name, "", job.target)
+
+
+def _move(job: Job, name: str, below: str, folder: Path) -> None:
+    """Put a file in its place: in `folder`, and before that `below` the bucket's URL."""
+    if job.bucket is not None:
+        job.bucket.upload(f"{below}/{name}".removeprefix("/"), job.aside / name)
+        if name == job.name:
+            make_hole(job.aside / name, (job.aside / name).stat().st_size)
+    (job.aside / name).replace(folder / name)
+
+
+def make_hole(path: Path, size: int) -> None:
+    """Make a file of `size` bytes that takes no room, to stand for a shard in a bucket."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
 
 
 def _checked(job: Job, sample: Files, rejected: list[Reject]) -> dict[str, bytes]:

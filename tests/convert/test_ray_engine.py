@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.indexing import index_shards
 from tests.convert.test_kills import HALVES, SOURCES
 from tests.support.ray_cluster import RayCluster, is_writing, ray_cluster
+from tests.support.real_servers import bucket_of
 from tests.support.toy_files import SMALL, fill, snapshot
 
 pytestmark = pytest.mark.long
@@ -159,3 +161,22 @@ def test_no_cluster_is_a_line_that_says_how_to_begin_one(monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1: `ray start --head` begins one"):
         RayEngine()
+
+
+def test_nodes_write_to_a_bucket_though_the_driver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = fill(tmp_path / "in", 200)
+    convert(source, tmp_path / "local", FEW)
+    (tmp_path / "nothing").mkdir()
+    command = [sys.executable, "-m", "savable_pipeline.cli.main", "convert", str(source), "s3://data/out"]
+    command += ["--engine", "ray", "--shard-samples", "8"]
+    with bucket_of(tmp_path / "nothing", monkeypatch) as bucket, ray_cluster(1, monkeypatch):  # it knows the bucket
+        bucket.objects.all().delete()
+        driver = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        while sum(each.key.endswith(".tar") for each in bucket.objects.all()) < 8:
+            assert driver.poll() is None
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found = {each.key.removeprefix("out/"): each.get()["Body"].read() for each in bucket.objects.all()}
+    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == snapshot(tmp_path / "local")
