@@ -8,11 +8,13 @@ Attempts at one shard end with the same bytes, so it does not matter which is re
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -32,20 +34,27 @@ def write_elsewhere(engine: Engine, jobs: list[Job], work: Path, progress: Calla
 
     Raises `SavableError` for a machine that does not see the folders, and whatever `write_shard` and the engine raise.
     """
-    for left in work.glob("attempts-*"):  # of a conversion that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    attempts = work / f"attempts-{uuid4().hex}"
-    attempts.mkdir()
     done, size = 0, 0
-    for job, made in engine.each(attempt, [replace(job, aside=attempts) for job in jobs]):
-        if job.bucket is None:
-            _wait_until_seen(job)
-        else:
-            _note(job, made)
-        done += len(job.samples)
-        size += sum(part.size for sample in job.samples for part in sample.parts)
-        progress(done, size)
-    shutil.rmtree(attempts, ignore_errors=True)
+    with attempts_in(work) as aside:
+        for job, made in engine.each(attempt, [replace(job, aside=aside) for job in jobs]):
+            if job.bucket is None:
+                wait_until_seen(job.target / job.name, partial(read_written, job.target, job.work, job.name), job.work)
+            else:
+                _note(job, made)
+            done += len(job.samples)
+            size += sum(part.size for sample in job.samples for part in sample.parts)
+            progress(done, size)
+
+
+@contextlib.contextmanager
+def attempts_in(work: Path) -> Iterator[Path]:
+    """A new folder for the attempts of this call; those of a conversion that was killed are removed."""
+    for left in work.glob("attempts-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = work / f"attempts-{uuid4().hex}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +88,17 @@ def _note(job: Job, made: Made) -> None:
     replace_file(job.work / f"{job.name}.json", [msgspec.json.encode(made.written)])
 
 
-def _wait_until_seen(job: Job) -> None:
-    """Until a shard that another machine finished is there for this one too."""
+def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -> None:
+    """Until a file that another machine finished is there for this one too. Raises `SavableError` if it never is."""
     end = time.monotonic() + _SEEN_S
-    while read_written(job.target, job.work, job.name) is None:
+    while not is_there():
         if time.monotonic() > end:
             raise SavableError(
-                f"{job.target / job.name} was finished by another machine, and is not there for this one: source and "
+                f"{path} was finished by another machine, and is not there for this one: source and "
                 "target must be storage that all nodes share"
             )
         time.sleep(0.1)
-        for folder in (job.work, job.target):  # listing a folder makes a network file system look again
+        for folder in (path.parent, *others):  # listing a folder makes a network file system look again
             next(folder.iterdir(), None)
 
 

@@ -108,7 +108,8 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be 1 or more, not {workers}")
     if engine is not None:  # whose machines have other current folders
-        source, target = replace(source, path=source.path.absolute()), target.absolute()
+        target = target.absolute()
+        source = source if source.kind == "packed" else replace(source, path=source.path.absolute())
         files_from = None if files_from is None else files_from.absolute()
     check_reshard(source, options, how.reshard, keys is not None)
     _check_apart(source.path, target)
@@ -119,7 +120,7 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
                 raise ValueError(
                     f"{source.path}: compressed tars: re-pack them into a folder, and copy that to the URL"
                 )
-            return _repack(source.path, target, options, how.progress)
+            return _repack(source.path, target, options, engine, how.progress)
         found = read_source(Reading(source, options, files_from, work / "records.jsonl"))
         if engine is not None and mirror is not None and (work / "records.jsonl").exists():
             raise ValueError(
@@ -182,7 +183,7 @@ def _warnings(found: Input) -> list[str]:
     return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
 
 
-def _repack(source: Path, target: Path, options: Options, progress: Progress) -> Report:
+def _repack(source: Path, target: Path, options: Options, engine: Engine | None, progress: Progress) -> Report:
     """Write compressed tars as plain ones; `progress` counts tars."""
     tars = packed_tars(source)
     manifest = Manifest(version=1, samples=len(tars), shards=len(tars), input=digest_of(source, tars), options=options)
@@ -191,7 +192,7 @@ def _repack(source: Path, target: Path, options: Options, progress: Progress) ->
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     else:
         check_manifest(target, manifest, there)
-    rejected, index = repack(source, tars, target, target / WORK, progress)
+    rejected, index = repack(source, tars, target, target / WORK, engine, progress)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
     return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)

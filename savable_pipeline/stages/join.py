@@ -76,7 +76,7 @@ class Join(SampleStage):
                 raise ValueError(f"Join: a store's name is a word without . / and #, not {name!r}")
         self.missing = missing
         self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
-        self._last: dict[tuple[int, int], JoinedParts] = {}  # of the refs taken last, which are mostly opened next
+        self._last: tuple[bytes, list[Sample]] = (b"", [])  # refs taken last, which are mostly opened next
         self._row = 0  # samples in a row that were left out
 
     def _opened(self, name: str, store: Shards | Samples) -> Samples:
@@ -109,10 +109,10 @@ class Join(SampleStage):
             if self.missing == "empty" or not len(refs):
                 return refs
             samples = self._joined(self.source.open_samples(refs))
-            self._last = {(sample.index, sample.epoch): sample.origin for sample in samples}  # type: ignore[misc]
-            kept = np.array([self._keeps(sample) for sample in samples])
-            if kept.any():
-                left: RefArray = refs[kept]
+            kept = [self._keeps(sample) for sample in samples]
+            if any(kept):
+                left: RefArray = refs if all(kept) else refs[np.array(kept)]
+                self._last = left.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
                 return left
 
     def _keeps(self, sample: Sample) -> bool:
@@ -134,12 +134,8 @@ class Join(SampleStage):
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
         """The samples with these refs, with the joined parts; they are read when asked for."""
-        samples = self.source.open_samples(refs)
-        known = [self._last.get((sample.index, sample.epoch)) for sample in samples]
-        if all(origin is not None for origin in known):
-            pairs = zip(samples, known, strict=True)
-            return [sample.read_from(origin) for sample, origin in pairs if origin is not None]
-        return self._joined(samples)
+        known, samples = self._last
+        return list(samples) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
 
     def fetch(self, ref: Any) -> Sample:
         """The sample with this ref."""
@@ -185,7 +181,7 @@ class Join(SampleStage):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`."""
-        self._last, self._row = {}, 0
+        self._last, self._row = (b"", []), 0
         self.source.restore_state(state)
 
     def addresses(self) -> dict[str, str]:

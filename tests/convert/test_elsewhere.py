@@ -53,6 +53,24 @@ def test_machines_that_are_lost_write_the_bytes_of_local_processes(
     assert not [path for path in Path("far").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
 
 
+def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(fill(tmp_path / "in", 15), tmp_path / "tars", SMALL)
+    monkeypatch.chdir(tmp_path)
+    Path("packed").mkdir()
+    for tar in sorted(Path("tars").glob("*.tar")):
+        Path("packed", f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes()))
+    damaged = Path("packed/000003.tar.gz")
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    local = convert(Path("packed"), Path("local"), Options())
+    engine, told = ToyEngine(tmp_path / "elsewhere"), list[int]()
+    far = convert(Path("packed"), Path("far"), Options(), engine=engine, progress=lambda done, *_: told.append(done))
+    assert (far, len(far.rejected), told) == (local, 1, [0, 1, 2, 3, 4, 5])
+    assert snapshot(Path("far")) == snapshot(Path("local"))
+    assert engine.runs > 5
+    with pytest.raises(ValueError, match="compressed tars: re-pack them into a folder, and copy that to the URL"):
+        check_target(Source(Path("packed"), "packed"), "s3://data/out")
+
+
 def test_rejects_are_those_of_local_processes(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 9, **{"003.jpg": b"bad", "nodot": b"", "zz.jpg": b""})
     local = convert(source, tmp_path / "local", SMALL)
