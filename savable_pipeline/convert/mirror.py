@@ -74,23 +74,30 @@ def mirrored(url: str) -> Iterator[Mirror]:
         raise ValueError(f"{url}: shards can be written to a folder, or to {', '.join(f'{s}://' for s in SCHEMES)}")
     mirror = Mirror(Bucket(url), cache_folder(None) / f"convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     mirror.folder.mkdir(parents=True, exist_ok=True)
+    with _locked(mirror):
+        try:
+            _empty(mirror.folder)
+            mirror.pull()
+            yield mirror
+            mirror.push()
+        except SavableError as error:
+            if str(mirror.folder) not in str(error):
+                raise
+            raise SavableError(str(error).replace(str(mirror.folder), url)) from error
+        finally:
+            close_buckets()
+            shutil.rmtree(mirror.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(mirror: Mirror) -> Iterator[None]:
     lock = os.open(mirror.folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SavableError(f"{url}: another conversion is writing there; wait until it ends") from error
-        _empty(mirror.folder)
-        mirror.pull()
-        yield mirror
-        mirror.push()
-        shutil.rmtree(mirror.folder)
-    except SavableError as error:
-        if str(mirror.folder) not in str(error):
-            raise
-        raise SavableError(str(error).replace(str(mirror.folder), url)) from error
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise SavableError(f"{mirror.bucket.url}: another conversion is writing there; wait until it ends") from error
     finally:
-        close_buckets()
         os.close(lock)
 
 

@@ -86,6 +86,8 @@ def convert(
         raise ValueError(f"{target}: a Path cannot hold a URL; give it as a str")
     if "://" not in str(target):
         return _convert(source, Path(target), how, None)
+    if source.kind == "packed":
+        raise ValueError(f"{source.path}: compressed tars: re-pack them into a folder, and copy that to the URL")
     with mirrored(str(target)) as mirror:
         return _convert(source, mirror.folder, how, mirror)
 
@@ -116,10 +118,6 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
     _refuse_other_shards(target)
     with room_on(target), _work_in(target) as work:
         if source.kind == "packed":
-            if mirror is not None:
-                raise ValueError(
-                    f"{source.path}: compressed tars: re-pack them into a folder, and copy that to the URL"
-                )
             return _repack(source.path, target, options, engine, how.progress)
         found = read_source(Reading(source, options, files_from, work / "records.jsonl"))
         if engine is not None and mirror is not None and (work / "records.jsonl").exists():

@@ -19,10 +19,12 @@ from savable_pipeline.convert import Options, convert
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.indexing import index_shards
 from tests.convert.test_kills import HALVES, SOURCES
+from tests.project.pages import ROOT, blocks_of, run_blocks, write_captioned_shards, write_files
 from tests.support.ray_cluster import RayCluster, is_writing, ray_cluster
 from tests.support.real_servers import bucket_of
 from tests.support.toy_files import SMALL, fill, snapshot
 
+PAGE = ROOT / "docs/many-machines.md"
 pytestmark = pytest.mark.long
 FEW = Options(shard_samples=8)
 
@@ -152,6 +154,16 @@ def test_what_a_node_cannot_do_is_told_with_its_name(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(ray_engine, "_versions", lambda: {"pillow": "0.1"})
         with pytest.raises(SavableError, match=r"node \S+ has .*'pillow': '\d+.* and who converts has .*'0\.1'"):
             list(engine.each(refuse, [Refused("a.tar", "file")]))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_page_says_what_the_commands_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_captioned_shards(tmp_path / "shards")
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for block in blocks_of(PAGE) if block.why is not None and "test_ray_engine" in block.why]
+    run_blocks(blocks, {})
+    assert len(blocks) == 2
 
 
 def test_no_cluster_is_a_line_that_says_how_to_begin_one(monkeypatch: pytest.MonkeyPatch) -> None:

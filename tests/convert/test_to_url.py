@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.cli.main import app
 from savable_pipeline.convert import Options, convert
+from savable_pipeline.convert.mirror import mirrored
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.bucket import Bucket, close_buckets
 from tests.convert.test_kills import HALVES, SOURCES
+from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
 from tests.support.kills import run_until_killed
 from tests.support.real_servers import bucket_of
 from tests.support.toy_engine import ToyEngine
@@ -139,6 +141,22 @@ def test_other_shards_and_other_options_are_refused_by_the_name_of_the_url(tmp_p
     assert [each.key for each in bucket.objects.filter(Prefix="other/")] == ["other/a.tar"]
 
 
+@pytest.mark.usefixtures("bucket")
+def test_a_table_that_other_machines_would_not_see_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("n\n1\n")
+    with pytest.raises(ValueError, match=r"t\.csv: a table .* convert it into a folder that all machines"):
+        convert(tmp_path / "t.csv", URL, SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
+    assert not left_behind(tmp_path)
+
+
+def test_two_conversions_at_once_into_one_url_are_refused(tmp_path: Path, bucket: Any) -> None:
+    source = fill(tmp_path / "in", 4)
+    with mirrored(URL), pytest.raises(SavableError, match=r"^s3://data/out: another conversion is writing there; wait"):
+        convert(source, URL, SMALL)
+    convert(source, URL, SMALL)
+    assert len(objects(bucket)) > 4
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -167,6 +185,15 @@ def test_the_command_writes_to_a_url(tmp_path: Path, bucket: Any) -> None:
     assert "all of them: s3://data/out/.nv-meta/savable.rejected.jsonl" in result.output
     convert(source, tmp_path / "out", SMALL)
     assert objects(bucket) == snapshot(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("bucket")
+def test_the_page_says_what_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for block in blocks_of(ROOT / "docs/many-machines.md") if "test_to_url" in (block.why or "")]
+    run_blocks(blocks, {})
+    assert len(blocks) == 1
 
 
 def test_objects_are_fetched_written_and_removed(tmp_path: Path, bucket: Any) -> None:
