@@ -8,11 +8,11 @@ Attempts at one shard end with the same bytes, so it does not matter which is re
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,11 @@ def write_elsewhere(engine: Engine, jobs: list[Job], work: Path, progress: Calla
     Raises `SavableError` for a machine that does not see the folders, and whatever `write_shard` and the engine raise.
     """
     done, size = 0, 0
-    with attempts_in(work) as aside:
-        for job, made in engine.each(attempt, [replace(job, aside=aside) for job in jobs]):
+    with (
+        attempts_in(work) as aside,
+        closing(engine.each(attempt, [replace(job, aside=aside) for job in jobs])) as finished,
+    ):
+        for job, made in finished:
             if job.bucket is None:
                 wait_until_seen(job.target / job.name, partial(read_written, job.target, job.work, job.name), job.work)
             else:
@@ -46,7 +49,7 @@ def write_elsewhere(engine: Engine, jobs: list[Job], work: Path, progress: Calla
             progress(done, size)
 
 
-@contextlib.contextmanager
+@contextmanager
 def attempts_in(work: Path) -> Iterator[Path]:
     """A new folder for the attempts of this call; those of a conversion that was killed are removed."""
     for left in work.glob("attempts-*"):
@@ -117,8 +120,9 @@ def each_shard_by(engine: Engine) -> EachShard:
 
     def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
         root = root.absolute()
-        for scan, answer in engine.each(_scanned, (_Scan(task, root, n, (root / n).stat().st_size) for n in names)):
-            yield scan.name, answer
+        scans = (_Scan(task, root, name, (root / name).stat().st_size) for name in names)
+        with closing(engine.each(_scanned, scans)) as finished:
+            yield from ((scan.name, answer) for scan, answer in finished)
 
     return each
 

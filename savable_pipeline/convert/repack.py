@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def repack(
     done, size = len(tars) - len(jobs), 0
     progress(done, len(tars), size)
     faults: dict[str, str] = {}
-    for job, faults[job.name] in _repacked(jobs, work, engine):
+    for job, fault in _repacked(jobs, work, engine):
+        faults[job.name] = fault
         done, size = done + 1, size + job.path.stat().st_size
         progress(done, len(tars), size)
     rejected = [
@@ -91,8 +93,11 @@ def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[t
     if engine is None:
         yield from ((job, _repack_one(job)) for job in jobs)
         return
-    with attempts_in(work) as aside:
-        for job, fault in engine.each(_attempt, [replace(job, aside=aside) for job in jobs]):
+    with (
+        attempts_in(work) as aside,
+        closing(engine.each(_attempt, [replace(job, aside=aside) for job in jobs])) as finished,
+    ):
+        for job, fault in finished:
             if not fault:
                 wait_until_seen(job.target / job.name, (job.target / job.name).exists)
             yield job, fault
