@@ -104,6 +104,7 @@ def test_a_driver_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: 
     driver = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while len(list((tmp_path / "far").glob("*.tar"))) < shards or not (tmp_path / "far").exists():
         assert driver.poll() is None
+        time.sleep(0.01)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -201,6 +202,7 @@ def test_nodes_write_to_a_bucket_though_the_driver_is_killed(tmp_path: Path, mon
         driver = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         while sum(each.key.endswith(".tar") for each in bucket.objects.all()) < 8:
             assert driver.poll() is None
+            time.sleep(0.05)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
