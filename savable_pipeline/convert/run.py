@@ -27,7 +27,17 @@ from savable_pipeline.convert.energon import energon_files
 from savable_pipeline.convert.engine import Engine
 from savable_pipeline.convert.mirror import Mirror, mirrored
 from savable_pipeline.convert.model import Input, Options, Reject
-from savable_pipeline.convert.plan import MANIFEST, WORK, Manifest, Plan, check_manifest, make_plan, read_manifest
+from savable_pipeline.convert.plan import (
+    MANIFEST,
+    WORK,
+    Manifest,
+    Plan,
+    PlannedShard,
+    check_manifest,
+    make_plan,
+    place_of,
+    read_manifest,
+)
 from savable_pipeline.convert.read import Reading, close_sources, read_source
 from savable_pipeline.convert.repack import digest_of, packed_tars, repack
 from savable_pipeline.convert.shard_job import Job, Written, read_written, room_on
@@ -114,6 +124,8 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
         source = source if source.kind == "packed" else replace(source, path=source.path.absolute())
         files_from = None if files_from is None else files_from.absolute()
     check_reshard(source, options, how.reshard, keys is not None)
+    if source.kind == "packed":
+        _check_repack(source, options, files_from=files_from, workers=workers if engine is None else None)
     _check_apart(source.path, target)
     _refuse_other_shards(target)
     with room_on(target), _work_in(target) as work:
@@ -155,6 +167,18 @@ def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = 
         raise ValueError(f"{source.path} is {source.words}: --reshard is for tars")
 
 
+def _check_repack(source: Source, options: Options, **more: object) -> None:
+    """Raises ValueError for settings that compressed tars do not heed."""
+    usual = msgspec.structs.asdict(Options())
+    given = [name for name, value in msgspec.structs.asdict(options).items() if value != usual[name]]
+    given += [name for name, value in more.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{source.path}: compressed tars are re-packed as they are, one by one: leave out "
+            f"{', '.join(sorted(given))}; for other shards convert the folder with their plain ones, with --reshard"
+        )
+
+
 @contextlib.contextmanager
 def _work_in(target: Path) -> Iterator[Path]:
     """The folder for what is unfinished, for one conversion at a time. If nothing was begun, nothing stays."""
@@ -184,13 +208,23 @@ def _warnings(found: Input) -> list[str]:
 def _repack(source: Path, target: Path, options: Options, engine: Engine | None, progress: Progress) -> Report:
     """Write compressed tars as plain ones; `progress` counts tars."""
     tars = packed_tars(source)
-    manifest = Manifest(version=1, samples=len(tars), shards=len(tars), input=digest_of(source, tars), options=options)
+    manifest = Manifest(
+        version=1,
+        samples=len(tars),
+        shards=len(tars),
+        input=digest_of(source, tars),
+        options=options,
+        place=place_of(source),
+    )
     there = read_manifest(target)
     if there is None:
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     else:
         check_manifest(target, manifest, there)
-    rejected, index = repack(source, tars, target, target / WORK, engine, progress)
+    moved = there is not None and there.place != manifest.place
+    rejected, index = repack(source, tars, target, target / WORK, engine, progress, moved=moved)
+    if moved:
+        replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
     return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)
@@ -233,13 +267,15 @@ def _finished(target: Path, plan: Plan, mirror: Mirror | None) -> Report | None:
         return None
     check_manifest(target, plan.manifest, there)
     if not there.done:
+        written = [shard for shard in plan.shards if read_written(target, target / WORK, shard.name) is not None]
+        _check_unchanged(target, plan, there, written, mirror)
         return None
     rejected = [msgspec.json.decode(line, type=Reject) for line in (target / REJECTED).open("rb")]
     entries = ShardIndex(target / INDEX_NAME).shards if (target / INDEX_NAME).exists() else []
     if not all((target / e.name).exists() and (target / e.name).stat().st_size == e.size for e in entries):
         _begin(target, plan, mirror)
         return None
-    check_unchanged(target, plan, plan.shards, mirror)
+    _check_unchanged(target, plan, there, plan.shards, mirror)
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
     return Report(samples, len(entries), size, rejected, plan.input.hidden)
 
@@ -250,13 +286,21 @@ def _begin(target: Path, plan: Plan, mirror: Mirror | None) -> None:
         mirror.bucket.upload(MANIFEST, target / MANIFEST)
 
 
+def _check_unchanged(
+    target: Path, plan: Plan, there: Manifest, shards: list[PlannedShard], mirror: Mirror | None
+) -> None:
+    """See `check_unchanged`; from then on the source may lie where it lies now."""
+    here = msgspec.structs.replace(there, place=plan.manifest.place)
+    check_unchanged(target, plan, shards, moved=here != there, mirror=mirror)
+    if here != there:
+        replace_file(target / MANIFEST, [_pretty(here)], sync=True)
+
+
 def _write(
     target: Path, plan: Plan, workers: int, engine: Engine | None, mirror: Mirror | None, progress: Progress
 ) -> None:
     work = target / WORK
     jobs = []
-    there = [shard for shard in plan.shards if read_written(target, work, shard.name) is not None]
-    check_unchanged(target, plan, there, mirror)
     bucket = None if mirror is None else mirror.bucket
     for shard in plan.shards:
         if read_written(target, work, shard.name) is None:

@@ -118,8 +118,9 @@ def key_index(dataset: Dataset) -> KeyIndex:
 
 
 def manifest_digest(dataset: Dataset) -> bytes:
-    """16 bytes that tell datasets apart by their shards: names, numbers of samples, and their members."""
-    return hashlib.blake2b(msgspec.msgpack.encode(dataset.manifest()), digest_size=16).digest()
+    """16 bytes that tell datasets apart: by names, numbers of samples and members of shards, and the keys' column."""
+    told = [*dataset.manifest(), *([] if dataset.key_column is None else [dataset.key_column])]
+    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()
 
 
 def _places(dataset: Dataset, manifest: bytes) -> list[Path]:

@@ -35,7 +35,8 @@ class Join(SampleStage):
 
     `stores` has them by a name of yours, which the names of their parts begin with: a folder, or all that a reader
     takes; or what `sp.open_dataset` gives. A sample whose key one of them lacks is left out and counted
-    (`missing="skip"`), or has no such parts (`"empty"`). `on` is "key": the key of both samples.
+    (`missing="skip"`), or has no such parts (`"empty"`). `on` is "key": the key of both samples; of a
+    row of a table it is in the column that `sp.open_dataset(path, key=COLUMN)` names.
 
     The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
     numbers, with a Join or without; `allow={"joins"}` lets a state go on with another one. What a buffer before the
@@ -127,7 +128,8 @@ class Join(SampleStage):
         if self._row >= max_empty_samples(self.info.population):
             raise ShardError(
                 f"Join: of {self._row} samples in a row {lacking[0]!r} has none, the last with the key {sample.key!r}: "
-                "are its keys made in another way? missing='empty' goes on without its parts",
+                "are its keys made in another way? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
+                "names their column; missing='empty' goes on without its parts",
                 reason="no such key",
             )
         return False

@@ -64,7 +64,9 @@ def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, mon
     damaged.write_bytes(damaged.read_bytes()[:200])
     local = convert(Path("packed"), Path("local"), Options())
     engine, told = ToyEngine(tmp_path / "elsewhere"), list[int]()
-    far = convert(Path("packed"), Path("far"), Options(), engine=engine, progress=lambda done, *_: told.append(done))
+    far = convert(
+        Path("packed"), Path("far"), Options(), engine=engine, workers=2, progress=lambda done, *_: told.append(done)
+    )
     assert (far, len(far.rejected), told) == (local, 1, [0, 1, 2, 3, 4, 5])
     assert snapshot(Path("far")) == snapshot(Path("local"))
     assert engine.runs > 5

@@ -125,7 +125,7 @@ def test_a_file_that_was_changed_at_equal_size_is_noticed(tmp_path: Path, bucket
     caption = source / "003.txt"
     caption.write_bytes(caption.read_bytes().upper())
     with pytest.raises(
-        SavableError, match=r"^s3://data/out holds another conversion: 1 files were changed .* 003\.txt"
+        SavableError, match=r"^s3://data/out holds another conversion: 1 files hold other bytes .* 003\.txt"
     ):
         convert(source, URL, SMALL)
 
