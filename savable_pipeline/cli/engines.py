@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -19,12 +21,15 @@ EngineOption: TypeAlias = Annotated[
 ]
 
 
-def engine_named(name: str, workers: int | None) -> contextlib.AbstractContextManager[Engine | None]:
+@contextlib.contextmanager
+def engine_named(name: str, workers: int | None) -> Iterator[Engine | None]:
     """The engine of this name, with at most `workers` tasks at once; None for local processes. Raises ValueError."""
     if name not in ENGINES:
         raise ValueError(f"--engine is one of {', '.join(ENGINES)}, not {name!r}")
     if name == "local":
-        return contextlib.nullcontext()
+        yield None
+        return
     from savable_pipeline.convert.ray_engine import RayEngine  # only who asks for it needs Ray
 
-    return RayEngine(workers)
+    with contextlib.redirect_stdout(sys.stderr), RayEngine(workers) as engine:  # Ray tells on stdout of lost nodes
+        yield engine
