@@ -9,6 +9,7 @@ import typer
 
 from savable_pipeline.cli.console import err, out
 from savable_pipeline.cli.convert_output import print_report
+from savable_pipeline.cli.engines import EngineOption, engine_named
 from savable_pipeline.cli.errors import errors_as_lines
 from savable_pipeline.cli.progress import progress_of
 from savable_pipeline.convert import REJECTED, Options, recognize
@@ -25,12 +26,18 @@ def convert(
             metavar="SRC", help="Folder of files, .jsonl, .json, .csv, MDS, LitData, Parquet, Arrow, or tars."
         ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder for the shards; made if it is missing.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST", help="Folder for the shards; made if it is missing. Or a URL: s3://, gs://, az://."
+        ),
+    ],
     shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.")] = 256_000_000,
     shard_samples: Annotated[int | None, typer.Option(help="Most samples in a shard.")] = None,
     workers: Annotated[
         int | None, typer.Option(help="Processes that write. Default: one per core, but one for less than 100 MB.")
     ] = None,
+    engine: EngineOption = "local",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Exit with 0 even if something was rejected.")] = False,
     check_images: Annotated[bool, typer.Option(help="Decode each image, and reject those that fail.")] = True,
     allow_outside: Annotated[
@@ -81,6 +88,9 @@ def convert(
 
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
     stopped, the same command goes on with it, and ends with the same bytes.
+
+    With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must be storage
+    that all nodes share, or DST a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
     """
     with errors_as_lines():
         if no_files and file_field:
@@ -99,7 +109,10 @@ def convert(
         found = recognize(source, as_kind)
         check_reshard(found, options, reshard, keys is not None)
         wanted = None if keys is None else _keys(keys)
-        with progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress:
+        with (
+            engine_named(engine, workers) as cluster,
+            progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress,
+        ):
             report = convert_files(
                 found,
                 target,
@@ -108,9 +121,10 @@ def convert(
                 keys=wanted,
                 reshard=reshard,
                 workers=workers,
+                engine=cluster,
                 progress=progress,
             )
-        print_report(out, report, target / REJECTED)
+        print_report(out, report, f"{target.rstrip('/')}/{REJECTED}")
         if not report.samples:
             raise ValueError(f"{target} has no shard: everything in {source} was rejected")
     if report.rejected and not skip_bad:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 from rich.console import Console
 
@@ -14,7 +13,7 @@ from savable_pipeline.core.wording import counted, human_bytes
 _SHOWN = 10  # rejects printed one by one; the file has all
 
 
-def print_report(console: Console, report: Report, path: Path) -> None:
+def print_report(console: Console, report: Report, path: str) -> None:
     """How much was written, what was rejected, and why; `path` is the file with all rejects."""
     console.print(
         f"{counted(report.samples, 'sample')} in {counted(report.shards, 'shard')}, {human_bytes(report.size)}"

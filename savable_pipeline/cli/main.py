@@ -15,6 +15,7 @@ import typer
 from savable_pipeline.cli.app import app
 from savable_pipeline.cli.console import err, out, printable
 from savable_pipeline.cli.convert_command import convert
+from savable_pipeline.cli.engines import EngineOption, engine_named
 from savable_pipeline.cli.errors import errors_as_lines
 from savable_pipeline.cli.ledger_command import ledger_app
 from savable_pipeline.cli.output import print_check, print_differences, print_index, print_info, print_state
@@ -26,6 +27,7 @@ from savable_pipeline.core.wording import human_bytes
 
 if TYPE_CHECKING:
     from savable_pipeline.shards.index_file import ShardEntry
+    from savable_pipeline.shards.processes import EachShard
 
 __all__ = ["app"]
 
@@ -51,6 +53,7 @@ def info(
 def index(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")],
     workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
+    engine: EngineOption = "local",
 ) -> None:
     """Index the shards of a dataset, so that the first run starts at once.
 
@@ -62,18 +65,24 @@ def index(
     .nv-meta/savable.index (of Parquet .nv-meta/savable.parquet.index, and so on), and no other node does it again.
 
     What the parts of sp.ShardWriter wrote is joined, without reading the shards again.
+
+    With --engine ray the nodes of a Ray cluster read, each shard a task; PATH must be storage that all nodes share.
     """
     from savable_pipeline.convert.describe import describe_indexed, is_written
+    from savable_pipeline.convert.elsewhere import each_shard_by
     from savable_pipeline.dataset.kinds import format_of
     from savable_pipeline.remote.remote_index import index_remote
     from savable_pipeline.remote.urls import is_remote
 
     with errors_as_lines():
-        with progress_of(err, "indexing", "shards") as progress:
+        with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
+            if is_remote(path) and cluster is not None:
+                raise ValueError(f"{path}: a URL: --engine {engine} indexes storage that all nodes share")
             if is_remote(path) and format_of(path) is None:
                 place, faults = index_remote(path, progress)
             else:
-                place, faults = _index_files(path, workers, progress)
+                each = None if cluster is None else each_shard_by(cluster)
+                place, faults = _index_files(path, workers, each, progress)
                 if not is_remote(path) and is_written(Path(path)) and not faults:
                     describe_indexed(Path(path), place)
         print_index(out, place, faults)
@@ -81,7 +90,9 @@ def index(
         raise typer.Exit(1)
 
 
-def _index_files(path: str, workers: int | None, progress: Callable[[int, int], None]) -> tuple[Path, list[ShardEntry]]:
+def _index_files(
+    path: str, workers: int | None, each: EachShard | None, progress: Callable[[int, int], None]
+) -> tuple[Path, list[ShardEntry]]:
     """Index files of whichever kind, unless they are tars behind a URL; see `index`."""
     from savable_pipeline.dataset.kinds import format_of
     from savable_pipeline.shards.indexing import index_shards
@@ -90,8 +101,8 @@ def _index_files(path: str, workers: int | None, progress: Callable[[int, int], 
 
     form = format_of(path)
     if form is None:
-        return index_shards(path, processes=workers, progress=progress)
-    return index_files(data_files(path), form, processes=workers, progress=progress)
+        return index_shards(path, processes=workers, each=each, progress=progress)
+    return index_files(data_files(path), form, processes=workers, each=each, progress=progress)
 
 
 @app.command()

@@ -6,6 +6,8 @@ folder, jsonl           files; records that name files            choose    part
 json_array, csv_table   other tables, as records                  shard_job one shard, and the faults of its samples
 records, mds, litdata   numbered records, their fields as parts   repack    compressed tars as plain ones
 stored                  what a store reads in place               run       the whole conversion, and its resume
+engine, ray_engine      jobs on other machines                    elsewhere shards that other machines write or scan
+mirror                  a local folder for a bucket
 energon                 metadata for Megatron-Energon             shard_writer  `sp.ShardWriter`
 """
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from savable_pipeline.convert.mirror import Mirror
 from savable_pipeline.convert.model import Files, Part
 from savable_pipeline.convert.plan import Plan, PlannedShard
 from savable_pipeline.core.wording import listed
@@ -28,12 +29,14 @@ def is_newer(source: Path, written: Path) -> bool:
     return changed_ns > written.stat().st_mtime_ns - _MARGIN_NS
 
 
-def check_unchanged(target: Path, plan: Plan, shards: Iterable[PlannedShard], *, moved: bool) -> None:
+def check_unchanged(
+    target: Path, plan: Plan, shards: Iterable[PlannedShard], *, moved: bool, mirror: Mirror | None = None
+) -> None:
     """Raises `SavableError` that names files with other bytes than in these shards, which were written before.
 
-    `moved` tells that the source does not lie where it did then.
+    `moved` tells that the source does not lie where it did then. Of a `mirror` the shards are brought if they are read.
     """
-    changed = [path for shard in shards for path in _changed(target / shard.name, plan, shard, moved)]
+    changed = [path for shard in shards for path in _changed(target / shard.name, plan, shard, moved, mirror)]
     if changed:
         raise SavableError(
             f"{target} holds another conversion: {len(changed)} files hold other bytes than were converted, at the "
@@ -41,7 +44,7 @@ def check_unchanged(target: Path, plan: Plan, shards: Iterable[PlannedShard], *,
         )
 
 
-def _changed(tar: Path, plan: Plan, shard: PlannedShard, moved: bool) -> Iterator[str]:
+def _changed(tar: Path, plan: Plan, shard: PlannedShard, moved: bool, mirror: Mirror | None) -> Iterator[str]:
     samples = plan.input.samples[shard.first : shard.last]
     if not tar.exists():  # all its samples were rejected
         for sample in samples:
@@ -50,6 +53,8 @@ def _changed(tar: Path, plan: Plan, shard: PlannedShard, moved: bool) -> Iterato
     suspects = _suspects(samples, Path(plan.input.root), tar, moved)
     if not suspects:
         return
+    if mirror is not None:
+        mirror.bring(shard.name)
     fd = os.open(tar, os.O_RDONLY | os.O_CLOEXEC)
     try:
         extents = {extent.key: extent for extent in tar_samples(tar.name, fd)}

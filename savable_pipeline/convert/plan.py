@@ -21,6 +21,7 @@ from savable_pipeline.shards.energon_metadata import META
 from savable_pipeline.shards.tar_writer import room_in, sample_bytes
 
 MANIFEST = f"{META}/savable.convert.json"
+WORK = f"{META}/savable.convert"  # below it lies what is unfinished
 _VERSION = 1  # of the plan: to be raised when the same input would give other bytes
 
 

@@ -11,12 +11,17 @@ import filecmp
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from savable_pipeline.convert.changed import is_newer
 from savable_pipeline.convert.compressed import DamagedError, opened
 from savable_pipeline.convert.describe import describe
+from savable_pipeline.convert.elsewhere import attempts_in, wait_until_seen
+from savable_pipeline.convert.engine import Engine
 from savable_pipeline.convert.model import Reject
 from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar, printable
 from savable_pipeline.errors import SavableError
@@ -33,8 +38,25 @@ def packed_tars(source: Path) -> list[Path]:
     return tars if any(path.name.lower().endswith(PACKED) for path in tars) else []
 
 
+@dataclass(frozen=True, slots=True)
+class _Tar:
+    """A tar to write into `target` as `name`, by way of the folder `aside`."""
+
+    name: str
+    path: Path
+    target: Path
+    aside: Path
+
+
 def repack(
-    source: Path, tars: list[Path], target: Path, work: Path, progress: Callable[[int, int, int], None], *, moved: bool
+    source: Path,
+    tars: list[Path],
+    target: Path,
+    work: Path,
+    engine: Engine | None,
+    progress: Callable[[int, int, int], None],
+    *,
+    moved: bool,
 ) -> tuple[list[Reject], ShardIndex | None]:
     """Write the tars into `target`, by way of the folder `work`; gives what was left out, and their index.
 
@@ -46,23 +68,53 @@ def repack(
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"{source}: two tars would become {twice}; convert them into two folders")
-    rejected, size = [], 0
-    for done, (path, name) in enumerate(zip(tars, names, strict=True)):
+    jobs = [
+        _Tar(name, path.absolute(), target, work)
+        for path, name in zip(tars, names, strict=True)
+        if moved or not (target / name).exists() or is_newer(path, target / name)
+    ]
+    done, size = len(tars) - len(jobs), 0
+    progress(done, len(tars), size)
+    faults: dict[str, str] = {}
+    for job, fault in _repacked(jobs, work, engine):
+        faults[job.name] = fault
+        done, size = done + 1, size + job.path.stat().st_size
         progress(done, len(tars), size)
-        size += path.stat().st_size
-        same = (target / name).exists() and not moved and not is_newer(path, target / name)
-        fault = "" if same else _repack_one(path, target, work, name)
-        if fault:
-            rejected.append(Reject(str(path), "", "damaged tar", printable(fault)))
-    progress(len(tars), len(tars), size)
+    rejected = [
+        Reject(str(path), "", "damaged tar", printable(faults[name]))
+        for path, name in zip(tars, names, strict=True)
+        if faults.get(name)
+    ]
     if len(rejected) == len(tars):
         return rejected, None
     return rejected, describe(target)
 
 
-def _repack_one(path: Path, target: Path, work: Path, name: str) -> str:
+def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[tuple[_Tar, str]]:
+    """The tars, each once it is written, and its fault if it has one."""
+    if engine is None:
+        yield from ((job, _repack_one(job)) for job in jobs)
+        return
+    with (
+        attempts_in(work) as aside,
+        closing(engine.each(_attempt, [replace(job, aside=aside) for job in jobs])) as finished,
+    ):
+        for job, fault in finished:
+            if not fault:
+                wait_until_seen(job.target / job.name, (job.target / job.name).exists)
+            yield job, fault
+
+
+def _attempt(job: _Tar) -> str:
+    """`_repack_one`, by way of a folder of its own."""
+    with tempfile.TemporaryDirectory(dir=job.aside) as own:
+        return _repack_one(replace(job, aside=Path(own)))
+
+
+def _repack_one(job: _Tar) -> str:
     """Write one tar, and move it to its place if it is whole; else gives the fault."""
-    aside = work / "repacked.tar"
+    path, target, name = job.path, job.target, job.name
+    aside = job.aside / "repacked.tar"
     with aside.open("wb") as file:
         try:
             with opened(path) as content:
@@ -71,7 +123,7 @@ def _repack_one(path: Path, target: Path, work: Path, name: str) -> str:
             return f"{path.name}: {error}"
         file.flush()
         os.fsync(file.fileno())
-    fault = scan(work, aside.name).entry.fault
+    fault = scan(job.aside, aside.name).entry.fault
     if not fault and (target / name).exists():
         if not filecmp.cmp(aside, target / name, shallow=False):
             raise SavableError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +22,14 @@ import msgspec
 
 from savable_pipeline.convert.changed import check_unchanged
 from savable_pipeline.convert.choose import keep_keys, keep_parts
+from savable_pipeline.convert.elsewhere import write_elsewhere
 from savable_pipeline.convert.energon import energon_files
+from savable_pipeline.convert.engine import Engine
+from savable_pipeline.convert.mirror import Mirror, mirrored
 from savable_pipeline.convert.model import Input, Options, Reject
 from savable_pipeline.convert.plan import (
     MANIFEST,
+    WORK,
     Manifest,
     Plan,
     PlannedShard,
@@ -45,7 +50,6 @@ from savable_pipeline.shards.index_file import ShardIndex, write_index
 from savable_pipeline.shards.uneven_parts import uneven_parts
 
 REJECTED = f"{META}/savable.rejected.jsonl"
-_WORK = f"{META}/savable.convert"
 Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
 _LITTLE_BYTES = 100_000_000  # converted before other processes would have started
 
@@ -64,45 +68,83 @@ class Report:
 
 def convert(
     source: Path | Source,
-    target: Path,
+    target: Path | str,
     options: Options,
     *,
     files_from: Path | None = None,
     keys: Iterable[str] | None = None,
     reshard: bool = False,
     workers: int | None = None,
+    engine: Engine | None = None,
     progress: Progress = lambda done, total, size: None,
 ) -> Report:
-    """Write the samples of a source as shards into the folder `target`; or re-pack compressed tars.
+    """Write the samples of a source as shards into `target`, a folder or a URL; or re-pack compressed tars.
 
     `source` is told by its marks (`recognize`). `files_from` is the folder that fields of records are relative to
     (None: that of the source), `keys` are those of the samples to take (None: all), and `reshard` is needed to write
     tars again, which are read as they are. `workers` is the number of processes (None: one per core, but one for less
-    than 100 MB); `progress` is called with the samples done, all of them, and the bytes done.
+    than 100 MB); with an `engine` its machines write instead, on storage that they share with this one. `progress` is
+    called with the samples done, all of them, and the bytes done.
 
     Damaged samples are left out and reported. Raises ValueError for a wrong source or setting, `SavableError` if
-    `target` holds anything but this conversion or its disk is full, OSError for files that cannot be read or written.
+    `target` holds anything but this conversion or its disk is full, OSError for files that cannot be read or written,
+    `RemoteError` for a bucket that cannot.
     """
+    how = _How(options, files_from, keys, reshard, workers, engine, progress)
+    source = source if isinstance(source, Source) else recognize(source)
+    if isinstance(target, Path) and re.match("[a-z0-9]+:/", str(target)):
+        raise ValueError(f"{target}: a Path cannot hold a URL; give it as a str")
+    if "://" not in str(target):
+        return _convert(source, Path(target), how, None)
+    if source.kind == "packed":
+        raise ValueError(f"{source.path}: compressed tars: re-pack them into a folder, and copy that to the URL")
+    with mirrored(str(target)) as mirror:
+        return _convert(source, mirror.folder, how, mirror)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """The settings of `convert`."""
+
+    options: Options
+    files_from: Path | None
+    keys: Iterable[str] | None
+    reshard: bool
+    workers: int | None
+    engine: Engine | None
+    progress: Progress
+
+
+def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> Report:
+    options, files_from, keys, workers, engine = how.options, how.files_from, how.keys, how.workers, how.engine
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be 1 or more, not {workers}")
-    source = source if isinstance(source, Source) else recognize(source)
-    check_reshard(source, options, reshard, keys is not None)
+    if engine is not None:  # whose machines have other current folders
+        target = target.absolute()
+        source = source if source.kind == "packed" else replace(source, path=source.path.absolute())
+        files_from = None if files_from is None else files_from.absolute()
+    check_reshard(source, options, how.reshard, keys is not None)
     if source.kind == "packed":
-        _check_repack(source, options, files_from=files_from, workers=workers)
+        _check_repack(source, options, files_from=files_from, workers=workers if engine is None else None)
     _check_apart(source.path, target)
     _refuse_other_shards(target)
     with room_on(target), _work_in(target) as work:
         if source.kind == "packed":
-            return _repack(source.path, target, options, progress)
+            return _repack(source.path, target, options, engine, how.progress)
         found = read_source(Reading(source, options, files_from, work / "records.jsonl"))
+        if engine is not None and mirror is not None and (work / "records.jsonl").exists():
+            raise ValueError(
+                f"{source.path}: {source.words}, whose records are unpacked on this machine alone: with an engine, "
+                "convert it into a folder that all machines share, and copy that to the URL"
+            )
         if options.only:
             keep_parts(found, options.only)
         if keys is not None:
             keep_keys(found, keys)
         plan = make_plan(found, options)
-        report = _finished(target, plan)
+        report = _finished(target, plan, mirror)
         if report is None:
-            _write(target, plan, workers or _workers(found), progress)
+            _write(target, plan, workers or _workers(found), engine, mirror, how.progress)
             report = _finish(target, plan)
     return replace(report, warnings=_warnings(found))
 
@@ -143,9 +185,9 @@ def _work_in(target: Path) -> Iterator[Path]:
     is_new = not (target / META).exists()
     was_there = target.exists()
     (target / META).mkdir(parents=True, exist_ok=True)
-    with claimed(target / META, target / _WORK):
+    with claimed(target / META, target / WORK):
         try:
-            yield target / _WORK
+            yield target / WORK
         except BaseException:
             if is_new and not (target / MANIFEST).exists():
                 shutil.rmtree(target / META)
@@ -154,7 +196,7 @@ def _work_in(target: Path) -> Iterator[Path]:
             raise
         finally:
             close_sources()
-        shutil.rmtree(target / _WORK)
+        shutil.rmtree(target / WORK)
 
 
 def _warnings(found: Input) -> list[str]:
@@ -163,7 +205,7 @@ def _warnings(found: Input) -> list[str]:
     return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
 
 
-def _repack(source: Path, target: Path, options: Options, progress: Progress) -> Report:
+def _repack(source: Path, target: Path, options: Options, engine: Engine | None, progress: Progress) -> Report:
     """Write compressed tars as plain ones; `progress` counts tars."""
     tars = packed_tars(source)
     manifest = Manifest(
@@ -180,7 +222,7 @@ def _repack(source: Path, target: Path, options: Options, progress: Progress) ->
     else:
         check_manifest(target, manifest, there)
     moved = there is not None and there.place != manifest.place
-    rejected, index = repack(source, tars, target, target / _WORK, progress, moved=moved)
+    rejected, index = repack(source, tars, target, target / WORK, engine, progress, moved=moved)
     if moved:
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
@@ -209,59 +251,79 @@ def _refuse_other_shards(target: Path) -> None:
     if (target / MANIFEST).exists():
         return
     others = [*target.rglob("*.tar"), *target.glob(f"{META}/.info.*")]
-    others = [path for path in others if _WORK not in path.as_posix()]
+    others = [path for path in others if WORK not in path.as_posix()]
     if others:
         raise SavableError(f"{target} holds {others[0].name} already, of another origin; convert into another folder")
 
 
-def _finished(target: Path, plan: Plan) -> Report | None:
+def _finished(target: Path, plan: Plan, mirror: Mirror | None) -> Report | None:
     """The report of a conversion that is done; else None, with the manifest in place.
 
     Raises `SavableError` if the folder holds another conversion.
     """
     there = read_manifest(target)
     if there is None:
-        replace_file(target / MANIFEST, [_pretty(plan.manifest)], sync=True)
+        _begin(target, plan, mirror)
         return None
     check_manifest(target, plan.manifest, there)
     if not there.done:
-        written = [shard for shard in plan.shards if read_written(target, target / _WORK, shard.name) is not None]
-        _check_unchanged(target, plan, there, written)
+        written = [shard for shard in plan.shards if read_written(target, target / WORK, shard.name) is not None]
+        _check_unchanged(target, plan, there, written, mirror)
         return None
     rejected = [msgspec.json.decode(line, type=Reject) for line in (target / REJECTED).open("rb")]
     entries = ShardIndex(target / INDEX_NAME).shards if (target / INDEX_NAME).exists() else []
     if not all((target / e.name).exists() and (target / e.name).stat().st_size == e.size for e in entries):
-        replace_file(target / MANIFEST, [_pretty(plan.manifest)], sync=True)
+        _begin(target, plan, mirror)
         return None
-    _check_unchanged(target, plan, there, plan.shards)
+    _check_unchanged(target, plan, there, plan.shards, mirror)
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
     return Report(samples, len(entries), size, rejected, plan.input.hidden)
 
 
-def _check_unchanged(target: Path, plan: Plan, there: Manifest, shards: list[PlannedShard]) -> None:
+def _begin(target: Path, plan: Plan, mirror: Mirror | None) -> None:
+    replace_file(target / MANIFEST, [_pretty(plan.manifest)], sync=True)
+    if mirror is not None:
+        mirror.bucket.upload(MANIFEST, target / MANIFEST)
+
+
+def _check_unchanged(
+    target: Path, plan: Plan, there: Manifest, shards: list[PlannedShard], mirror: Mirror | None
+) -> None:
     """See `check_unchanged`; from then on the source may lie where it lies now."""
     here = msgspec.structs.replace(there, place=plan.manifest.place)
-    check_unchanged(target, plan, shards, moved=here != there)
+    check_unchanged(target, plan, shards, moved=here != there, mirror=mirror)
     if here != there:
         replace_file(target / MANIFEST, [_pretty(here)], sync=True)
 
 
-def _write(target: Path, plan: Plan, workers: int, progress: Progress) -> None:
-    work = target / _WORK
+def _write(
+    target: Path, plan: Plan, workers: int, engine: Engine | None, mirror: Mirror | None, progress: Progress
+) -> None:
+    work = target / WORK
     jobs = []
+    bucket = None if mirror is None else mirror.bucket
     for shard in plan.shards:
         if read_written(target, work, shard.name) is None:
             samples = plan.input.samples[shard.first : shard.last]
-            jobs.append(Job(shard.name, samples, plan.input.reader, target, work, plan.options.check_images))
+            jobs.append(
+                Job(shard.name, samples, plan.input.reader, target, work, work, plan.options.check_images, bucket)
+            )
     total = len(plan.input.samples)
     before = total - sum(len(job.samples) for job in jobs)
     progress(before, total, 0)
-    write_shards(jobs, work, workers, lambda done, size: progress(before + done, total, size))
+
+    def so_far(done: int, size: int) -> None:
+        progress(before + done, total, size)
+
+    if engine is None:
+        write_shards(jobs, work, workers, so_far)
+    else:
+        write_elsewhere(engine, jobs, work, so_far)
 
 
 def _finish(target: Path, plan: Plan) -> Report:
     """Write the index, the rejects, Energon's files, and that the conversion is done, in this order."""
-    work = target / _WORK
+    work = target / WORK
     shards: dict[str, Written] = {}
     for shard in plan.shards:
         written = read_written(target, work, shard.name)
@@ -278,7 +340,7 @@ def _finish(target: Path, plan: Plan) -> Report:
 
 
 def _describe(target: Path, plan: Plan, counts: dict[str, int]) -> None:
-    work = target / _WORK
+    work = target / WORK
     index = work / "savable.index"
     tables = [ShardIndex(work / f"{name}.index").table(name) for name in counts]
     write_index(index, tables)

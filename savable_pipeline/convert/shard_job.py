@@ -1,9 +1,9 @@
 """Writing one shard of a conversion, the same bytes every time, so that it can be killed and done again.
 
-work/000003.tar         the shard while it is written        ─ renamed ─▶  000003.tar
-work/000003.tar.idx     its sample offsets for Energon       ─ renamed ─▶  000003.tar.idx
-work/000003.tar.index   its rows of the dataset's index      ┐ kept in the work folder
-work/000003.tar.json    samples, bytes, rejects: it is done  ┘ until the whole conversion is
+aside/000003.tar.index   its rows of the dataset's index      ─ renamed ─▶  work/000003.tar.index ┐ kept until the
+aside/000003.tar.idx     its sample offsets for Energon       ─ renamed ─▶  000003.tar.idx        │ whole conversion
+aside/000003.tar         the shard while it is written        ─ renamed ─▶  000003.tar            │ is done
+aside/000003.tar.json    samples, bytes, rejects: it is done  ─ renamed ─▶  work/000003.tar.json  ┘
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.convert.model import Files, Reject, SampleReader
+from savable_pipeline.convert.plan import WORK
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
+from savable_pipeline.remote.bucket import Bucket
 from savable_pipeline.shards.index_file import ShardTable, write_index
 from savable_pipeline.shards.indexing import write_tar_idx
 from savable_pipeline.shards.part_types import decode_error
@@ -37,14 +39,19 @@ class Written(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One shard for a worker to write."""
+    """One shard to write: into `target`, and what is known of it into `work`, all by way of the folder `aside`.
+
+    With a `bucket` the files are written there; in `target` a hole of the shard's size stands for it.
+    """
 
     name: str
     samples: list[Files]
     reader: SampleReader
     target: Path
     work: Path
+    aside: Path
     check_images: bool
+    bucket: Bucket | None = None
 
 
 def read_written(target: Path, work: Path, name: str) -> Written | None:
@@ -62,7 +69,7 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
 
     Raises `SavableError` if a file is no longer what the plan was made from, or the disk is full.
     """
-    aside = job.work / job.name
+    aside = job.aside / job.name
     rejected: list[Reject] = []
     with room_on(job.target), ShardFile(aside, job.name) as shard:
         for sample in job.samples:
@@ -76,7 +83,9 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
             _put_in_place(job, table)
         else:
             aside.unlink()
-        replace_file(job.work / f"{job.name}.json", [msgspec.json.encode(written)], sync=True)
+        record = f"{job.name}.json"
+        replace_file(job.aside / record, [msgspec.json.encode(written)], sync=True)
+        _move(job, record, WORK, job.work)
     return written
 
 
@@ -95,10 +104,28 @@ def room_on(folder: Path) -> Iterator[None]:
 
 
 def _put_in_place(job: Job, table: ShardTable) -> None:
-    write_index(job.work / f"{job.name}.index", [table])
-    write_tar_idx(job.work / job.name, table)
-    (job.work / job.name).with_suffix(".tar.idx").replace((job.target / job.name).with_suffix(".tar.idx"))
-    (job.work / job.name).replace(job.target / job.name)
+    index, offsets = f"{job.name}.index", f"{job.name}.idx"
+    write_index(job.aside / index, [table])
+    write_tar_idx(job.aside / job.name, table)
+    _move(job, index, WORK, job.work)
+    _move(job, offsets, "", job.target)
+    _move(job, job.name, "", job.target)
+
+
+def _move(job: Job, name: str, below: str, folder: Path) -> None:
+    """Put a file in its place: in `folder`, and before that `below` the bucket's URL."""
+    if job.bucket is not None:
+        job.bucket.upload(f"{below}/{name}".removeprefix("/"), job.aside / name)
+        if name == job.name:
+            make_hole(job.aside / name, (job.aside / name).stat().st_size)
+    (job.aside / name).replace(folder / name)
+
+
+def make_hole(path: Path, size: int) -> None:
+    """Make a file of `size` bytes that takes no room, to stand for a shard in a bucket."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
 
 
 def _checked(job: Job, sample: Files, rejected: list[Reject]) -> dict[str, bytes]:

@@ -89,6 +89,31 @@ class Downloads:
         with replacing(Path(path)) as file:
             return self._copy(root, ShardEntry(name, size, 0, 0), file.fileno(), 0, size, "")
 
+    def dated(self, root: str) -> list[tuple[str, int, int]]:
+        """Name, size and time of the last change of every object below a URL."""
+        return self._store.dated(root)
+
+    def fetch(self, root: str, name: str, size: int, path: str) -> None:
+        """Copies an object of `size` bytes into a file outside the cache."""
+        with replacing(Path(path)) as file:
+
+            def keep(chunk: memoryview, offset: int) -> None:
+                file.seek(offset)
+                file.write(chunk)
+
+            version = ""
+            for start in range(0, size, PIECE):
+                stop = min(start + PIECE, size)
+                version = self._store.copy(root, name, start, stop, size, keep, version)
+
+    def upload(self, root: str, name: str, path: str) -> None:
+        """Writes a file as an object."""
+        self._store.upload(root, name, Path(path))
+
+    def erase(self, root: str, names: list[str]) -> None:
+        """Removes objects."""
+        self._store.erase(root, names)
+
     def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> Rest | None:
         """Downloads a part of those rows of one shard that are not in the cache: from the first that is `needed` on.
 

@@ -1,15 +1,18 @@
-"""`ObjectStore`: names, sizes and ranges of bytes of the objects of a bucket or a web server, through obstore.
+"""`ObjectStore`: names, sizes and ranges of bytes of the objects of a bucket or a web server, and new objects.
 
 Only the downloading process imports this file: obstore hangs in a process forked from one that has used it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import obstore
@@ -23,6 +26,7 @@ from savable_pipeline.remote.pace import Pace
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
 _TIMEOUT_S = 30.0  # without a byte of a request; less where the retries end sooner
 _LONGEST = 20  # times as long, for a whole request: requests are small
+_UPLOAD_PART = 16 << 20  # bytes; an object of 10,000 parts, the most there may be, has 160 GB
 _MISSING = FileNotFoundError  # obstore's NotFoundError is one
 _FINAL = (
     obstore.exceptions.PermissionDeniedError,
@@ -76,6 +80,28 @@ class ObjectStore:
                 return None
             raise
         return meta["size"], _stamp(meta)
+
+    def dated(self, root: str) -> list[tuple[str, int, int]]:
+        """Name, size, and time of the last change in nanoseconds since 1970, of every object below `root`."""
+
+        def listed() -> list[tuple[str, int, int]]:
+            found = (meta for chunk in obstore.list(self._store(root)) for meta in chunk)
+            return [(meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 1e9)) for meta in found]
+
+        return self._retried(root, listed)
+
+    def upload(self, root: str, name: str, path: Path) -> None:
+        """Write a file as an object, in parts if it is large: it is there once all of it is, in place of another."""
+        try:
+            self._retried(f"{root}/{name}", lambda: obstore.put(self._store(root), name, path, chunk_size=_UPLOAD_PART))
+        except ShardError as error:
+            raise RemoteError(f"{root}/{name}: it cannot be written: no such bucket or container") from error
+
+    def erase(self, root: str, names: list[str]) -> None:
+        """Remove objects, those that are there."""
+        for name in names:
+            with contextlib.suppress(ShardError):
+                self._retried(f"{root}/{name}", partial(obstore.delete, self._store(root), name))
 
     def copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str = "") -> str:
         """Passes bytes `start` to `stop - 1` of an object to `write` in order; what came is kept if a request fails.

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,13 +25,14 @@ from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
 from savable_pipeline.shards.index_file import ShardEntry, ShardIndex, ShardTable, write_index
 from savable_pipeline.shards.index_place import in_first_place, index_places
 from savable_pipeline.shards.paths import Shards, find_shards
-from savable_pipeline.shards.processes import each_shard
+from savable_pipeline.shards.processes import Answer, EachShard, each_shard
 from savable_pipeline.shards.scan import check_utf8, scan
 
 log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]  # of the shards done, and of all
 WRITTEN = f"{META}/savable.writer"  # there `sp.ShardWriter` leaves the rows of each shard, as `X.tar.index`
+_SCAN = "savable_pipeline.shards.scan:scan"
 _ALONE_S = 5.0  # that one process scans before it starts others
 _WRITE_EVERY_S = 60.0
 _LOG_EVERY_S = 10.0
@@ -61,9 +62,13 @@ def open_index(root: Path, names: list[str], *, tolerant: bool = False) -> Shard
 
 
 def index_shards(
-    shards: Shards, *, processes: int | None = None, progress: Progress = lambda done, total: None
+    shards: Shards,
+    *,
+    processes: int | None = None,
+    each: EachShard | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Indexes the shards that are new or were changed, in `processes` processes (None: one per processor).
+    """Indexes the shards that are new or were changed: by `each`, or in `processes` processes (None: one a processor).
 
     Returns the path of the index, and the shards that could not be read to their end. Raises `ShardError` if there are
     no shards, or no place where an index can be written.
@@ -71,7 +76,7 @@ def index_shards(
     root, names = find_shards(shards)
 
     def make(path: Path) -> tuple[Path, list[ShardEntry]]:
-        _write(root, path, names, processes=processes, progress=progress)
+        _write(root, path, names, processes=processes, each=each, progress=progress)
         return path, [entry for entry in ShardIndex(path).shards if entry.fault and entry.name in set(names)]
 
     return in_first_place(root, INDEX_NAME, make)
@@ -144,6 +149,7 @@ def _write(
     *,
     tolerant: bool = False,
     processes: int | None = None,
+    each: EachShard | None = None,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Writes the index at `path`; tables that it has already, and that are still right, are kept."""
@@ -157,7 +163,7 @@ def _write(
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
     began = logged = written = time.monotonic()
     progress(0, len(missing))
-    for done, table in enumerate(_scanned(root, missing, processes), 1):
+    for done, table in enumerate(_scanned(root, missing, processes, each), 1):
         kept[table.entry.name] = table
         if not table.entry.fault:
             write_tar_idx(root / table.entry.name, table)
@@ -204,19 +210,22 @@ def _write_sorted(path: Path, tables: dict[str, ShardTable]) -> None:
     write_index(path, [tables[name] for name in sorted(tables)])
 
 
-def _scanned(root: Path, names: list[str], processes: int | None) -> Iterator[ShardTable]:
-    """A table for each shard; after some seconds in several processes."""
+def _scanned(root: Path, names: list[str], processes: int | None, each: EachShard | None) -> Iterator[ShardTable]:
+    """A table for each shard, by `each`; without it in this process, and after some seconds in several."""
+    if each is not None:
+        yield from _scanned_elsewhere(root, each(_SCAN, root, names))
+        return
     processes = processes or os.cpu_count() or 1
     end = time.monotonic() + _ALONE_S
     for done, name in enumerate(names):
         if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
-            yield from _scanned_elsewhere(root, names[done:], processes)
+            yield from _scanned_elsewhere(root, each_shard(_SCAN, root, names[done:], processes))
             return
         yield scan(root, name)
 
 
-def _scanned_elsewhere(root: Path, names: list[str], processes: int) -> Iterator[ShardTable]:
-    with contextlib.closing(each_shard("savable_pipeline.shards.scan:scan", root, names, processes)) as answers:
+def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[ShardTable]:
+    with contextlib.closing(coming) as answers:
         for name, answer in answers:
             if answer is None:
                 raise ShardError(f"{root / name}: the process that indexed it died; was there too little memory?")

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,12 @@ from savable_pipeline.core.child_process import ChildProcess
 
 Task: TypeAlias = str  # "package.module:function", which is called with (root, name), or (url, root, name)
 Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result for it as MessagePack
+
+
+class EachShard(Protocol):
+    """What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
+
+    def __call__(self, task: Task, root: Path, names: list[str], /) -> Generator[Answer, None, None]: ...
 
 
 def each_shard(

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.index_place import in_first_place, index_places
 from savable_pipeline.shards.indexing import check_none_gone
 from savable_pipeline.shards.paths import Shards, find_shards, raise_it, spelled_out
-from savable_pipeline.shards.processes import do, each_shard
+from savable_pipeline.shards.processes import Answer, EachShard, do, each_shard
 from savable_pipeline.shards.scan import check_utf8
 from savable_pipeline.stores.downloads import check_address
 from savable_pipeline.stores.file_bytes import opened
@@ -100,9 +100,14 @@ def _below(files: Shards, form: FileFormat, tolerant: bool, unlistable: Callable
 
 
 def index_files(
-    files: Shards, form: FileFormat, *, processes: int | None = None, progress: _Progress = lambda done, total: None
+    files: Shards,
+    form: FileFormat,
+    *,
+    processes: int | None = None,
+    each: EachShard | None = None,
+    progress: _Progress = lambda done, total: None,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Indexes the files that are new or were changed, in `processes` processes (None: one per processor).
+    """Indexes the files that are new or were changed: by `each`, or in `processes` processes (None: one a processor).
 
     Returns the path of the index, and the files that could not be read to their end. Raises `ShardError`.
     """
@@ -112,7 +117,7 @@ def index_files(
     root, names = find_shards(files, form.kind)
 
     def make(path: Path) -> Path:
-        _write(path, root, names, form, processes=processes, progress=progress)
+        _write(path, root, names, form, processes=processes, each=each, progress=progress)
         return path
 
     path = in_first_place(root, form.index_name, make)
@@ -200,6 +205,7 @@ def _write(
     *,
     tolerant: bool = False,
     processes: int | None = None,
+    each: EachShard | None = None,
     progress: _Progress = lambda done, total: None,
 ) -> None:
     """Writes the index at `path`; what it has already of files that are as they were is kept."""
@@ -209,7 +215,7 @@ def _write(
     missing = [name for name in names if name not in tables]
     log.info("indexing %d of %d files in %s", len(missing), len(names), root)
     progress(0, len(missing))
-    for done, table in enumerate(_scanned(form.scan, root, missing, processes or os.cpu_count() or 1), 1):
+    for done, table in enumerate(_scanned(form.scan, root, missing, processes, each), 1):
         tables[table.entry.name] = table
         progress(done, len(missing))
     write_place_index(path, form.name, [tables[name] for name in sorted(tables)])
@@ -226,20 +232,26 @@ def _kept(path: Path, root: Path, names: list[str], form: FileFormat, tolerant: 
     return {name: old.table(name) for name in right if old.is_whole(name)}
 
 
-def _scanned(task: str, root: Path, names: list[str], processes: int) -> Iterator[FileTable]:
-    """A table for each file; after some seconds in several processes."""
+def _scanned(
+    task: str, root: Path, names: list[str], processes: int | None, each: EachShard | None
+) -> Iterator[FileTable]:
+    """A table for each file, by `each`; without it in this process, and after some seconds in several."""
+    if each is not None:
+        yield from _scanned_elsewhere(root, each(task, root, names))
+        return
+    processes = processes or os.cpu_count() or 1
     end = time.monotonic() + _ALONE_S
     for done, name in enumerate(names):
         if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
-            yield from _scanned_elsewhere(task, root, names[done:], processes)
+            yield from _scanned_elsewhere(root, each_shard(task, root, names[done:], processes))
             return
         table = do(task, root, name)
         assert isinstance(table, FileTable), task
         yield table
 
 
-def _scanned_elsewhere(task: str, root: Path, names: list[str], processes: int) -> Iterator[FileTable]:
-    with contextlib.closing(each_shard(task, root, names, processes)) as answers:
+def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[FileTable]:
+    with contextlib.closing(coming) as answers:
         for name, answer in answers:
             if answer is None:
                 raise ShardError(f"{root / name}: the process that indexed it died; was there too little memory?")

@@ -1,0 +1,128 @@
+"""`RayEngine`: jobs as tasks of a Ray cluster. Ray says where each runs, and runs it again when its node is lost.
+
+    this process ── a job a task, some more than the cluster has processors ──▶ Ray ──▶ nodes
+                 ◀── results, in the order in which they come ──
+
+Only this file imports ray, and only when an engine is made.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import socket
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from savable_pipeline.convert.engine import J, R
+from savable_pipeline.errors import SavableError, WorkerError
+
+_RETRIES = 20  # after that many lost nodes or killed processes a shard is given up
+_CONNECT_S = 10.0
+_AHEAD = 2  # tasks submitted for each processor, so that none waits, and a cluster that can grow has a reason to
+
+
+class RayEngine:
+    """An `Engine` on the cluster that RAY_ADDRESS names, or that runs on this machine; at most `at_once` tasks.
+
+    Raises ValueError if ray is not installed or there is no cluster. A context manager: it leaves the cluster, unless
+    the program was connected before.
+    """
+
+    def __init__(self, at_once: int | None = None) -> None:
+        if at_once is not None and at_once < 1:
+            raise ValueError(f"workers must be 1 or more, not {at_once}")
+        self._at_once = at_once
+        self._ray = _imported()
+        self._was_connected = self._ray.is_initialized()
+        if not self._was_connected:
+            _connect(self._ray)
+
+    def __enter__(self) -> RayEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._was_connected:
+            self._ray.shutdown()
+
+    def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
+        """The jobs and what `function` made of them; see `Engine`."""
+        task = self._ray.remote(num_cpus=1, max_retries=_RETRIES, scheduling_strategy="SPREAD")(_on_node)
+        here, coming = _versions(), iter(jobs)
+        waiting: dict[Any, J] = {}
+        try:
+            while True:
+                for job in itertools.islice(coming, max(0, self._room() - len(waiting))):
+                    waiting[task.options(name=job.name).remote(function, job, here)] = job
+                if not waiting:
+                    return
+                finished, _ = self._ray.wait([*waiting])
+                for ref in finished:
+                    job = waiting.pop(ref)
+                    yield job, self._result(ref, job.name)
+        finally:
+            for ref in waiting:
+                self._ray.cancel(ref, force=True)
+
+    def _room(self) -> int:
+        return self._at_once or max(1, _AHEAD * int(self._ray.cluster_resources().get("CPU", 0)))
+
+    def _result(self, ref: Any, name: str) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            return self._ray.get(ref)
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, SavableError | ValueError):
+                raise error.cause from None
+            raise
+        except exceptions.RayError as error:
+            raise WorkerError(
+                f"{name}: Ray gave it up after {_RETRIES} retries: {error}; see to the nodes (too little memory?), and "
+                "run the same command again to go on"
+            ) from error
+
+
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("the engine ray needs Ray: pip install 'savable_pipeline[ray]', on every node") from error
+    return ray
+
+
+def _connect(ray: Any) -> None:
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
+    try:
+        if host and port.isdigit() and "://" not in host:  # else Ray itself would try for five minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except OSError as error:
+        raise ValueError(
+            f"no Ray cluster at {address}: `ray start --head` begins one on this machine, and RAY_ADDRESS names another"
+        ) from error
+
+
+def _versions() -> dict[str, str]:
+    """The versions of what decides the bytes of a shard, and which of its samples are rejected."""
+    return {name: importlib.metadata.version(name) for name in ("savable_pipeline", "pillow", "pyarrow") if _has(name)}
+
+
+def _has(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _on_node(function: Callable[[J], R], job: J, expected: dict[str, str]) -> R:
+    """A job, in a process on a node. Raises `SavableError` for a node that is not as the others."""
+    node = socket.gethostname()
+    if _versions() != expected:
+        raise SavableError(f"node {node} has {_versions()}, and who converts has {expected}: install the same on both")
+    try:
+        return function(job)
+    except OSError as error:
+        raise SavableError(f"node {node}: {error}; source and target must be storage that all nodes share") from error
