@@ -26,7 +26,7 @@ from savable_pipeline.core.wording import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from savable_pipeline.shards.index_file import ShardEntry
+    from savable_pipeline.shards.shard_list import ShardEntry
 
 __all__ = ["app"]
 

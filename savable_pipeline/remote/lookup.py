@@ -17,8 +17,9 @@ from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.remote.urls import RemoteShards, find_remote
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.shards.index_file import ShardEntry, ShardIndex
+from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.paths import Shards
+from savable_pipeline.shards.shard_list import ShardEntry
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,11 @@ from savable_pipeline.remote.lookup import (
 )
 from savable_pipeline.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.remote.urls import RemoteShards
-from savable_pipeline.shards.index_file import ShardEntry, ShardIndex, ShardTable, write_index
+from savable_pipeline.shards.index_file import ShardIndex, ShardTable, write_index
 from savable_pipeline.shards.indexing import Progress, check_none_gone
 from savable_pipeline.shards.paths import NOT_THERE, Shards
 from savable_pipeline.shards.scan import scan
+from savable_pipeline.shards.shard_list import ShardEntry
 
 log = logging.getLogger(__name__)
 

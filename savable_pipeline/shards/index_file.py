@@ -19,7 +19,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,31 +30,14 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.paths import is_inside
+from savable_pipeline.shards.shard_list import Count, ShardEntry
 from savable_pipeline.shards.tar import BLOCK, members, of_samples
 
 Buffer: TypeAlias = "memoryview[Any]"
-Rows: TypeAlias = NDArray[np.int64]  # rows of an index, or numbers of samples or shards
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
 
 _MAGIC = b"SAVIDX02"
 _ALIGN = 64
-
-
-class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A shard in the index: name relative to the root, bytes, samples, and a hash of its members' names and places.
-
-    `fault` says how it was damaged when it was indexed; its samples are then those before the damage.
-
-    >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
-    100
-    """
-
-    name: str
-    size: Count
-    samples: Count
-    digest: int
-    fault: str = ""
 
 
 class _Header(msgspec.Struct, array_like=True):

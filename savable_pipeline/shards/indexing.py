@@ -22,11 +22,12 @@ import numpy as np
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
-from savable_pipeline.shards.index_file import ShardEntry, ShardIndex, ShardTable, write_index
+from savable_pipeline.shards.index_file import ShardIndex, ShardTable, write_index
 from savable_pipeline.shards.index_place import in_first_place, index_places
 from savable_pipeline.shards.paths import Shards, find_shards
 from savable_pipeline.shards.processes import each_shard
 from savable_pipeline.shards.scan import check_utf8, scan
+from savable_pipeline.shards.shard_list import ShardEntry
 
 log = logging.getLogger(__name__)
 

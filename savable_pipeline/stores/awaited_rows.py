@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 
 _MOST = 4_000_000  # rows awaited, beyond which all are forgotten: they were passed over
 

@@ -19,12 +19,12 @@ import msgspec
 
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.index_place import in_first_place, index_places
 from savable_pipeline.shards.indexing import check_none_gone
 from savable_pipeline.shards.paths import Shards, find_shards, raise_it, spelled_out
 from savable_pipeline.shards.processes import do, each_shard
 from savable_pipeline.shards.scan import check_utf8
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.stores.downloads import check_local
 from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.place_index import FileTable, PlaceIndex, ScannedFiles, write_place_index

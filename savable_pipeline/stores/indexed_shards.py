@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Layout, Rows, ShardIndex
+from savable_pipeline.shards.index_file import Layout, ShardIndex
 from savable_pipeline.shards.part_types import find_part
+from savable_pipeline.shards.shard_list import Rows
 
 
 class IndexedShards:

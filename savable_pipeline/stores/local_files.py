@@ -10,7 +10,7 @@ from typing import Protocol
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows, ShardEntry
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.stores.pins import Pins
 from savable_pipeline.stores.shard_files import ShardFiles
 

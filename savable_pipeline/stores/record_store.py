@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.shards.index_file import Rows, ShardEntry
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 
 
 class RecordStore(Protocol):

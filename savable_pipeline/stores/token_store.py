@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows, ShardEntry
 from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.stores.exact_read import read_exactly
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.stores.file_store import FileStore
