@@ -19,7 +19,8 @@ import msgspec
 from savable_pipeline.convert.model import Files, Reject, SampleReader
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shards.index_file import ShardTable, write_index
+from savable_pipeline.shards.index_file import ShardTable
+from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.indexing import write_tar_idx
 from savable_pipeline.shards.part_types import decode_error
 from savable_pipeline.shards.tar_writer import ShardFile

@@ -61,7 +61,7 @@ class ShardCache:
         self.folder = folder
         self.index = ShardIndex(folder / "index")
         self.rows = len(self.index.starts)
-        self.firsts = np.cumsum([0, *(entry.samples for entry in self.index.shards)])  # int64 (shards + 1,)
+        self.firsts = self.index.shard_rows
         self._file = (folder / "flags").open("r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
         if len(self._map) != flags_bytes(self.index):

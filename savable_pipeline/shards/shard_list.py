@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.errors import ShardError
+from savable_pipeline.shards.paths import is_inside
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Rows: TypeAlias = NDArray[np.int64]  # rows of an index, or numbers of samples or shards
@@ -78,6 +79,29 @@ class ShardNames(Sequence[str]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(str(self.text, "utf-8").split("\0")[:-1])
+
+    def is_whole(self) -> bool:
+        """Whether `ends` are where the names end, each of which is UTF-8 of at least one character."""
+        text, ends = np.frombuffer(self.text, np.uint8), self.ends
+        if not len(ends) or int(ends[-1]) != len(text):
+            return not len(ends) and not len(text)
+        if int(ends[0]) < 2 or (np.diff(ends) < 2).any() or text[ends - 1].any():
+            return False
+        try:
+            return np.count_nonzero(text) == len(text) - len(ends) and bool(str(self.text, "utf-8"))
+        except UnicodeDecodeError:
+            return False
+
+    def first_outside(self) -> str | None:
+        """The first of the names that leads out of the folder that it is relative to; None without one."""
+        text = np.frombuffer(self.text, np.uint8)
+        suspect = np.zeros(len(self), dtype=bool)
+        if len(self):
+            suspect[0] = text[0] == ord("/")
+            suspect[1:] = text[self.ends[:-1]] == ord("/")
+        dots = np.flatnonzero((text[:-1] == ord(".")) & (text[1:] == ord("."))) if len(text) else text
+        suspect[np.searchsorted(self.ends, dots, side="right")] = True
+        return next((self[i] for i in np.flatnonzero(suspect).tolist() if not is_inside(self[i])), None)
 
     def between(self, first: int, end: int) -> memoryview:
         """The text of the names `first` to `end - 1`."""

@@ -13,6 +13,7 @@ have; everything else below has a default, which a store replaces where it can d
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class RecordStore(Protocol):
     """
 
     address: str
-    entries: list[ShardEntry]
+    entries: Sequence[ShardEntry]
     unit: str = "row"
     root: Path | None = None
 

@@ -1,4 +1,4 @@
-"""What a state keeps of many shards: hashes of groups of them, which tell whether a dataset begins with the same ones."""
+"""What a state keeps of many shards: hashes of groups of them, which tell whether a dataset begins with the same."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_shards_join_a_run_of_many(older: bool, caplog: pytest.LogCaptureFixture
     with (
         loader(entries(1600, gone=4)) as run,
         pytest.raises(
-            sp.CheckpointMismatchError, match="RecordReader.shards: (removed: 00004|added: 01500)|00000.bin to"
+            sp.CheckpointMismatchError, match=r"RecordReader\.shards: (removed: 00004|added: 01500)|00000\.bin to"
         ),
     ):
         run.load_state_dict(state, allow={"shards"})
@@ -201,11 +201,11 @@ def test_a_damaged_list_of_shards_is_an_error(damaged: Any) -> None:
     fields = {**found.fields, "RecordReader.shards": damaged}
     state["fingerprint"] = pack_fingerprint(Fingerprint(fields, found.environment, found.addresses))
     for allow in [(), ("shards",)]:
-        with loader(entries(3)) as run, pytest.raises(sp.StateError, match="RecordReader.shards: .*another copy"):
+        with loader(entries(3)) as run, pytest.raises(sp.StateError, match=r"RecordReader\.shards: .*another copy"):
             run.load_state_dict(state, allow=allow)
 
 
 def test_a_name_with_a_zero_byte_or_that_is_no_text_is_an_error() -> None:
     for name in ["a\0b", "\ud800"]:
-        with pytest.raises(sp.ShardError, match="is called .*; rename it"):
+        with pytest.raises(sp.ShardError, match=r"is called .*; rename it"):
             ShardList.of([ShardEntry(name, 0, 1, 1)])
