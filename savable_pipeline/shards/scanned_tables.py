@@ -11,7 +11,6 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import msgspec
 from xxhash import xxh3_64_intdigest
