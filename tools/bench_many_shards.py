@@ -41,7 +41,7 @@ console = Console(width=120)
 
 
 def peak() -> int:
-    """The most bytes of this process that were in memory at once. (`ru_maxrss` would be the parent's if that is more.)"""
+    """The most bytes of this process that were in memory at once. (`ru_maxrss` may be what its parent had.)"""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) * 1024
 
