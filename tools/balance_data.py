@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +16,7 @@ import savable_pipeline as sp
 Lengths: TypeAlias = NDArray[np.int64]
 HIDDEN = 2048
 BYTES_A_TOKEN = 4  # of a text, about what a tokenizer makes of English and of programs
-_DEBIAN = ("/usr/share/doc", "/usr/share/common-licenses", "/usr/share/man", "/usr/share/info", "/usr/share/perl")
 _CHUNK = 4096
-_LARGEST = 1 << 24  # bytes of a text
 
 
 @dataclass(frozen=True)
@@ -89,19 +86,3 @@ def python_texts() -> list[int]:
     """The sizes in bytes of Python's library sources, without what was installed into it."""
     library = Path(sysconfig.get_paths()["stdlib"])
     return [path.stat().st_size for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
-
-
-def debian_texts() -> list[int]:
-    """The sizes in bytes of the texts of Debian's packages, decompressed."""
-    paths = [path for folder in map(Path, _DEBIAN) if folder.is_dir() for path in sorted(folder.rglob("*"))]
-    sizes = [_size(path) for path in paths if path.is_file() and not path.is_symlink()]
-    return [size for size in sizes if size]
-
-
-def _size(path: Path) -> int:
-    """The bytes of a text; 0 for what is none or cannot be read."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, ValueError):
-        return 0
-    return 0 if b"\0" in raw[:4096] or len(raw) > _LARGEST else len(raw)

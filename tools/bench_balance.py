@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 import numpy as np
-from balance_data import Corpus, debian_texts, lognormal, of_files, pictures, python_texts
+from balance_data import Corpus, lognormal, of_files, pictures, python_texts
 from numpy.typing import NDArray
 
 from savable_pipeline.plan.simulation import Packs, balance, pack, waiting
@@ -28,7 +28,6 @@ def corpora() -> dict[str, Corpus]:
         "32k": lognormal(1500, 1.4, 32 << 10),
         "4k": lognormal(400, 1.0, 4 << 10),
         "python": of_files("Python's library", python_texts(), 16 << 10),
-        "debian": of_files("Debian's texts", debian_texts(), 16 << 10),
         "pictures": pictures(8 << 10),
     }
 

@@ -3,7 +3,8 @@
     python tools/bench_in_place.py rows      Parquet rows as dicts, through a buffer of 10,000
     python tools/bench_in_place.py images    Parquet rows with 20 kB of bytes, as Hugging Face has images
     python tools/bench_in_place.py tokens    windows of 2,048 tokens of .bin and .idx, against a bare numpy.memmap loop
-    python tools/bench_in_place.py join      tars with captions joined by key, against the tars alone
+    python tools/bench_in_place.py join      tars with captions joined by key, against tars that hold both
+    python tools/bench_in_place.py joined-images    the same of images of 256 x 256, which are decoded
     python tools/bench_in_place.py first     time to the first batch at 1 % and at 95 % of an epoch, of each store
 
 HF datasets, LitData and Grain take part where they are installed.
@@ -24,12 +25,14 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -68,14 +71,19 @@ def write_tokens(folder: Path) -> None:
     (folder / "a.idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + firsts.tobytes())
 
 
-def write_pairs(folder: Path) -> None:
-    """Tars of 40,000 samples of JSON, and captions for them as tars of their own."""
-    for name, extension in (("tars", "json"), ("captions", "txt")):
+def write_pairs(folder: Path, images: bool = False) -> None:
+    """8 tars of JSON, or of JPEG, each with captions for them in a tar of its own, and with both in one."""
+    kind, count = ("jpg", 500) if images else ("json", 5000)
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 8, 3), np.uint8)
+    jpeg = io.BytesIO()
+    Image.fromarray(pixels).resize((256, 256)).save(jpeg, "JPEG", quality=90)
+    for name, extensions in (("tars", [kind]), ("captions", ["txt"]), ("both", [kind, "txt"])):
         (folder / name).mkdir(parents=True)
         for shard in range(8):
             with tarfile.open(folder / name / f"{shard}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-                for number in range(shard * 5000, shard * 5000 + 5000):
-                    raw = json.dumps({"id": number, "text": "x" * 500}).encode()
+                for number, extension in itertools.product(range(shard * count, (shard + 1) * count), extensions):
+                    told = json.dumps({"id": number, "text": "x" * 500}).encode()
+                    raw = jpeg.getvalue() if extension == "jpg" else told
                     info = tarfile.TarInfo(f"s{number:06d}.{extension}")
                     info.size = len(raw)
                     tar.addfile(info, io.BytesIO(raw))
@@ -84,10 +92,17 @@ def write_pairs(folder: Path) -> None:
 # The readers.
 
 
-class Dicts(sp.TaskEncoder):
-    """A row as a dict of Python's values."""
+class Plain(sp.TaskEncoder):
+    """Its batches are lists of items."""
 
     global_rng = False
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+class Dicts(Plain):
+    """A row as a dict of Python's values."""
 
     def __init__(self, image: bool = False) -> None:
         self.image = image
@@ -99,10 +114,15 @@ class Dicts(sp.TaskEncoder):
         return item
 
 
+def items_of(items: sp.Encode) -> Iterator[Any]:
+    """Each item of an endless pipeline, from batches of 256, as a loader has them made."""
+    return itertools.chain.from_iterable(sp.Batcher(items, size=256))
+
+
 def ours(folder: Path) -> Iterator[Any]:
     image = "image" in pq.read_schema(next(folder.glob("*.parquet"))).names
     samples = sp.ShuffleBuffer(sp.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER)
-    return iter(sp.Encode(samples, Dicts(image)))
+    return items_of(sp.Encode(samples, Dicts(image)))
 
 
 def hf_datasets(folder: Path) -> Iterator[Any]:
@@ -138,13 +158,11 @@ def grain(folder: Path) -> Iterator[Any]:
 
 def our_tokens(folder: Path) -> Iterator[Any]:
     samples = sp.TokenReader(folder, sp.Lane(seed=1), length=2049, stride=2048)
-    return iter(sp.Encode(samples, Windows()))
+    return items_of(sp.Encode(samples, Windows()))
 
 
-class Windows(sp.TaskEncoder):
+class Windows(Plain):
     """The tokens of a window, int64."""
-
-    global_rng = False
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         return sample.array("tokens").astype(np.int64)
@@ -157,28 +175,24 @@ def bare_memmap(folder: Path) -> Iterator[Any]:
         yield np.array(tokens[window * 2048 : window * 2048 + 2049]).astype(np.int64)
 
 
-class Texts(sp.TaskEncoder):
-    """The JSON of a sample, and the joined caption if there is one."""
+class Pairs(Plain):
+    """The JSON or the image of a sample, and its caption."""
 
-    global_rng = False
+    def __init__(self, caption: str, images: bool) -> None:
+        self.caption = caption
+        self.decodes = images
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-        return sample.json(), sample["captions.txt"]
+        return np.asarray(sample.image("jpg")) if self.decodes else sample.json(), sample[self.caption]
 
 
-class Alone(Texts):
-    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-        return sample.json(), sample["json"]
-
-
-def joined(folder: Path) -> Iterator[Any]:
+def joined(folder: Path, *, images: bool = False) -> Iterator[Any]:
     reader = sp.TarShardReader(str(folder / "tars"), sp.Lane(seed=1))
-    return iter(sp.Encode(sp.Join(reader, {"captions": str(folder / "captions")}), Texts()))
+    return items_of(sp.Encode(sp.Join(reader, {"captions": str(folder / "captions")}), Pairs("captions.txt", images)))
 
 
-def alone(folder: Path) -> Iterator[Any]:
-    """The tars alone, of which two parts are read, too."""
-    return iter(sp.Encode(sp.TarShardReader(str(folder / "tars"), sp.Lane(seed=1)), Alone()))
+def in_one(folder: Path, *, images: bool = False) -> Iterator[Any]:
+    return items_of(sp.Encode(sp.TarShardReader(str(folder / "both"), sp.Lane(seed=1)), Pairs("txt", images)))
 
 
 CASES: dict[str, tuple[Callable[[Path], None], int, dict[str, Reader]]] = {
@@ -189,7 +203,12 @@ CASES: dict[str, tuple[Callable[[Path], None], int, dict[str, Reader]]] = {
         {"ours": ours, "hf": hf_datasets, "litdata": litdata, "grain": grain},
     ),
     "tokens": (write_tokens, 40_000, {"ours": our_tokens, "bare": bare_memmap}),
-    "join": (write_pairs, 40_000, {"ours": joined, "alone": alone}),
+    "join": (write_pairs, 40_000, {"ours": joined, "one tar": in_one}),
+    "joined-images": (
+        partial(write_pairs, images=True),
+        4_000,
+        {"ours": partial(joined, images=True), "one tar": partial(in_one, images=True)},
+    ),
 }
 
 
@@ -197,7 +216,7 @@ def run_one(case: str, name: str, folder: Path) -> None:
     """Print the processor time of as many samples, after a tenth of them."""
     _, count, readers = CASES[case]
     samples = readers[name](folder)
-    for _ in itertools.islice(samples, BUFFER + count // 10):
+    for _ in itertools.islice(samples, (BUFFER if case in ("rows", "images") else 0) + count // 10):
         pass
     begun = time.process_time()
     for _ in itertools.islice(samples, count):

@@ -11,6 +11,7 @@ import msgspec
 
 from savable_pipeline.blending.blend import Blend
 from savable_pipeline.blending.mixture_readers import SharedSettings, reader_of
+from savable_pipeline.blending.schedule import Schedule
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.stages.stage import SampleStage
@@ -35,7 +36,8 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Mixture(msgspec.Struct, frozen=True):
-    """Datasets and nested mixtures, by name; `weight` is this mixture's own among those beside it. See `read_mixture`.
+    """Datasets and nested mixtures, by name; `weight` is this mixture's own among those beside it, and `schedule` has
+    the weights of its sources where they change. See `read_mixture`.
 
     >>> _ = Path("two.yaml").write_text('''
     ... sources:
@@ -49,6 +51,7 @@ class Mixture(msgspec.Struct, frozen=True):
 
     sources: dict[str, Source | Mixture]
     weight: int | float | str | None = None
+    schedule: Schedule | None = None
 
     def samples(
         self,
@@ -104,6 +107,8 @@ def _built(entry: Source | Mixture, lane: Lane, settings: SharedSettings, stride
             subset=entry.subset,
         )
     stages = {name: _built(inner, lane, settings, stride) for name, inner in entry.sources.items()}
+    if entry.schedule is not None:
+        return Blend(stages, weights=entry.schedule, stride=stride)
     weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
     return Blend(stages, weights=weights, stride=stride)
 

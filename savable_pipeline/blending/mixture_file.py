@@ -15,10 +15,21 @@
           c: {path: shards/c, repetitions: 1}
           python: {path: shards/python, repetitions: 3}
 
+or, with weights that change while the run goes on:
+
+    schedule:
+      shape: linear                      # or step
+      points:
+        - {at: 0, weights: {web: 8, books: 2}}
+        - {at: 1_000_000, weights: {web: 4, books: 6}}
+    sources:
+      web: {path: shards/web}
+      books: {path: shards/books}
+
 `weight` is a source's share among those beside it; the source repeats for ever. `repetitions` is a number of epochs,
 whole or not; the shares then follow from the sizes, so that sources end at about the same time. Sources side by side
-all have a `weight`, or all have `repetitions`, or none has either: then they repeat for ever and their sizes are the
-weights. A weight or repetitions of 0 turn a source off.
+all have a `weight`, or all have `repetitions`, or none has either: then they repeat for ever, and their sizes are the
+weights, or a `schedule` beside `sources` has them. A weight or repetitions of 0 turn a source off.
 """
 
 from __future__ import annotations
@@ -32,6 +43,7 @@ import msgspec
 
 from savable_pipeline.blending.energon_mixture import is_metadataset, read_metadataset
 from savable_pipeline.blending.mixture import Mixture, Source
+from savable_pipeline.blending.schedule import Schedule
 from savable_pipeline.blending.yaml_entries import Entry, read_yaml
 from savable_pipeline.core.weights import exact_weight
 
@@ -44,7 +56,8 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
     A source has a `path` as `TarShardReader` takes it, a `weight` or `repetitions` (epochs), and may have a `split` and
     a `subset`; or it is a mixture with `sources` of its own. Sources beside each other all have a `weight` (a share;
     they repeat for ever), or all have `repetitions` (they end at about the same time), or have neither, and come by
-    their sizes. `tags` are your own, for `Mixture.tags`.
+    their sizes, or by the `schedule` beside `sources`: its `points`, each with a count `at` and `weights`, and a
+    `shape`, as of `Schedule`. `tags` are your own, for `Mixture.tags`.
 
     A metadataset of Megatron-Energon, version 1 or 2, is a mixture, too; `split` is the one of its splits to read. A
     source has the name of its folder, and its subflavors as tags; `blend_epochized` gives repetitions, which end.
@@ -71,8 +84,8 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
 
 def _mixture(entry: Entry, *, top: bool = False) -> Mixture:
     for name in entry.value:
-        if name != "sources" and (top or name != "weight"):
-            raise entry.wrong(f"{name!r} is unknown here; there is `sources`", entry.line_of(str(name)))
+        if name not in ("sources", "schedule") and (top or name != "weight"):
+            raise entry.wrong(f"{name!r} is unknown here; there is `sources`, and `schedule`", entry.line_of(str(name)))
     if not entry.value.get("sources"):
         raise entry.wrong("a mixture has `sources`, one at least, each with a name")
     sources: dict[str, Source | Mixture] = {}
@@ -82,7 +95,37 @@ def _mixture(entry: Entry, *, top: bool = False) -> Mixture:
             raise each.wrong(f"the name of a source has no / and no #: {name!r}")
         sources[name] = _mixture(each) if "sources" in each.value else _source(each)
     _check_shares(sources, dict(inside.entries()))
-    return Mixture(sources, entry.value.get("weight"))
+    schedule = _schedule(entry.inner("schedule"), sources) if "schedule" in entry.value else None
+    return Mixture(sources, entry.value.get("weight"), schedule)
+
+
+def _schedule(entry: Entry, sources: dict[str, Source | Mixture]) -> Schedule:
+    """The weights of some sources beside each other that have none of their own."""
+    for name in entry.value:
+        if name not in ("points", "shape"):
+            raise entry.wrong_at(str(name), f"{name!r} is unknown here; there is `points`, and `shape`: step or linear")
+    if "points" not in entry.value:
+        raise entry.wrong("a schedule has `points`, each with `at` and `weights`")
+    for name, source in sources.items():
+        if source.weight is not None or (isinstance(source, Source) and source.repetitions is not None):
+            raise entry.wrong(f"{name!r} has a weight or repetitions of its own: the schedule has the weights")
+    points = []
+    for point in entry.items("points"):
+        if point.value.keys() != {"at", "weights"}:
+            raise point.wrong(f"a point has `at` and `weights`, not {', '.join(map(str, point.value))}")
+        weights = point.inner("weights")
+        for name, weight in weights.value.items():
+            if name not in sources:
+                raise weights.wrong_at(str(name), f"{name!r} is none of the sources: {', '.join(sources)}")
+            _check_weight(name, weight, weights, key=name)
+        points.append((point.value["at"], weights.value))
+    try:
+        schedule = Schedule(points, shape=entry.value.get("shape", "step"))
+    except ValueError as error:
+        raise entry.wrong(str(error)) from error
+    if absent := sources.keys() - schedule.names:
+        raise entry.wrong(f"no point gives {min(absent)!r} a weight: give it one, or leave the source out")
+    return schedule
 
 
 def _check_shares(sources: dict[str, Source | Mixture], entries: dict[str, Entry]) -> None:
@@ -120,10 +163,10 @@ def _source(entry: Entry) -> Source:
     return msgspec.structs.replace(source, path=resolved)
 
 
-def _check_weight(name: str, weight: Any, entry: Entry) -> None:
+def _check_weight(name: str, weight: Any, entry: Entry, *, key: str = "weight") -> None:
     try:
         if isinstance(weight, str) and _HUGE_POWER.search(weight):
             raise ValueError(f"the weight of {name!r} has too large a power of ten: {weight[:100]!r}")
         exact_weight(name, weight)
     except ValueError as error:
-        raise entry.wrong(str(error), entry.line_of("weight")) from error
+        raise entry.wrong(str(error), entry.line_of(key)) from error

@@ -12,16 +12,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from savable_pipeline.check.part_check import LARGEST, part_fault
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.dataset.transparency import image_has_alpha
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.downloader import Downloader
-from savable_pipeline.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
 from savable_pipeline.shards.scan import scan
 from savable_pipeline.shards.tar import Extent, Member, samples
 
-_LARGEST = 1 << 30  # bytes of a part that is decoded
 _OFFSET = 8  # bytes of an offset in X.tar.idx
 
 
@@ -95,26 +93,21 @@ def _part_problems(root: Path, name: str, count: int, counts: Counter[str]) -> I
     try:
         for index, extent in enumerate(itertools.islice(samples(name, fd), count)):  # what follows is damaged
             for extension, member in zip(extent.extensions, extent.members, strict=True):
-                fault = _part_fault(fd, extension, member, counts)
+                fault = _member_fault(fd, extension, member, counts)
                 if fault:
                     yield _problem(name, index, extent, extension, member, fault)
     finally:
         os.close(fd)
 
 
-def _part_fault(fd: int, extension: str, member: Member, counts: Counter[str]) -> str:
-    if member.size > _LARGEST:
-        return ""  # no image or text is so large; a film may be
+def _member_fault(fd: int, extension: str, member: Member, counts: Counter[str]) -> str:
+    if member.size > LARGEST:
+        return ""
     try:
         data = os.pread(fd, member.size, member.payload)
     except OSError as error:
         return f"unreadable: {error.strerror}"
-    if len(data) >= 64 and not data.strip(b"\0"):
-        return f"zero-filled: all {len(data)} bytes are zeros"
-    fault = decode_error(extension, data) or utf8_error(extension, data)
-    if not fault and part_type(extension) in IMAGE_PARTS:
-        counts["with alpha"] += image_has_alpha(data)
-    return fault
+    return part_fault(extension, data, counts)
 
 
 def _problem(shard: str, index: int, extent: Extent, extension: str, member: Member, fault: str) -> Problem:

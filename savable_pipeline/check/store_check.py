@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from savable_pipeline.check.part_check import part_fault
 from savable_pipeline.check.shard_check import Problem, ShardReport
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.dataset.kinds import format_of, open_store
-from savable_pipeline.dataset.transparency import image_has_alpha
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
 from savable_pipeline.shards.processes import do
 from savable_pipeline.stores.columnar_store import ColumnarStore
 from savable_pipeline.stores.file_indexing import IndexedFiles
@@ -56,7 +55,7 @@ def _problems_of(store: FileStore, name: str, row: int, parts: Counter[str], cou
     counts["parts"] = len(extensions)
     parts.update(extensions)
     for extension in extensions:
-        fault = _fault(extension, store.read(0, row, extension), counts)
+        fault = part_fault(extension, store.read(0, row, extension), counts)
         if fault:
             yield _problem(store, name, row, extension, fault)
 
@@ -67,13 +66,6 @@ def _after_damage(store: FileStore, row: int) -> int:
         return row + 1
     ends = store.group_ends(0)
     return ends[bisect_right(ends, row)]
-
-
-def _fault(extension: str, data: bytes, counts: Counter[str]) -> str:
-    fault = decode_error(extension, data) or utf8_error(extension, data)
-    if not fault and part_type(extension) in IMAGE_PARTS:
-        counts["with alpha"] += image_has_alpha(data)
-    return fault
 
 
 def _problem(store: FileStore, name: str, row: int, extension: str, fault: str) -> Problem:

@@ -1,4 +1,4 @@
-"""The application `savable`, and its consoles."""
+"""The application `savable`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from savable_pipeline import __version__
-from savable_pipeline.cli.console import console
+from savable_pipeline.cli.console import out
 
 app = typer.Typer(
     help="Make and inspect datasets for savable_pipeline.",
@@ -16,8 +16,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-out = console()  # results
-err = console(stderr=True)  # progress and errors
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,6 +15,10 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
 
 
+out = console()  # results
+err = console(stderr=True)  # progress and errors
+
+
 def printable(text: str) -> str:
     """Text of anywhere, for a console: without markup, and what a terminal would obey as escapes, such as `\\\\x1b`."""
     return escape(visible(text))
@@ -29,11 +33,6 @@ def _seen(character: str) -> str:
     if unicodedata.category(character) not in _UNSEEN:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode()
-
-
-def counted(count: int, one: str, many: str = "") -> str:
-    """`1 shard`, `1,204 shards`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def print_warnings(console: Console, warnings: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from savable_pipeline.cli.app import err, out
+from savable_pipeline.cli.console import err, out
 from savable_pipeline.cli.convert_output import print_report
 from savable_pipeline.cli.errors import errors_as_lines
 from savable_pipeline.cli.progress import progress_of
@@ -20,7 +20,10 @@ from savable_pipeline.convert.sources import WORDS
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Folder of files, .jsonl, .json, .csv, MDS, LitData, or tars.")
+        Path,
+        typer.Argument(
+            metavar="SRC", help="Folder of files, .jsonl, .json, .csv, MDS, LitData, Parquet, Arrow, or tars."
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder for the shards; made if it is missing.")],
     shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.")] = 256_000_000,
@@ -73,6 +76,7 @@ def convert(
     In .jsonl, .json and .csv each record is a sample: it becomes the part json, and the files that it names become the
     others. Tables and JSON may be compressed (.gz, .zst).
     In MDS and LitData each record is a sample: values become the part json, images and arrays parts of their own.
+    In Parquet and Arrow, also as HF datasets writes them, each row is a sample.
     Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones.
 
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
@@ -90,18 +94,18 @@ def convert(
             key_end=key_end,  # type: ignore[arg-type]  # Options checks it
             file_fields=() if no_files else tuple(file_field) if file_field else None,
             split=tuple(_share(share) for share in split or ()),
-            only=tuple(filter(None, (only or "").split(","))),
+            only=_only(only),
         )
         found = recognize(source, as_kind)
         check_reshard(found, options, reshard, keys is not None)
-        wanted = None if keys is None else keys.read_text().split("\n")
+        wanted = None if keys is None else _keys(keys)
         with progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress:
             report = convert_files(
                 found,
                 target,
                 options,
                 files_from=files_from,
-                keys=None if wanted is None else filter(None, wanted),
+                keys=wanted,
                 reshard=reshard,
                 workers=workers,
                 progress=progress,
@@ -116,3 +120,17 @@ def convert(
 def _share(text: str) -> tuple[str, str]:
     name, _, share = text.partition("=")
     return name, share
+
+
+def _only(text: str | None) -> tuple[str, ...]:
+    names = tuple(name for part in (text or "").split(",") if (name := part.strip()))
+    if text is not None and not names:
+        raise ValueError("--only names no part; expected extensions, such as jpg,txt")
+    return names
+
+
+def _keys(path: Path) -> list[str]:
+    keys = [key for key in path.read_text().split("\n") if key]
+    if not keys:
+        raise ValueError(f"{path}: no key in it; expected the keys of samples, one a line")
+    return keys

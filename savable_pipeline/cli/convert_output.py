@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from savable_pipeline.cli.console import counted, print_warnings, printable
+from savable_pipeline.cli.console import print_warnings, printable
 from savable_pipeline.convert import Report
-from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.core.wording import counted, human_bytes
 
 _SHOWN = 10  # rejects printed one by one; the file has all
 

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from savable_pipeline.cli.app import app, err, out
-from savable_pipeline.cli.console import printable
+from savable_pipeline.cli.app import app
+from savable_pipeline.cli.console import err, out, printable
 from savable_pipeline.cli.convert_command import convert
-from savable_pipeline.cli.errors import errors_as_lines, named_pipeline
-from savable_pipeline.cli.ledger import ledger_app
+from savable_pipeline.cli.errors import errors_as_lines
+from savable_pipeline.cli.ledger_command import ledger_app
 from savable_pipeline.cli.output import print_check, print_differences, print_index, print_info, print_state
+from savable_pipeline.cli.output_file import check_output
 from savable_pipeline.cli.plan_command import plan
 from savable_pipeline.cli.progress import progress_of
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import human_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from savable_pipeline.shards.shard_list import ShardEntry
 
 __all__ = ["app"]
@@ -138,8 +137,10 @@ def preview(
     """
     from savable_pipeline.core.named_object import names_object
     from savable_pipeline.preview import preview_dataset, preview_pipeline  # with torch, which takes seconds
+    from savable_pipeline.stages.pipeline import named_pipeline
 
     with errors_as_lines():
+        check_output(output)
         if names_object(source):
             pipeline = named_pipeline(source)
             page, fault = preview_pipeline(pipeline, source, batches=batches, seed=seed, lane=lane, lanes=lanes)
@@ -206,6 +207,8 @@ def verify_resume(
     from savable_pipeline.verify.comparison import Plan, verify
 
     with errors_as_lines():
+        if not pictures.is_dir():
+            raise ValueError(f"{pictures}: there is no folder {pictures} for pictures; make it, or name another")
         plan = Plan(
             target,
             steps=steps,

@@ -11,8 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from savable_pipeline.cli.console import counted, print_warnings, printable
-from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.cli.console import print_warnings, printable
+from savable_pipeline.core.wording import counted, human_bytes
 
 if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.check.dataset_check import CheckReport

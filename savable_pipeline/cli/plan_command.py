@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from savable_pipeline.cli.app import err, out
-from savable_pipeline.cli.console import printable
+from savable_pipeline.cli.console import err, out, printable
 from savable_pipeline.cli.errors import errors_as_lines
+from savable_pipeline.cli.output_file import check_output
 from savable_pipeline.cli.progress import progress_of
 from savable_pipeline.core.files import replace_file
 
@@ -48,6 +48,7 @@ def plan(
     from savable_pipeline.verify.target import load_target
 
     with errors_as_lines():
+        check_output(output)
         wanted = Wanted(ranks, nodes, samples, hidden, seconds if measure else None)
         settings = load_target(target, seed=seed, lanes=lanes, default_lanes=96)
         with progress_of(err, f"planning {target}", "runs", "measuring") as progress:

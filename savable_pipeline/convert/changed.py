@@ -1,6 +1,7 @@
 """Whether files changed since they were converted, at equal sizes too: then what lies in the shards is not theirs.
 
-A file whose inode was changed after its shard was written is compared with the shard byte by byte; others are not read.
+A file is compared with its shard byte by byte if it, a link to it or a folder around it was changed after the shard was
+written; all files are, if the source does not lie where it did. Others are not read.
 """
 
 from __future__ import annotations
@@ -15,34 +16,43 @@ from savable_pipeline.convert.plan import Plan, PlannedShard
 from savable_pipeline.core.wording import listed
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.part_types import decode_error
-from savable_pipeline.shards.tar import Extent, samples
+from savable_pipeline.shards.tar import Extent
+from savable_pipeline.shards.tar import samples as tar_samples
 
 _MARGIN_NS = 2_000_000_000  # clocks of file systems are as coarse as this
 
 
 def is_newer(source: Path, written: Path) -> bool:
     """Whether a file may have been changed since `written` was; a copy with an old date counts too."""
-    return source.stat().st_ctime_ns > written.stat().st_mtime_ns - _MARGIN_NS
+    changed_ns = max(source.stat().st_ctime_ns, source.lstat().st_ctime_ns)
+    return changed_ns > written.stat().st_mtime_ns - _MARGIN_NS
 
 
-def check_unchanged(target: Path, plan: Plan, shards: Iterable[PlannedShard]) -> None:
-    """Raises `SavableError` that names files with other bytes than in these shards, which were written before."""
-    changed = [path for shard in shards if (target / shard.name).exists() for path in _changed(target, plan, shard)]
+def check_unchanged(target: Path, plan: Plan, shards: Iterable[PlannedShard], *, moved: bool) -> None:
+    """Raises `SavableError` that names files with other bytes than in these shards, which were written before.
+
+    `moved` tells that the source does not lie where it did then.
+    """
+    changed = [path for shard in shards for path in _changed(target / shard.name, plan, shard, moved)]
     if changed:
         raise SavableError(
-            f"{target} holds another conversion: {len(changed)} files were changed since, at the same size: "
-            f"{listed(changed)}. Convert into another folder, or remove this one"
+            f"{target} holds another conversion: {len(changed)} files hold other bytes than were converted, at the "
+            f"same size: {listed(changed)}. Convert into another folder, or remove this one"
         )
 
 
-def _changed(target: Path, plan: Plan, shard: PlannedShard) -> Iterator[str]:
-    tar = target / shard.name
-    suspects = _suspects(plan, shard, tar)
+def _changed(tar: Path, plan: Plan, shard: PlannedShard, moved: bool) -> Iterator[str]:
+    samples = plan.input.samples[shard.first : shard.last]
+    if not tar.exists():  # all its samples were rejected
+        for sample in samples:
+            yield from _mended(sample, plan.input.reader.read(sample), plan.options.check_images)
+        return
+    suspects = _suspects(samples, Path(plan.input.root), tar, moved)
     if not suspects:
         return
     fd = os.open(tar, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        extents = {extent.key: extent for extent in samples(shard.name, fd)}
+        extents = {extent.key: extent for extent in tar_samples(tar.name, fd)}
         for sample in suspects:
             parts = plan.input.reader.read(sample)
             if sample.key in extents:
@@ -53,12 +63,15 @@ def _changed(target: Path, plan: Plan, shard: PlannedShard) -> Iterator[str]:
         os.close(fd)
 
 
-def _suspects(plan: Plan, shard: PlannedShard, tar: Path) -> list[Files]:
+def _suspects(samples: list[Files], root: Path, tar: Path, moved: bool) -> list[Files]:
     """The samples with a file that may have been changed since the shard was written."""
-    root = Path(plan.input.root)
-    newer = functools.cache(lambda path: is_newer(root / path, tar))
-    chosen = plan.input.samples[shard.first : shard.last]
-    return [sample for sample in chosen if any(newer(part.path) for part in _whole_files(sample))]
+
+    @functools.cache
+    def newer(path: str) -> bool:
+        folder = "" if path.startswith("/") else path.rpartition("/")[0]
+        return is_newer(root / path, tar) or (bool(folder) and newer(folder))
+
+    return [sample for sample in samples if any(moved or newer(part.path) for part in _whole_files(sample))]
 
 
 def _members(fd: int, extent: Extent) -> dict[str, bytes]:
@@ -74,7 +87,7 @@ def _differing(sample: Files, parts: dict[str, bytes], there: dict[str, bytes]) 
 def _mended(sample: Files, parts: dict[str, bytes], check_images: bool) -> Iterator[str]:
     """A file of a sample that was rejected, if it would not be now."""
     if not any(decode_error(name, data, check_images=check_images) for name, data in parts.items()):
-        yield next(_whole_files(sample)).path
+        yield next(_whole_files(sample), sample.parts[0]).path
 
 
 def _whole_files(sample: Files) -> Iterator[Part]:

@@ -38,6 +38,7 @@ def keep_parts(found: Input, only: tuple[str, ...]) -> None:
         else:
             found.rejected.append(Reject(sample.parts[0].path, sample.key, "no part that is kept"))
     found.samples = kept
+    found.texts = found.texts if "json" in wanted else frozenset()
 
 
 def _is_wanted(part: Part, wanted: set[str]) -> bool:
@@ -50,8 +51,10 @@ def _plain(extension: str) -> str:
 
 
 def keep_keys(found: Input, keys: Iterable[str]) -> None:
-    """Leave the samples with these keys. Raises ValueError for keys that no sample has."""
+    """Leave the samples with these keys. Raises ValueError for keys that no sample has, and for none."""
     wanted = set(keys)
+    if not wanted:
+        raise ValueError("no key is given: name the samples to keep, or give None to keep all")
     found.samples = [sample for sample in found.samples if sample.key in wanted]
     found.rejected = [reject for reject in found.rejected if not reject.key or reject.key in wanted]
     missing = wanted - {sample.key for sample in found.samples} - {reject.key for reject in found.rejected}

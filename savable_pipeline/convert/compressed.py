@@ -23,28 +23,28 @@ class DamagedError(Exception):
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """A file to read the content of `path` from. Raises `DamagedError` in the block, ValueError without zstandard."""
-    with _opener(path) as file:
-        try:
-            yield file
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise DamagedError(str(error)) from error
-        except OSError as error:
-            if error.errno is not None:  # of a disk; bz2 has none for data
-                raise
-            raise DamagedError(str(error)) from error
-        except Exception as error:
-            if type(error).__name__ != "ZstdError":
-                raise
-            raise DamagedError(str(error)) from error
+    with _opener(path) as file, _damage_told():
+        yield file
 
 
 def inflated(data: bytes, kind: str) -> bytes:
     """The content of a compressed block of the kind gz, bz2, xz or zst. Raises `DamagedError`, ValueError."""
-    try:
+    with _damage_told():
         if kind == "zst":
             return _zstd_file(io.BytesIO(data)).read()
         return {"gz": gzip.decompress, "bz2": bz2.decompress, "xz": lzma.decompress}[kind](data)
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
+
+
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    """Raises `DamagedError` in place of what decompressors raise."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DamagedError(str(error)) from error
+    except OSError as error:
+        if error.errno is not None:  # of a disk; gzip and bz2 have none for data
+            raise
         raise DamagedError(str(error)) from error
     except Exception as error:
         if type(error).__name__ != "ZstdError":

@@ -66,6 +66,11 @@ def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: Stretch
     return Blob(name, "npy", data.size + _NPY_HEADER, lambda: npy(np.frombuffer(data.read(), dtype).reshape(shape)))
 
 
+def scalar(kind: str, data: bytes) -> Any:
+    """The number that bytes of this dtype begin with. Raises ValueError and IndexError for too few."""
+    return np.frombuffer(data, kind)[0].item()
+
+
 def pixels(name: str, data: Stretch) -> Blob:
     """A Pillow image (width, height, length of its mode, mode, rows) as PNG, or TIFF for modes that PNG lacks."""
     width, height, length = data.uint32s(0, 3)

@@ -10,8 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from savable_pipeline.convert.names import is_tar
+
 _LARGEST_INDEX = 1 << 30  # bytes
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
+_BESIDE_TABLES = (
+    ".json",
+    ".jsonl",
+    ".idx",
+    ".csv",
+    ".txt",
+    ".log",
+    ".sqlite",
+    ".md",
+    ".py",
+    ".yaml",
+    ".yml",
+    ".lock",
+    ".crc",
+)
 _OF_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 
 
@@ -33,9 +50,15 @@ class FolderMarks:
         """The number of files with this end."""
         return self.suffixes[suffix]
 
+    def beside_tables(self, suffixes: tuple[str, ...]) -> list[str]:
+        """The files that neither have one of these ends nor are left by a tool, or for people, beside those that do."""
+        known, begins = (*suffixes, *_BESIDE_TABLES), (*_OF_PEOPLE, "_")
+        bases = {name: name.rpartition("/")[2].lower() for name in self.names}
+        return [name for name, base in bases.items() if not base.endswith(known) and not base.startswith(begins)]
+
     def are_companions(self, suffix: str) -> bool:
         """Whether files with this end are tables beside tars of the same names."""
-        tars = {name.partition(".")[0] for name in self.names if name.endswith(".tar")}
+        tars = {name.partition(".")[0] for name in self.names if is_tar(name)}
         return all(name.partition(".")[0] in tars for name in self.names if name.lower().endswith(suffix))
 
 
@@ -66,7 +89,7 @@ def look_into(folder: Path) -> FolderMarks:
 def _beside_tars(name: str, group: list[str]) -> bool:
     """Whether a file is a tar, or lies beside tars without being a sample: with a tar's name, or for people."""
     base = name.rpartition("/")[2].lower()
-    if ".tar" in base or base.endswith(".tgz") or base.startswith(_OF_PEOPLE):
+    if ".tar" in base or is_tar(base) or base.startswith(_OF_PEOPLE):
         return True
     return base.endswith(_COMPANIONS) and (any(".tar" in other for other in group) or "stats" in base)
 

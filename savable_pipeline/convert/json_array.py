@@ -10,10 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from savable_pipeline.convert.jsonl import Lines, read_records
+from savable_pipeline.convert.jsonl import BOM, Lines, read_records
 from savable_pipeline.convert.model import Input
-
-_BOM = b"\xef\xbb\xbf"
 
 
 def read_json_array(lines: Lines) -> Input:
@@ -26,7 +24,7 @@ def read_json_array(lines: Lines) -> Input:
 
 def _elements(name: str, data: bytes) -> Iterator[tuple[int, bytes, int]]:
     """Number, bytes and offset of each element, counted from 1."""
-    begin = len(_BOM) if data.startswith(_BOM) else 0
+    begin = len(BOM) if data.startswith(BOM) else 0
     try:
         elements = msgspec.json.decode(memoryview(data)[begin:], type=list[msgspec.Raw])
     except msgspec.DecodeError as error:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,9 +25,7 @@ from savable_pipeline.core.wording import human_bytes
 
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 TEXT_FIELDS = ("caption", "text")
-_BOM = b"\xef\xbb\xbf"
-
-
+BOM = b"\xef\xbb\xbf"
 _URL = "a URL, not a file"
 _SHARED = 1.1  # times the bytes of the files
 
@@ -51,9 +49,25 @@ class Lines:
     options: Options
     fields: list[tuple[str, str]]  # name in the object, name of the part or ""
     keys: dict[str, int]  # seen so far, with their lines; only with a key field: the numbers of lines are unique
+    begins: Sequence[int] | None = None  # the line at which each record begins; None: its own number
+
+    def line(self, number: int) -> int:
+        """The line at which a record begins, counted from 1 as the records are."""
+        return number if self.begins is None else self.begins[number - 1]
+
+    def place(self, number: int) -> str:
+        """A record as rejects name it: file and line."""
+        return f"{self.name}:{self.line(number)}"
 
 
-def lines_of(path: Path, name: str, root: Path, options: Options, fields: Iterable[str] | None = None) -> Lines:
+def lines_of(
+    path: Path,
+    name: str,
+    root: Path,
+    options: Options,
+    fields: Iterable[str] | None = None,
+    begins: Sequence[int] | None = None,
+) -> Lines:
     """The settings for reading the records in `path`, which rejects call `name`; `fields` name files.
 
     (None: those of the options, or the usual ones.)
@@ -61,7 +75,7 @@ def lines_of(path: Path, name: str, root: Path, options: Options, fields: Iterab
     if fields is None:
         fields = FILE_FIELDS if options.file_fields is None else options.file_fields
     pairs = [field.partition("=") for field in fields]
-    return Lines(path, name, os.path.realpath(root), options, [(field, part) for field, _, part in pairs], {})
+    return Lines(path, name, os.path.realpath(root), options, [(field, part) for field, _, part in pairs], {}, begins)
 
 
 def read_jsonl(lines: Lines) -> Input:
@@ -90,7 +104,7 @@ def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[int, b
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             update(line)
-            mark = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+            mark = len(BOM) if number == 1 and line.startswith(BOM) else 0
             if line[mark:].strip():
                 yield number, line[mark:], offset + mark
             offset += len(line)
@@ -117,10 +131,11 @@ def _shared(found: Input) -> list[str]:
 
 
 def _refuse_urls(lines: Lines, found: Input) -> None:
-    if found.samples or not any(reject.reason == _URL for reject in found.rejected):
+    named = next((reject.detail for reject in found.rejected if reject.reason == _URL), None)
+    if found.samples or named is None:
         return
     raise ValueError(
-        f"{lines.name}: its records name URLs, not files, such as {found.rejected[0].detail}; download them first, "
+        f"{lines.name}: its records name URLs, not files, such as {named}; download them first, "
         "into tars that are read as they are, with img2dataset: see docs/bring-your-data.md. With --no-files they "
         "stay what they are, text"
     )
@@ -135,7 +150,7 @@ def _add_line(found: Input, lines: Lines, number: int, raw: bytes, start: int) -
         parts = _file_parts(lines, value)
     except _FaultError as fault:
         reason, _, detail = str(fault).partition(": ")
-        found.rejected.append(Reject(f"{lines.name}:{number}", printable(key), reason, printable(detail)))
+        found.rejected.append(Reject(lines.place(number), printable(key), reason, printable(detail)))
         return set(TEXT_FIELDS)
     body = raw.strip()
     offset = start + len(raw) - len(raw.lstrip())
@@ -144,14 +159,14 @@ def _add_line(found: Input, lines: Lines, number: int, raw: bytes, start: int) -
         found.rejected[-1] = _at_line(found.rejected[-1], lines, number)
         return set(TEXT_FIELDS)
     if lines.options.key_field is not None:
-        lines.keys[key] = number
+        lines.keys[key] = lines.line(number)
     return {name for name in TEXT_FIELDS if isinstance(value.get(name), str)}
 
 
 def _at_line(reject: Reject, lines: Lines, number: int) -> Reject:
     """The same reject with its line in the place of the file, which may be right for another line."""
     detail = reject.detail if reject.file == str(lines.path.absolute()) else f"{reject.file}: {reject.detail}"
-    return Reject(f"{lines.name}:{number}", reject.key, reject.reason, detail.removesuffix(": "))
+    return Reject(lines.place(number), reject.key, reject.reason, detail.removesuffix(": "))
 
 
 def _object(raw: bytes) -> dict[str, Any]:

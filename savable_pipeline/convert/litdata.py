@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.convert.fields import Blob, Value, array, pixels, raw, several
+from savable_pipeline.convert.fields import Blob, Value, array, pixels, raw, scalar, several
 from savable_pipeline.convert.litdata_json import loads
 from savable_pipeline.convert.model import Input, Options
 from savable_pipeline.convert.records import Numbered, read_numbered
@@ -248,16 +248,12 @@ def _file_of(default: str, name: str, setting: str, data: Stretch) -> Blob:
     return raw(name, setting or default, data)
 
 
-def _scalar(kind: str, data: bytes) -> Any:
-    return np.frombuffer(data, kind)[0].item()
-
-
 _VALUES: dict[str, Callable[[bytes], Any]] = {
     "str": bytes.decode,
     "text": bytes.decode,
     "bool": lambda data: data[0] != 0,
-    "int": functools.partial(_scalar, "<i8"),
-    "float": functools.partial(_scalar, "<f8"),
+    "int": functools.partial(scalar, "<i8"),
+    "float": functools.partial(scalar, "<f8"),
     "json": loads,
 }
 _BLOBS: dict[str, Callable[[str, str, Stretch], Blob]] = {

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.convert.fields import Blob, Value, array, pixels, raw, several
+from savable_pipeline.convert.fields import Blob, Value, array, pixels, raw, scalar, several
 from savable_pipeline.convert.model import Input, Options
 from savable_pipeline.convert.records import Numbered, read_numbered
 from savable_pipeline.convert.stretches import RecordError, RecordFile, Stretch
@@ -151,18 +151,14 @@ def _array(name: str, settings: str, data: Stretch) -> Blob:
         raise RecordError(f"damaged record: {name} is no array: {error}") from error
 
 
-def _scalar(kind: str, data: bytes) -> Any:
-    return np.frombuffer(data, kind)[0].item()
-
-
 _VALUES: dict[str, Callable[[bytes], Any]] = {
     "str": bytes.decode,
     "json": json.loads,
-    "int": functools.partial(_scalar, "<i8"),
+    "int": functools.partial(scalar, "<i8"),
     "str_int": lambda data: int(data.decode()),
     "str_float": lambda data: float(data.decode()),
     "str_decimal": lambda data: str(Decimal(data.decode())),  # a text: JSON has no decimals of any precision
-    **{kind: functools.partial(_scalar, kind) for kind in _SCALARS},
+    **{kind: functools.partial(scalar, kind) for kind in _SCALARS},
 }
 _jpeg = functools.partial(lambda name, data: raw(name, "jpg", data))
 _png = functools.partial(lambda name, data: raw(name, "png", data))

@@ -6,9 +6,16 @@ import os
 
 from savable_pipeline.convert.model import Part
 from savable_pipeline.shards.part_types import TEXT_PARTS
+from savable_pipeline.shards.paths import TARS
 from savable_pipeline.shards.tar import split_name
 
-_SHARDS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.idx")
+PACKED = TARS.refused  # how the names of compressed tars end, in small letters
+TAR_ENDINGS = (*TARS.suffixes, *PACKED)
+
+
+def is_tar(name: str) -> bool:
+    """Whether a name is that of a tar, compressed or not, in letters of any case."""
+    return name.lower().endswith(TAR_ENDINGS)
 
 
 def name_fault(key: str, extension: str) -> str:
@@ -16,7 +23,7 @@ def name_fault(key: str, extension: str) -> str:
     name = f"{key}.{extension}"
     if printable(name) != name:
         return "name that a tar cannot carry: it is not UTF-8 or has control characters"
-    if name.lower().endswith(_SHARDS):
+    if is_tar(name) or name.lower().endswith(".tar.idx"):
         return "already a shard: a tar or its index is no part of a sample"
     if any(part in ("", ".", "..") for part in key.split("/")) or split_name(name) != (key, extension):
         return f"name that a tar cannot carry: readers would not take {key!r} for the key of {name!r}"

@@ -32,6 +32,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     input: str  # sha256 of all names and sizes; of a JSONL file, of its bytes too
     options: Options
+    place: str = ""  # where the input lay: see `place_of`; the bytes of the shards do not depend on it
     done: bool = False
 
 
@@ -70,8 +71,15 @@ def make_plan(found: Input, options: Options) -> Plan:
         shards=len(shards),
         input=_digest(found),
         options=options,
+        place=place_of(Path(found.root)),
     )
     return Plan(found, options, shards, manifest)
+
+
+def place_of(source: Path) -> str:
+    """A hash of where a source lies and of which folder or file it is: another one put in its place has another."""
+    real = source.resolve()
+    return hashlib.sha256(f"{real}\0{real.stat().st_ino}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _shards(samples: list[Files], options: Options, prefix: str, first: int) -> list[PlannedShard]:
@@ -137,5 +145,5 @@ def check_manifest(target: Path, here: Manifest, there: Manifest) -> None:
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(manifest)
-    del fields["done"]
+    del fields["done"], fields["place"]
     return {**fields.pop("options"), **fields, "input": manifest.input[:12]}

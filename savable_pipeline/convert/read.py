@@ -6,7 +6,7 @@ What a store reads in place has no second reader here: `read_stored`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -38,9 +38,14 @@ class Reading:
         """Where the source lies."""
         return self.source.path
 
-    def lines(self, path: Path, fields: list[str] | None = None) -> Lines:
+    @property
+    def root(self) -> Path:
+        """The folder of the files that records name."""
+        return self.files_from or self.path.parent
+
+    def lines(self, path: Path, fields: list[str] | None = None, begins: Sequence[int] | None = None) -> Lines:
         """Records in `path`, of which rejects speak by the name of the source."""
-        return lines_of(path, self.path.name, self.files_from or self.path.parent, self.options, fields)
+        return lines_of(path, self.path.name, self.root, self.options, fields, begins)
 
 
 def read_source(reading: Reading) -> Input:
@@ -68,6 +73,10 @@ def _check_options(reading: Reading) -> None:
         raise ValueError(f"{reading.path} is {reading.source.words}: file fields are for JSONL, JSON and CSV")
     if options.key_field and not records and kind not in ("mds", "litdata"):
         raise ValueError(f"{reading.path} is {reading.source.words}: a key field is for records")
+    if options.allow_outside and not records and kind != "folder":
+        raise ValueError(
+            f"{reading.path} is {reading.source.words}: allow_outside is for files that links or records name"
+        )
     if kind != "folder" and options.key_end != "first":
         raise ValueError(f"{reading.path} is no folder of files: key_end is for the names of files in one")
 
@@ -85,12 +94,17 @@ def _json(reading: Reading) -> Input:
 
 
 def _csv(reading: Reading) -> Input:
-    with opened(reading.path) as table, reading.aside.open("wb") as target:
-        first = write_as_jsonl(table, reading.path.name, target)
-    fields = None
+    name = reading.path.name
+    with opened(reading.path) as file, reading.aside.open("wb") as target:
+        table = write_as_jsonl(file, name, target)
+    fields: list[str] | None = None
+    warnings: list[str] = []
     if reading.options.file_fields is None:
-        fields = file_columns(first, reading.files_from or reading.path.parent, reading.path.name)
-    return read_jsonl(reading.lines(reading.aside, fields))
+        fields, warnings = file_columns(table.head, reading.root, name)
+    found = read_jsonl(reading.lines(reading.aside, fields, table.begins))
+    found.rejected[:0] = table.rejected
+    found.warnings += warnings
+    return found
 
 
 def _plain(reading: Reading) -> Path:

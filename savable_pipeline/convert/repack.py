@@ -18,27 +18,27 @@ from savable_pipeline.convert.changed import is_newer
 from savable_pipeline.convert.compressed import DamagedError, opened
 from savable_pipeline.convert.describe import describe
 from savable_pipeline.convert.model import Reject
-from savable_pipeline.convert.names import printable
+from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar, printable
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.scan import scan
 
-_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _CHUNK = 1 << 20
 
 
 def packed_tars(source: Path) -> list[Path]:
     """The tars of a folder, or a tar by itself, if one of them is compressed; else nothing."""
     found = sorted(path for path in (source.rglob("*") if source.is_dir() else [source]) if path.is_file())
-    tars = [path for path in found if path.name.endswith(_SUFFIXES) and not path.name.startswith(".")]
-    return tars if any(path.suffix != ".tar" for path in tars) else []
+    tars = [path for path in found if is_tar(path.name) and not path.name.startswith(".")]
+    return tars if any(path.name.lower().endswith(PACKED) for path in tars) else []
 
 
 def repack(
-    source: Path, tars: list[Path], target: Path, work: Path, progress: Callable[[int, int, int], None]
+    source: Path, tars: list[Path], target: Path, work: Path, progress: Callable[[int, int, int], None], *, moved: bool
 ) -> tuple[list[Reject], ShardIndex | None]:
     """Write the tars into `target`, by way of the folder `work`; gives what was left out, and their index.
 
+    A tar that is there is compared with its source if that may have changed since, or the whole source was `moved`.
     Raises OSError where a file cannot be written, and ValueError for two tars that would have one name.
     """
     base = source if source.is_dir() else source.parent
@@ -50,8 +50,8 @@ def repack(
     for done, (path, name) in enumerate(zip(tars, names, strict=True)):
         progress(done, len(tars), size)
         size += path.stat().st_size
-        there = (target / name).exists()
-        fault = "" if there and not is_newer(path, target / name) else _repack_one(path, target, work, name)
+        same = (target / name).exists() and not moved and not is_newer(path, target / name)
+        fault = "" if same else _repack_one(path, target, work, name)
         if fault:
             rejected.append(Reject(str(path), "", "damaged tar", printable(fault)))
     progress(len(tars), len(tars), size)
@@ -85,11 +85,8 @@ def _repack_one(path: Path, target: Path, work: Path, name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    return f"{name.removesuffix(_suffix_of(name))}.tar"
-
-
-def _suffix_of(name: str) -> str:
-    return next(suffix for suffix in _SUFFIXES if name.endswith(suffix))
+    ending = next(ending for ending in TAR_ENDINGS if name.lower().endswith(ending))
+    return f"{name[: -len(ending)]}.tar"
 
 
 def digest_of(source: Path, tars: list[Path]) -> str:

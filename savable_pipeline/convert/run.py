@@ -23,7 +23,16 @@ from savable_pipeline.convert.changed import check_unchanged
 from savable_pipeline.convert.choose import keep_keys, keep_parts
 from savable_pipeline.convert.energon import energon_files
 from savable_pipeline.convert.model import Input, Options, Reject
-from savable_pipeline.convert.plan import MANIFEST, Manifest, Plan, check_manifest, make_plan, read_manifest
+from savable_pipeline.convert.plan import (
+    MANIFEST,
+    Manifest,
+    Plan,
+    PlannedShard,
+    check_manifest,
+    make_plan,
+    place_of,
+    read_manifest,
+)
 from savable_pipeline.convert.read import Reading, close_sources, read_source
 from savable_pipeline.convert.repack import digest_of, packed_tars, repack
 from savable_pipeline.convert.shard_job import Job, Written, read_written, room_on
@@ -79,6 +88,8 @@ def convert(
         raise ValueError(f"workers must be 1 or more, not {workers}")
     source = source if isinstance(source, Source) else recognize(source)
     check_reshard(source, options, reshard, keys is not None)
+    if source.kind == "packed":
+        _check_repack(source, options, files_from=files_from, workers=workers)
     _check_apart(source.path, target)
     _refuse_other_shards(target)
     with room_on(target), _work_in(target) as work:
@@ -115,6 +126,18 @@ def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = 
         raise ValueError(f"{source.path} is {source.words}: --reshard is for tars")
 
 
+def _check_repack(source: Source, options: Options, **more: object) -> None:
+    """Raises ValueError for settings that compressed tars do not heed."""
+    usual = msgspec.structs.asdict(Options())
+    given = [name for name, value in msgspec.structs.asdict(options).items() if value != usual[name]]
+    given += [name for name, value in more.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{source.path}: compressed tars are re-packed as they are, one by one: leave out "
+            f"{', '.join(sorted(given))}; for other shards convert the folder with their plain ones, with --reshard"
+        )
+
+
 @contextlib.contextmanager
 def _work_in(target: Path) -> Iterator[Path]:
     """The folder for what is unfinished, for one conversion at a time. If nothing was begun, nothing stays."""
@@ -144,13 +167,23 @@ def _warnings(found: Input) -> list[str]:
 def _repack(source: Path, target: Path, options: Options, progress: Progress) -> Report:
     """Write compressed tars as plain ones; `progress` counts tars."""
     tars = packed_tars(source)
-    manifest = Manifest(version=1, samples=len(tars), shards=len(tars), input=digest_of(source, tars), options=options)
+    manifest = Manifest(
+        version=1,
+        samples=len(tars),
+        shards=len(tars),
+        input=digest_of(source, tars),
+        options=options,
+        place=place_of(source),
+    )
     there = read_manifest(target)
     if there is None:
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     else:
         check_manifest(target, manifest, there)
-    rejected, index = repack(source, tars, target, target / _WORK, progress)
+    moved = there is not None and there.place != manifest.place
+    rejected, index = repack(source, tars, target, target / _WORK, progress, moved=moved)
+    if moved:
+        replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
     return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)
@@ -193,21 +226,30 @@ def _finished(target: Path, plan: Plan) -> Report | None:
         return None
     check_manifest(target, plan.manifest, there)
     if not there.done:
+        written = [shard for shard in plan.shards if read_written(target, target / _WORK, shard.name) is not None]
+        _check_unchanged(target, plan, there, written)
         return None
     rejected = [msgspec.json.decode(line, type=Reject) for line in (target / REJECTED).open("rb")]
     entries = ShardIndex(target / INDEX_NAME).shards if (target / INDEX_NAME).exists() else []
     if not all((target / e.name).exists() and (target / e.name).stat().st_size == e.size for e in entries):
         replace_file(target / MANIFEST, [_pretty(plan.manifest)], sync=True)
         return None
-    check_unchanged(target, plan, plan.shards)
+    _check_unchanged(target, plan, there, plan.shards)
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
     return Report(samples, len(entries), size, rejected, plan.input.hidden)
+
+
+def _check_unchanged(target: Path, plan: Plan, there: Manifest, shards: list[PlannedShard]) -> None:
+    """See `check_unchanged`; from then on the source may lie where it lies now."""
+    here = msgspec.structs.replace(there, place=plan.manifest.place)
+    check_unchanged(target, plan, shards, moved=here != there)
+    if here != there:
+        replace_file(target / MANIFEST, [_pretty(here)], sync=True)
 
 
 def _write(target: Path, plan: Plan, workers: int, progress: Progress) -> None:
     work = target / _WORK
     jobs = []
-    check_unchanged(target, plan, [s for s in plan.shards if read_written(target, work, s.name) is not None])
     for shard in plan.shards:
         if read_written(target, work, shard.name) is None:
             samples = plan.input.samples[shard.first : shard.last]

@@ -26,6 +26,8 @@ from pathlib import Path
 
 from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
 from savable_pipeline.convert.folder_marks import FolderMarks, look_into
+from savable_pipeline.convert.jsonl import BOM
+from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar
 from savable_pipeline.core.wording import listed
 
 WORDS = {
@@ -44,7 +46,6 @@ WORDS = {
 }
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
-PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 _STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
@@ -89,8 +90,8 @@ def recognize(path: Path, kind: str | None = None) -> Source:
 
 def _of_file(path: Path) -> str:
     name = path.name.lower()
-    if name.endswith((*PACKED, ".tar")):
-        return "tars" if name.endswith(".tar") else "packed"
+    if is_tar(name):
+        return "packed" if name.endswith(PACKED) else "tars"
     plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
     suffix = Path(plain).suffix
     if suffix == ".json":
@@ -103,14 +104,15 @@ def _of_file(path: Path) -> str:
         raise ValueError(f"{path}: {suffix} is not read here: {CONTAINERS[suffix]}")
     raise ValueError(
         f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
-        f"{', '.join(ENDINGS)}), .tar and .tar.gz, folders of MDS and LitData. For anything else: {_OTHER}"
+        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData. For anything else: "
+        f"{_OTHER}"
     )
 
 
 def _of_json(path: Path) -> str:
     try:
         with opened(path) as file:
-            head = file.read(_PEEK).removeprefix(b"\xef\xbb\xbf").lstrip()
+            head = file.read(_PEEK).removeprefix(BOM).lstrip()
     except DamagedError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
     lines = [line.strip() for line in head.split(b"\n") if line.strip()]
@@ -133,7 +135,9 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
         raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(marks.below)}")
     for suffix, kind in _STORED_FILES.items():
         if marks.count(suffix) and not marks.are_companions(suffix):
-            return "hub" if kind == "parquet" and marks.hub else kind
+            found = "hub" if kind == "parquet" and marks.hub else kind
+            _refuse_others(path, marks, kind, found)
+            return found
     packed = [name for name in marks.names if name.lower().endswith(PACKED)]
     if packed and marks.others:
         raise ValueError(
@@ -143,9 +147,31 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
     if packed:
         return "packed"
     if marks.count(".tar") and not marks.others:
+        _refuse_capitals(path, marks)
         return "tars"
     _refuse_lone(path, marks)
     return "folder"
+
+
+def _refuse_others(path: Path, marks: FolderMarks, form: str, kind: str) -> None:
+    """Refuse files of rows beside what would not be read with them, such as pictures."""
+    suffixes = tuple(suffix for suffix, other in _STORED_FILES.items() if other == form)
+    others = marks.beside_tables(suffixes)
+    if others:
+        table = next(name for name in marks.names if name.lower().endswith(suffixes))
+        raise ValueError(
+            f"{path} holds {table} and other files ({listed(others)}), which are not read with it: take the rows alone "
+            f"with --as {kind}, or each file for a part of a sample with --as folder; where the rows name the files, "
+            "write them as JSONL and convert that"
+        )
+
+
+def _refuse_capitals(path: Path, marks: FolderMarks) -> None:
+    unseen = [name for name in marks.names if is_tar(name) and not name.endswith(TAR_ENDINGS)]
+    if unseen:
+        raise ValueError(
+            f"{path} holds tars that are not read in place, since readers look for .tar: rename {listed(unseen)}"
+        )
 
 
 def _of_index(path: Path, kind: str) -> str:
@@ -184,7 +210,10 @@ def _table_suffix(name: str) -> str:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a file begins as a list of objects."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    """Whether a file, perhaps compressed, begins as a list of objects."""
+    try:
+        with opened(path) as file:
+            head = file.read(_HEAD).removeprefix(BOM).lstrip()
+    except DamagedError:
+        return False
     return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")

@@ -65,7 +65,7 @@ def read_stored(path: Path) -> Input:
         if key in seen:
             again.append(key)
             key = f"{name.rpartition('.')[0].replace('.', '_')}/{key}"
-        _add(found, Files(key, _parts(dataset, name, shard, row), i), again=key in seen)
+        _add(found, Files(key, _parts(dataset, name, shard, row), i), name, again=key in seen)
         seen.add(key)
     if again:
         found.warnings.append(
@@ -87,13 +87,15 @@ def _parts(dataset: Dataset, name: str, shard: int, row: int) -> tuple[Part, ...
     return tuple(Part(extension, name, size) for extension, size in sorted(dataset.store.sizes(shard, row).items()))
 
 
-def _add(found: Input, sample: Files, *, again: bool) -> None:
+def _add(found: Input, sample: Files, shard: str, *, again: bool) -> None:
     fault = "duplicate key: twice in one shard" if again else ""
+    if not sample.parts:
+        fault = fault or "no part: every field of it is null"
     for part in sample.parts:
         fault = fault or name_fault(sample.key, part.extension)
     if fault:
         reason, _, detail = fault.partition(": ")
-        where = f"{sample.parts[0].path}, record {sample.record}"
+        where = f"{shard}, record {sample.record}"
         found.rejected.append(Reject(printable(where), printable(sample.key), reason, printable(detail)))
     else:
         found.samples.append(sample)

@@ -16,6 +16,11 @@ def human_bytes(size: float) -> str:
     return f"{size:,.1f} TB"
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """`1 shard`, `1,204 shards`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def listed(names: Iterable[str]) -> str:
     """The first five names, sorted, and the number of the others: `a, b, c, d, e and 3 more`."""
     ordered = sorted(names)

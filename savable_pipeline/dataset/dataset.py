@@ -57,7 +57,7 @@ class Dataset:
         # What samples ask for: bound here, since a wrapper around `read` would cost as much as a tenth of it.
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
         self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
-        self.unit, self.root = store.unit, store.root
+        self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
 
     def first_shards(self, shards: int) -> Dataset:
         """The dataset of the first so many shards, with the same store."""

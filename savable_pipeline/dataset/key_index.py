@@ -73,21 +73,26 @@ class KeyIndex:
         Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there.
         """
         high, low = _halves(b"".join(map(_hashed, keys)))
-        at = np.searchsorted(self._high, high)
         found = np.full(len(keys), -1, np.int64)
-        for i, place in enumerate(at.tolist()):
-            while place < self._count and self._high[place] == high[i]:
-                if self._low[place] == low[i]:
-                    found[i] = self._number(place)
-                    break
-                place += 1
-        return found
+        wanted, at = np.arange(len(keys)), np.searchsorted(self._high, high)
+        while True:  # once, unless hashes of several keys have one first half
+            alike = at < self._count
+            wanted, at = wanted[alike], at[alike]
+            alike = self._high[at] == high[wanted]
+            wanted, at = wanted[alike], at[alike]
+            if not len(wanted):
+                return found
+            equal = self._low[at] == low[wanted]
+            found[wanted[equal]] = self._numbers(at[equal])
+            wanted, at = wanted[~equal], at[~equal] + 1
 
-    def _number(self, place: int) -> int:
-        number = int(self._places[place]) & ((1 << _CHECK) - 1)
-        if number >= self._count or _checked(self._low[place : place + 1], number) != self._places[place]:
+    def _numbers(self, at: Rows) -> Rows:
+        """The numbers of the samples at these places of the index: int64 (places,)."""
+        places = self._places[at]
+        numbers = places & np.uint64((1 << _CHECK) - 1)
+        if (numbers >= self._count).any() or (_checked(self._low[at], numbers) != places).any():
             raise ShardError(f"{self.path}: the index of keys is damaged; remove it and start again")
-        return number
+        return numbers.astype(np.int64)
 
 
 def key_index(dataset: Dataset) -> KeyIndex:
@@ -113,8 +118,9 @@ def key_index(dataset: Dataset) -> KeyIndex:
 
 
 def manifest_digest(dataset: Dataset) -> bytes:
-    """16 bytes that tell datasets apart by their shards: names, numbers of samples, and their members."""
-    return hashlib.blake2b(msgspec.msgpack.encode(dataset.manifest()), digest_size=16).digest()
+    """16 bytes that tell datasets apart: by names, numbers of samples and members of shards, and the keys' column."""
+    told = [*dataset.manifest(), *([] if dataset.key_column is None else [dataset.key_column])]
+    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()
 
 
 def _places(dataset: Dataset, manifest: bytes) -> list[Path]:
@@ -153,9 +159,9 @@ def _halves(hashes: bytes | bytearray) -> tuple[NDArray[np.uint64], NDArray[np.u
     return pairs[:, 0], pairs[:, 1]
 
 
-def _checked(low: NDArray[np.uint64], numbers: Any) -> NDArray[np.uint64]:
+def _checked(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint64]:
     """Numbers of samples, with 16 bits above them that depend on the number and the hash."""
-    plain = np.asarray(numbers).astype(np.uint64)
+    plain = numbers.astype(np.uint64)
     mixed = (low ^ (plain * np.uint64(GAMMA))) * np.uint64(GAMMA)
     checked: NDArray[np.uint64] = plain | (mixed >> np.uint64(_CHECK) << np.uint64(_CHECK))
     return checked

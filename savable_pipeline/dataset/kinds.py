@@ -59,24 +59,41 @@ def kind_of(files: Shards) -> str:
     return found.pop()
 
 
-def open_any(files: Shards, *, on_error: OnError = "raise") -> Dataset:
-    """The dataset of the files that a user names, of whichever kind. Raises `ShardError`, `RemoteError`."""
+def open_any(
+    files: Shards, *, columns: tuple[str, ...] | None = None, key: str | None = None, on_error: OnError = "raise"
+) -> Dataset:
+    """The dataset of the files that a user names, of whichever kind; `columns` and `key` are those of their reader.
+
+    Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have.
+    """
     form = format_of(files)
+    kind = "tar" if form is None else form.name
+    if columns is not None and form not in (PARQUET, ARROW):
+        raise ValueError(f"{files}: columns are for Parquet and Arrow files, not for files of the kind {kind}")
+    if key is not None and form not in (PARQUET, ARROW, JSONL):
+        raise ValueError(f"{files}: a key is for Parquet, Arrow and JSONL files, not for files of the kind {kind}")
     if form is None:
         return open_dataset(files, on_error=on_error)
-    return dataset_of(lambda tolerant, unlistable: open_store(files, form, tolerant, unlistable), on_error=on_error)
+    return dataset_of(
+        lambda tolerant, unlistable: open_store(files, form, tolerant, unlistable, columns, key), on_error=on_error
+    )
 
 
 def open_store(
-    files: Shards | IndexedFiles, form: FileFormat, tolerant: bool = False, unlistable: Unlistable = raise_it
+    files: Shards | IndexedFiles,
+    form: FileFormat,
+    tolerant: bool = False,
+    unlistable: Unlistable = raise_it,
+    columns: tuple[str, ...] | None = None,
+    key: str | None = None,
 ) -> FileStore:
     """The store of files of a format; flat tokens are shown in windows. Raises `ShardError`."""
     if form is PARQUET:
-        return ParquetStore(files, tolerant=tolerant, unlistable=unlistable)
+        return ParquetStore(files, columns=columns, key=key, tolerant=tolerant, unlistable=unlistable)
     if form is ARROW:
-        return ArrowStore(files, tolerant=tolerant, unlistable=unlistable)
+        return ArrowStore(files, columns=columns, key=key, tolerant=tolerant, unlistable=unlistable)
     if form is JSONL:
-        return JsonlStore(files, tolerant=tolerant, unlistable=unlistable)
+        return JsonlStore(files, key=key, tolerant=tolerant, unlistable=unlistable)
     try:
         return TokenStore(files, tolerant=tolerant, unlistable=unlistable)
     except ValueError:

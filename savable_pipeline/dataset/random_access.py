@@ -29,18 +29,23 @@ def open_dataset(
     shards: Shards,
     *,
     transform: Transform | None = None,
+    columns: Sequence[str] | None = None,
+    key: str | None = None,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
 ) -> Samples:
     """All samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
 
-    `shards`, `cache` and `cache_bytes` are as `TarShardReader` takes them. `transform` is called with each sample that
-    is asked for, and may be `sp.Sample.decoded`; without it a `Sample` reads its parts when they are asked for. A slice
-    is such a sequence itself, and reads nothing. It may be pickled: another process opens the shards again.
+    `shards`, `cache` and `cache_bytes` are as `TarShardReader` takes them, `columns` and `key` as the reader of these
+    files. `transform` is called with each sample that is asked for, and may be `sp.Sample.decoded`; without it a
+    `Sample` reads its parts when they are asked for. A slice is such a sequence itself, and reads nothing. It may be
+    pickled: another process opens the shards again.
 
-    Keys are found by an index of them, made when the first is asked for: that reads the header of every sample once.
-    Raises `ShardError`, `RemoteError`; IndexError for a number, and KeyError for a key, that is not there. Of several
-    samples with one key it gives the first.
+    Keys are found by an index of them, made when the first is asked for: that reads the header of every sample once, or
+    the column of the keys. Of several samples with one key it gives the first.
+
+    Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have; IndexError for
+    a number, and KeyError for a key, that is not there.
 
     >>> data = sp.open_dataset("shards/")
     >>> len(data), data[3].key, data[-1].key, data["s000042"].json()
@@ -53,7 +58,7 @@ def open_dataset(
     torch.Size([2, 8, 8, 3])
     """
     specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
-    return Samples(_Opened(specs, cache, cache_bytes), transform)
+    return Samples(_Opened((specs, cache, cache_bytes, None if columns is None else tuple(columns), key)), transform)
 
 
 class _Opened:
@@ -62,10 +67,8 @@ class _Opened:
     It has the shards that the first process found, also where others were added after them.
     """
 
-    def __init__(
-        self, shards: Any, cache: Any, cache_bytes: int | None, manifest: bytes | None = None, known: int | None = None
-    ) -> None:
-        self._arguments = shards, cache, cache_bytes
+    def __init__(self, arguments: tuple[Any, ...], manifest: bytes | None = None, known: int | None = None) -> None:
+        self._arguments = arguments
         self._manifest, self._known = manifest, known  # what the first process found; `known` shards
         self._dataset = self._open()
         self._manifest, self._known = manifest_digest(self._dataset), len(self._dataset.entries)
@@ -78,14 +81,14 @@ class _Opened:
         dataset = pin(self.dataset, f"opened {self._arguments!r}", pinned)
         if dataset is self._dataset:
             return self
-        return _Opened(*self._arguments, manifest_digest(dataset), len(dataset.entries))
+        return _Opened(self._arguments, manifest_digest(dataset), len(dataset.entries))
 
     def _open(self) -> Dataset:
-        shards, cache, cache_bytes = self._arguments
-        if format_of(shards) is None:
+        shards, cache, cache_bytes, columns, key = self._arguments
+        if format_of(shards) is None and columns is None and key is None:
             dataset = opening.open_dataset(shards, cache=cache, cache_size=cache_bytes)
         else:
-            dataset = open_any(shards)
+            dataset = open_any(shards, columns=columns, key=key)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and manifest_digest(dataset) != self._manifest:
@@ -110,7 +113,7 @@ class _Opened:
         return self._keys
 
     def __reduce__(self) -> Any:
-        return _Opened, (*self._arguments, self._manifest, self._known)
+        return _Opened, (self._arguments, self._manifest, self._known)
 
 
 class Samples(Sequence[Any]):

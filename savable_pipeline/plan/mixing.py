@@ -40,7 +40,6 @@ class Mixing:
     """Of a batch of one lane, and of the step of all ranks."""
 
     samples_a_batch: int
-    samples_a_step: int
     lanes: int
     """That gave refs: those of the ranks, at most 64."""
     batch_shards: Entropy
@@ -60,7 +59,7 @@ def measure_mixing(builder: LaneBuilder, parts: PathParts, *, ranks: int, sample
     if not least:
         return None
     refs = np.stack([refs[: least * samples_a_batch].reshape(least, samples_a_batch) for refs in taken])
-    return _of(parts, refs, ranks)
+    return _of(parts, refs)
 
 
 def _taken(parts: PathParts, n: int) -> RefArray:
@@ -73,13 +72,12 @@ def _taken(parts: PathParts, n: int) -> RefArray:
     return np.concatenate(found) if found else stage.take_refs(0)
 
 
-def _of(parts: PathParts, refs: RefArray, ranks: int) -> Mixing:
+def _of(parts: PathParts, refs: RefArray) -> Mixing:
     """Of refs (lanes, batches, samples)."""
     batches = refs.reshape(-1, refs.shape[2])
     steps = refs.transpose(1, 0, 2).reshape(refs.shape[1], -1)
     return Mixing(
         refs.shape[2],
-        refs.shape[2] * ranks,
         refs.shape[0],
         *[_beside_random(parts, rows, places) for rows in (batches, steps) for places in (_shards, _neighbours)],
     )

@@ -36,12 +36,6 @@ class Memory:
     processes: int
     batches_ahead: float
 
-    @property
-    def held(self) -> float:
-        """Bytes of items that are held, within the limit."""
-        wanted = self.buffered_items + self.open_packs + self.balance
-        return wanted if self.limit is None else min(wanted, self.limit * self.processes)
-
 
 def plan_memory(
     settings: LoaderSettings,

@@ -89,7 +89,7 @@ def plan_run(
         wanted=wanted,
         lanes=settings.lanes,
         planned_lanes=lanes,
-        better_lanes=better_lanes(settings, choices),
+        better_lanes=better_lanes(settings, choices, planned=lanes),
         path=data_path(parts.last),
         population=parts.population,
         lengths=lengths,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.balance import Balance
-from savable_pipeline.stages.cost import Cost, Size
+from savable_pipeline.stages.cost import Cost, Size, waiting_share
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
 from savable_pipeline.stages.packer import OnlinePacker
 from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State
@@ -80,18 +80,15 @@ class Packs:
 
     costs: NDArray[np.int64]  # (lanes, packs)
     fill: float  # mean share of max_length
-    mean_length: float
-    longest: int
     items: float  # a pack
     open_items: float  # in the open packs of a lane, at the end
-    packed_s: float
 
 
 def pack(documents: Documents, cost: Cost, /, *, lanes: int, packs: int, seed: int, **settings: Any) -> Packs:
     """Pack the documents of every lane by `OnlinePacker(**settings)`."""
-    encoder, start = Null(), time.perf_counter()
+    encoder = Null()
     costs = np.empty((lanes, packs), np.int64)
-    items, tokens, longest, left = 0, 0, 0, 0
+    items, tokens, left = 0, 0, 0
     for index in range(lanes):
         told = Told(documents(index), Lane(index, lanes, seed), encoder)
         packer = OnlinePacker(told, **settings)
@@ -99,14 +96,11 @@ def pack(documents: Documents, cost: Cost, /, *, lanes: int, packs: int, seed: i
             packer.take_measured()
             sizes = packer.sizes or ()
             costs[index, n] = sum(cost(length, images) for length, images in sizes)
-            length = sum(length for length, _ in sizes)
-            items, tokens, longest = items + len(sizes), tokens + length, max(longest, length)
+            items, tokens = items + len(sizes), tokens + sum(length for length, _ in sizes)
         state = packer.save_state()
         left += sum(map(len, state["packs"])) + len(state.get("held", ()))
-    mean = tokens / costs.size
-    took = time.perf_counter() - start
-    fill = mean / settings["max_length"]
-    return Packs(costs, fill, mean, longest, items / costs.size, left / lanes, took)
+    fill = tokens / costs.size / settings["max_length"]
+    return Packs(costs, fill, items / costs.size, left / lanes)
 
 
 def unpacked(documents: Documents, cost: Cost, *, lanes: int, items: int) -> NDArray[np.int64]:
@@ -149,5 +143,4 @@ def _itself(length: int, images: int) -> int:
 
 def waiting(costs: NDArray[np.int64], ranks: int) -> float:
     """The share of the ranks' time spent waiting, when a step is `ranks` consecutive slots of (lanes, slots)."""
-    steps = costs.T.reshape(-1, ranks)
-    return 1 - float(steps.sum() / (ranks * steps.max(axis=1).sum()))
+    return waiting_share(costs.T.reshape(-1, ranks).tolist())

@@ -126,10 +126,11 @@ def lanes_choices(
     ranks: int,
     items_a_batch: float | None,
 ) -> list[LanesChoice]:
-    """The lanes of the run, and multiples of the ranks, ascending."""
-    population = builder.build(0, fitting_lanes(settings.lanes, ranks)).population
+    """The lanes of the run, those that are planned, and multiples of the ranks, ascending."""
+    planned = fitting_lanes(settings.lanes, ranks)
+    population = builder.build(0, planned).population
     choices = []
-    for lanes in sorted({settings.lanes, *(ranks * multiple for multiple in _MULTIPLES)}):
+    for lanes in sorted({settings.lanes, planned, *(ranks * multiple for multiple in _MULTIPLES)}):
         worlds = [n for n in range(1, lanes + 1) if lanes % n == 0 and ranks / _NEAR <= n <= ranks * _NEAR]
         if lanes % ranks:
             choices.append(LanesChoice(lanes, False, worlds, 0, None, None))
@@ -141,10 +142,10 @@ def lanes_choices(
     return choices
 
 
-def better_lanes(settings: LoaderSettings, choices: list[LanesChoice]) -> int:
+def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planned: int) -> int:
     """The fewest lanes that serve most numbers of ranks, without leaving over 1 % more of the data than need be.
 
-    The lanes of the run if they do as well. Where a rank has workers, each needs a lane.
+    The `planned` ones if they do as well. Where a rank has workers, each needs a lane.
     """
     fitting = [each for each in choices if each.fits and each.workers >= settings.num_workers]
     fitting = fitting or [each for each in choices if each.fits]
@@ -152,4 +153,4 @@ def better_lanes(settings: LoaderSettings, choices: list[LanesChoice]) -> int:
     good = [each for each in fitting if (each.left_share or 0.0) <= least + 0.01 and each.steps != 0] or fitting
     most = max(len(each.worlds) for each in good)
     best = [each.lanes for each in good if len(each.worlds) == most]
-    return settings.lanes if settings.lanes in best else best[0]
+    return planned if planned in best else best[0]

@@ -47,8 +47,6 @@ class Waits:
     items_a_pack: float
     open_items: float
     """In the open packs of a lane."""
-    rows: int
-    """Packs or items in a batch."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ def simulate_waiting(parts: PathParts, lengths: Lengths, *, ranks: int, hidden: 
         slots // rows * lanes // ranks,
         packed.items,
         packed.open_items,
-        rows,
     )
 
 
@@ -113,7 +110,7 @@ def _packing(parts: PathParts) -> dict[str, Any] | None:
 
 def _items_a_pack(lengths: Lengths, packing: dict[str, Any] | None, cost: Cost, seed: int) -> Packs:
     if packing is None:
-        return Packs(np.zeros((1, 1), np.int64), 1.0, 0.0, 0, 1.0, 0.0, 0.0)
+        return Packs(np.zeros((1, 1), np.int64), 1.0, 1.0, 0.0)
     drawn = _documents(lengths, packing, seed)
     return pack(drawn, cost, lanes=4, packs=_PROBE * 4, seed=seed, **packing)
 

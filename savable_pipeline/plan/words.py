@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.plan.mixing import NEIGHBOURS, Entropy, Mixing
 from savable_pipeline.plan.room import Memory, SourceBytes
 from savable_pipeline.plan.run_plan import RunPlan
@@ -62,15 +62,19 @@ def advice(plan: RunPlan) -> list[str]:
 def _better(plan: RunPlan) -> str:
     """Why other lanes would be better, for a run that has not begun: they are fixed from its start."""
     choices = {choice.lanes: choice for choice in plan.choices}
-    ours, better = choices.get(plan.planned_lanes), choices[plan.better_lanes]
+    ours, better = choices[plan.planned_lanes], choices[plan.better_lanes]
     reasons = []
-    if ours is not None and (more := sorted(set(better.worlds) - set(ours.worlds))):
+    if more := sorted(set(better.worlds) - set(ours.worlds)):
         reasons.append(f"serves {', '.join(map(str, more))} ranks too")
-    if ours is not None and (better.left_share or 0.0) < (ours.left_share or 0.0):
+    if (better.left_share or 0.0) < (ours.left_share or 0.0):
         reasons.append(f"leaves {better.left_share or 0.0:.2%} of an epoch instead of {ours.left_share:.2%}")
-    if ours is None or ours.workers != better.workers:
-        reasons.append(f"lets a rank have {better.workers} workers")
-    return f"a new run had better have lanes={better.lanes}: it {' and '.join(reasons)}"
+    if better.workers > ours.workers:
+        reasons.append(f"lets a rank have {counted(better.workers, 'worker')}")
+    fewer = f", though a rank then has at most {counted(better.workers, 'worker')}"
+    return (
+        f"a new run had better have lanes={better.lanes}: it {' and '.join(reasons)}"
+        f"{fewer if better.workers < ours.workers else ''}"
+    )
 
 
 def _of_samples(plan: RunPlan) -> str:

@@ -13,6 +13,7 @@ from savable_pipeline.dataset.sample import TAG_SHIFT
 from savable_pipeline.ledger.reader import GivenBatch, Ledger
 from savable_pipeline.ledger.records import Start, unpack_column
 from savable_pipeline.stages.batch_samples import Integers
+from savable_pipeline.stages.cost import waiting_share
 
 PIECES = 48  # of the run, in pictures
 
@@ -97,5 +98,4 @@ class GivenCounts:
 
 def waiting(steps: list[Step]) -> float:
     """The share of the ranks' time in which they wait for the slowest one, if a step takes as long as its cost."""
-    longest = sum(max(step.costs) * len(step.costs) for step in steps)
-    return 1 - sum(sum(step.costs) for step in steps) / longest if longest else 0.0
+    return waiting_share(step.costs for step in steps)

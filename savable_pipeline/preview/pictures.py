@@ -47,12 +47,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of a share of the whole, 0 to 1, with its number in words; `mark`: what was expected."""
+    """A bar of a share of the whole, 0 to 1, with its number in words."""
 
     name: str
     share: float
     text: str
-    mark: float | None = None
 
 
 def picture(

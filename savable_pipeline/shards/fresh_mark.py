@@ -22,7 +22,7 @@ import msgspec
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META, METADATA_FILES, named_files
-from savable_pipeline.shards.index_file import ShardIndex
+from savable_pipeline.shards.index_file import NUMBERS_BYTES, ShardIndex
 
 MARKED_SHARDS = 4096  # fewer are looked at each time: it takes a tenth of a second
 _QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
@@ -51,10 +51,13 @@ def known_index(root: Path, *, tolerant: bool) -> ShardIndex | None:
 def begin_look(root: Path) -> int | None:
     """The time, in ns, by the file system's clock, before shards are looked at, to be given to `mark_fresh`.
 
-    None where no mark can be written, or the folders do not tell when a file was added.
+    None for an index of few shards, where no mark can be written, or the folders do not tell when a file was added.
     """
-    folder = (root / INDEX_NAME).parent
+    index = root / INDEX_NAME
+    folder = index.parent
     try:
+        if index.stat().st_size < MARKED_SHARDS * NUMBERS_BYTES:
+            return None
         before = folder.stat().st_mtime_ns
         with tempfile.NamedTemporaryFile(dir=folder, prefix="savable.clock.", suffix=".tmp") as file:
             now, after = os.fstat(file.fileno()).st_mtime_ns, folder.stat().st_mtime_ns

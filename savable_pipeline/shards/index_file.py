@@ -38,6 +38,7 @@ LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blo
 
 MAGIC = b"SAVIDX03"
 _ALIGN = 64
+NUMBERS_BYTES = 40  # of the five numbers of a shard
 
 
 class Header(msgspec.Struct, array_like=True):
@@ -239,7 +240,7 @@ def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardError(f"{path}: the index is damaged: {error}") from error
     columns = aligned(24 + length)
-    names = columns + header.shards * 40
+    names = columns + header.shards * NUMBERS_BYTES
     end = aligned(names + header.names)
     if end > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")

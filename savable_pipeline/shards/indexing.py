@@ -204,7 +204,7 @@ def _fresh(path: Path, found: _Found, tolerant: bool) -> ShardIndex | None:
         numbers = index.numbers(found.names)
         if tolerant:
             return index
-        faulty = np.isin(list(index.shards.faults), numbers).any()
+        faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())
         return index if not faulty and found.are_as_in(index, path) else None
     except (OSError, ValueError, KeyError):
         return None

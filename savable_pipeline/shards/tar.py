@@ -14,6 +14,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from zlib import adler32
 
 from savable_pipeline.errors import ShardError
 
@@ -33,8 +35,7 @@ _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _METADATA = re.compile(r"__[^/]*__($|/)")
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A member of a tar: its name, the offsets of its headers and its payload, and its size, in bytes."""
 
     name: str
@@ -169,9 +170,14 @@ def _check(path: str, offset: int, header: bytes) -> None:
     if len(header) < BLOCK:
         raise _no_header(path, offset, header, f"truncated: it is cut short after {len(header)} bytes")
     expected = _number(path, offset, header, slice(148, 156))
-    unsigned = sum(header) - sum(header[148:156]) + 8 * 32
+    unsigned = _sum(header[:148]) + 8 * 32 + _sum(header[156:356]) + _sum(header[356:])
     if expected != unsigned:
         raise _no_header(path, offset, header, f"expected checksum {expected}, found {unsigned}")
+
+
+def _sum(raw: bytes) -> int:
+    """The sum of at most 256 bytes: one half of their Adler-32, in a tenth of the time of `sum`."""
+    return (adler32(raw) & 0xFFFF) - 1
 
 
 def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:

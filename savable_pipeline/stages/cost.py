@@ -6,7 +6,7 @@ on how a library rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import TypeAlias
@@ -18,6 +18,16 @@ Cost: TypeAlias = Callable[[int, int], int]
 Size: TypeAlias = tuple[int, int]  # of a document: its length in tokens and its number of images
 
 _LIMIT = 1 << 62  # costs, and sums of them, fit into 8 bytes of a state
+
+
+def waiting_share(steps: Iterable[Sequence[int]]) -> float:
+    """The share of the ranks' time in which they wait for the slowest, if a batch takes as long as its cost.
+
+    Each step is the costs of its ranks' batches: 2 and 4 are 0.25 of waiting.
+    """
+    sums = [(sum(costs), max(costs) * len(costs)) for costs in steps]
+    taken = sum(whole for _, whole in sums)
+    return 1 - sum(spent for spent, _ in sums) / taken if taken else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ class Join(SampleStage):
 
     `stores` has them by a name of yours, which the names of their parts begin with: a folder, or all that a reader
     takes; or what `sp.open_dataset` gives. A sample whose key one of them lacks is left out and counted
-    (`missing="skip"`), or has no such parts (`"empty"`). `on` is "key": the key of both samples.
+    (`missing="skip"`), or has no such parts (`"empty"`). `on` is "key": the key of both samples; of a
+    row of a table it is in the column that `sp.open_dataset(path, key=COLUMN)` names.
 
     The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
     numbers, with a Join or without; `allow={"joins"}` lets a state go on with another one. What a buffer before the
@@ -76,7 +77,7 @@ class Join(SampleStage):
                 raise ValueError(f"Join: a store's name is a word without . / and #, not {name!r}")
         self.missing = missing
         self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
-        self._last: dict[tuple[int, int], JoinedParts] = {}  # of the refs taken last, which are mostly opened next
+        self._last: tuple[bytes, list[Sample]] = (b"", [])  # refs taken last, which are mostly opened next
         self._row = 0  # samples in a row that were left out
 
     def _opened(self, name: str, store: Shards | Samples) -> Samples:
@@ -109,10 +110,10 @@ class Join(SampleStage):
             if self.missing == "empty" or not len(refs):
                 return refs
             samples = self._joined(self.source.open_samples(refs))
-            self._last = {(sample.index, sample.epoch): sample.origin for sample in samples}  # type: ignore[misc]
-            kept = np.array([self._keeps(sample) for sample in samples])
-            if kept.any():
-                left: RefArray = refs[kept]
+            kept = [self._keeps(sample) for sample in samples]
+            if any(kept):
+                left: RefArray = refs if all(kept) else refs[np.array(kept)]
+                self._last = left.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
                 return left
 
     def _keeps(self, sample: Sample) -> bool:
@@ -127,19 +128,16 @@ class Join(SampleStage):
         if self._row >= max_empty_samples(self.info.population):
             raise ShardError(
                 f"Join: of {self._row} samples in a row {lacking[0]!r} has none, the last with the key {sample.key!r}: "
-                "are its keys made in another way? missing='empty' goes on without its parts",
+                "are its keys made in another way? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
+                "names their column; missing='empty' goes on without its parts",
                 reason="no such key",
             )
         return False
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
         """The samples with these refs, with the joined parts; they are read when asked for."""
-        samples = self.source.open_samples(refs)
-        known = [self._last.get((sample.index, sample.epoch)) for sample in samples]
-        if all(origin is not None for origin in known):
-            pairs = zip(samples, known, strict=True)
-            return [sample.read_from(origin) for sample, origin in pairs if origin is not None]
-        return self._joined(samples)
+        known, samples = self._last
+        return list(samples) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
 
     def fetch(self, ref: Any) -> Sample:
         """The sample with this ref."""
@@ -185,7 +183,7 @@ class Join(SampleStage):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`."""
-        self._last, self._row = {}, 0
+        self._last, self._row = (b"", []), 0
         self.source.restore_state(state)
 
     def addresses(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.named_object import named_object
 from savable_pipeline.dataset.sample import tag_of
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.stage import Stage
@@ -30,6 +31,13 @@ def check_pipeline(pipeline: Pipeline) -> None:
         raise ValueError(
             f"a pipeline is a function of one lane that returns its last stage, not {pipeline!r}: {error}"
         ) from None
+
+
+def named_pipeline(text: str) -> Pipeline:
+    """The pipeline function `module:name`. Raises as `named_object` does, and ValueError if it is no pipeline."""
+    found: Pipeline = named_object(text)
+    check_pipeline(found)
+    return found
 
 
 _NAMED = 3  # samples of a pack that are named

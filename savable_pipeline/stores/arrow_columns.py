@@ -2,12 +2,14 @@
 
 string, binary                      their bytes
 struct of bytes and path            the bytes; the part is named by the path's extension (HF's images and audio)
-numbers, lists, other structs, …    JSON
+numbers                             JSON
+lists, other structs, dates, …      JSON
 null                                the sample has no such part
 """
 
 from __future__ import annotations
 
+from struct import calcsize
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +18,8 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.stores.plain_values import as_part
 
 _OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
+_NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
+_NUMBERS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
 _LONGEST_EXTENSION = 8
 _BEGINNINGS = {  # of files whose path says nothing
     b"\xff\xd8\xff": "jpg",
@@ -63,6 +67,29 @@ class BytesColumn:
         return self._data[begin:end].tobytes()
 
 
+class NumberColumn:
+    """A column of integers or floats: views its buffer, and reads one value when it is asked for."""
+
+    def __init__(self, array: Any) -> None:
+        validity, data = array.buffers()
+        kind = _NUMBERS[str(array.type)]
+        self._first = array.offset
+        self._validity = None if validity is None else memoryview(validity)
+        usable = memoryview(b"" if data is None else data).cast("B")
+        size = calcsize(kind)
+        self._values = usable[: len(usable) // size * size].cast(kind)  # type: ignore[call-overload]
+
+    def value(self, row: int) -> bytes | None:
+        """The value of a row as JSON; None for null. Raises `BrokenColumnError`."""
+        row += self._first
+        try:
+            if self._validity is not None and not self._validity[row >> 3] >> (row & 7) & 1:
+                return None
+            return as_part(self._values[row])
+        except IndexError:
+            raise BrokenColumnError(f"row {row} lies outside of its column") from None
+
+
 class ValueColumn:
     """A column of any other type, whose values become JSON."""
 
@@ -104,13 +131,15 @@ class MediaColumn:
         return next((name for beginning, name in _BEGINNINGS.items() if data.startswith(beginning)), "bin")
 
 
-Column = BytesColumn | ValueColumn | MediaColumn
+Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn
 
 
 def column_of(array: Any) -> Column:
     """The column that reads this array."""
     if str(array.type) in _OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
         return BytesColumn(array)
+    if str(array.type) in _NUMBERS:
+        return NumberColumn(array)
     return MediaColumn(array) if is_media(array.type) else ValueColumn(array)
 
 

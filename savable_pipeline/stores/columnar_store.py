@@ -42,8 +42,7 @@ class ColumnarStore(FileStore):
         self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
         self._me = object()  # in the cache's keys: a number could be another store's, later
         self._awaited = AwaitedRows()
-        # Shard, first row, end, rows, and rows awaited of the last group.
-        self._last: tuple[int, int, int, Any, set[int]] = -1, 0, 0, None, set()
+        self._last: tuple[int, int, Any, int] = -1, 0, None, 0  # shard, row, rows and place of the row found last
         self._firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])
         self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
         if columns is not None or key is not None:
@@ -116,20 +115,22 @@ class ColumnarStore(FileStore):
 
     def _find(self, shard: int, row: int) -> tuple[Any, int]:
         """The decoded group with a row, and the row's place in it."""
-        last, first, end, rows, awaited = self._last
-        if last != shard or not first <= row < end:
-            ends = self.group_ends(shard)
-            group = bisect_right(ends, row)
-            first = ends[group - 1] if group else 0
-            key = self._me, shard, group
-            if (kept := self.blocks.kept(key, row)) is not None:
-                return kept, 0
+        last = self._last
+        if last[1] == row and last[0] == shard:
+            return last[2], last[3]
+        ends = self.group_ends(shard)
+        group = bisect_right(ends, row)
+        first = ends[group - 1] if group else 0
+        key = self._me, shard, group
+        rows, place = self.blocks.held(key), row - first
+        if rows is None and (rows := self.blocks.kept(key, row)) is not None:
+            return rows, 0
+        if rows is None:
             found = AwaitedOfGroup(self._awaited, shard, group, first)
             rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
-            awaited = self._awaited.of(shard, group)
-            self._last = shard, first, ends[group], rows, awaited
-        awaited.discard(row)
-        return rows, row - first
+        self._awaited.of(shard, group).discard(row)
+        self._last = shard, row, rows, place
+        return rows, place
 
     def prefetch(self, indices: Rows) -> None:
         """Remembers which rows will be read: should their group be given up before, they are kept."""

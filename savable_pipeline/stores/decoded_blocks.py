@@ -63,9 +63,14 @@ class DecodedBlocks(Generic[T]):
 
         When the block is given up, those of its rows that are `awaited` are kept.
         """
+        found = self.held(key)
+        return self._add(key, *decode(), awaited) if found is None else found
+
+    def held(self, key: Hashable) -> T | None:
+        """The block called `key`; None if it is not there."""
         found = self._blocks.get(key)
         if found is None:
-            return self._add(key, *decode(), awaited)
+            return None
         self._blocks.move_to_end(key)
         return found[0]
 

@@ -37,7 +37,7 @@ class JsonlStore(FileStore):
         unlistable: Unlistable = raise_it,
     ) -> None:
         super().__init__(open_files(files, JSONL, tolerant=tolerant, unlistable=unlistable), JSONL)
-        self.key_field = key
+        self.key_column = key
         self._starts: dict[int, memoryview] = {}  # by shard
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -57,7 +57,7 @@ class JsonlStore(FileStore):
 
     def key(self, shard: int, row: int) -> str:
         """The value of the key's field, or `FILE:ROW`."""
-        value = None if self.key_field is None else _fields(self._line(shard, row)).get(self.key_field)
+        value = None if self.key_column is None else _fields(self._line(shard, row)).get(self.key_column)
         return super().key(shard, row) if value is None else str(value)
 
     def offset(self, shard: int, row: int) -> int:

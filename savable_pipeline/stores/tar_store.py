@@ -21,6 +21,7 @@ class TarStore:
 
     unit = "byte offset"
     decoded_bytes = 0
+    key_column: str | None = None
 
     def __init__(self, root: Path | None, shards: IndexedShards, files: ShardFiles) -> None:
         self.root = root

@@ -53,6 +53,48 @@ def test_sources_come_by_weight_and_a_mixture_may_hold_others(write: Any) -> Non
     assert of_each(mixture.samples(sp.Lane()), 800) == {"a": 400, "b": 300, "c": 100}
 
 
+SCHEDULED = """
+sources:
+  a: {path: a}
+  rest:
+    schedule: {points: [{at: 0, weights: {b: 1}}, {at: 20, weights: {b: 1, c: 1/2}}]}
+    sources: {b: {path: b}, c: {path: c}}
+schedule:
+  shape: linear
+  points:
+    - {at: 0, weights: {a: 1}}
+    - {at: 40, weights: {rest: 1}}
+"""
+
+
+def test_a_schedule_in_a_file_is_that_of_python(write: Any) -> None:
+    path = write(SCHEDULED)
+
+    def by_hand(lane: sp.Lane) -> sp.Blend:
+        a, b, c = (sp.TarShardReader(path.parent / name, lane) for name in "abc")
+        inner = sp.Blend({"b": b, "c": c}, weights=sp.Schedule([(0, {"b": 1}), (20, {"b": 2, "c": 1})]))
+        outer = sp.Schedule([(0, {"a": 1}), (40, {"rest": 1})], shape="linear")
+        return sp.Blend({"a": a, "rest": inner}, weights=outer)
+
+    found = [sample.key for sample, _ in zip(sp.read_mixture(path).samples(sp.Lane(seed=2)), range(120), strict=False)]
+    assert found == [sample.key for sample, _ in zip(by_hand(sp.Lane(seed=2)), range(120), strict=False)]
+    assert of_each(sp.read_mixture(path).samples(sp.Lane(seed=2)), 100) == {"a": 20, "b": 60, "c": 20}
+
+
+def test_a_scheduled_mixture_resumes_exactly_in_a_change(write: Any) -> None:
+    pipeline = partial(batches_of, write(SCHEDULED))
+    assert_exact_resume(pipeline, lanes=2, steps=30, world_sizes=(1, 2))  # the change ends at the tenth
+
+
+def batches_of(path: Path, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(sp.read_mixture(path).samples(lane), Ids()), size=2)
+
+
+class Ids(sp.TaskEncoder):
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["of"] + sample.key[-2:]
+
+
 def test_repetitions_end_together(write: Any) -> None:
     mixture = sp.read_mixture(
         write(
@@ -176,6 +218,12 @@ def test_shards_behind_a_url_go_through_the_cache_that_is_given(
     assert not (tmp_path / "not here").exists()
 
 
+def points(point: str, shape: str = "step") -> str:
+    """A mixture of two sources with a schedule of one point, in its sixth line."""
+    sources = "sources:\n  a: {path: a}\n  b: {path: b}\n"
+    return f"{sources}schedule:\n  points:\n    - {point}\n  shape: {shape}"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
@@ -198,6 +246,24 @@ def test_shards_behind_a_url_go_through_the_cache_that_is_given(
         ("sources:\n  a: {path: a, weight: 1}\n  a: {path: b, weight: 1}", 3, "'a' is there twice, first in line 2"),
         ("sources:\n  a: {path: a, weight: 1", 2, "expected ',' or '}'"),
         ("sources:\n  a: !!python/object/apply:os.system [ls]", 2, "could not determine a constructor"),
+        ("sources:\n  a: {path: a}\nschedule: 3", 3, "a mapping is expected here, not 3"),
+        ("sources:\n  a: {path: a}\nschedule:\n  unit: tokens", 4, "'unit' is unknown here; there is `points`"),
+        ("sources:\n  a: {path: a}\nschedule:\n  shape: step", 3, "a schedule has `points`"),
+        ("sources:\n  a: {path: a}\nschedule:\n  points: []", 4, "`points` is a list of one mapping at least"),
+        ("sources:\n  a: {path: a}\nschedule:\n  points:\n  - {at: 0}", 5, "a point has `at` and `weights`, not at"),
+        (points("{at: 1, weights: {a: 1, b: 1}}"), 4, "the points must ascend from 0, not [1]"),
+        (points("{at: x, weights: {a: 1, b: 1}}"), 4, "a point is at a count of 0 or more, not 'x'"),
+        (points("{at: 0, weights: {a: 1, d: 1}}"), 6, "'d' is none of the sources: a, b"),
+        (points("{at: 0, weights: {a: 1, b: -1}}"), 6, "must be at least 0, not -1"),
+        (points("{at: 0, weights: {a: 1, b: 1e99999}}"), 6, "too large a power of ten"),
+        (points("{at: 0, weights: {a: 0, b: 0}}"), 4, "above 0"),
+        (points("{at: 0, weights: {a: 1}}"), 4, "no point gives 'b' a weight"),
+        (
+            points("{at: 0, weights: {a: 1, b: 1}}").replace("}\n", ", weight: 1}\n"),
+            4,
+            "'a' has a weight or repetitions",
+        ),
+        (points("{at: 0, weights: {a: 1, b: 1}}", "line"), 4, "shape must be one of step, linear, not 'line'"),
     ],
 )
 def test_an_error_names_the_line(write: Any, text: str, line: int, what: str) -> None:
@@ -211,10 +277,5 @@ def test_an_error_names_the_line(write: Any, text: str, line: int, what: str) ->
 def test_one_file_of_samples_to_exclude_is_for_all_sources(write: Any, tmp_path: Path) -> None:
     path = write("sources: {a: {path: a, repetitions: 1}, b: {path: b, repetitions: 1}}")
     (tmp_path / "forget").write_text('s000003\n{"shard": "0000.tar", "key": "s000015"}\n')
-
-    class Ids(sp.TaskEncoder):
-        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-            return sample.json()["of"] + sample.key[-2:]
-
     items = list(sp.Encode(sp.read_mixture(path).samples(sp.Lane(), exclude=tmp_path / "forget"), Ids()))
     assert len(items) == 27 and not {"a03", "b03", "b15"} & set(items)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -54,6 +56,13 @@ def test_check_lists_damage_once_a_row_group_and_bad_json_by_its_line(tmp_path: 
     with (tmp_path / "lines/0000.jsonl").open("a") as file:
         file.write('{"id": \n')
     assert "0000.jsonl 0000.jsonl:3.json at byte 30: malformed JSON" in run("check", str(tmp_path / "lines"), code=1)
+
+
+def test_check_finds_a_part_that_is_all_zeros(tmp_path: Path) -> None:
+    rows = [{"bin": bytes([i]) * 64} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = run("check", str(tmp_path / "a.parquet"), code=1)
+    assert "1 problem" in found and "a.parquet:0.bin: zero-filled: all 64 bytes are zeros" in found
 
 
 def test_a_folder_of_several_kinds_is_refused_and_one_of_tars_is_one_of_tars(tmp_path: Path) -> None:

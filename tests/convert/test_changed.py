@@ -22,10 +22,16 @@ TEXTS = Options(shard_samples=4)
 
 
 def texts(folder: Path, count: int = 10) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for i in range(count):
         (folder / f"{i:03d}.txt").write_text(f"text {i}")
     return folder
+
+
+def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written from now on is newer than what is there, by the clock of the file system alone."""
+    monkeypatch.setattr("savable_pipeline.convert.changed._MARGIN_NS", 0)
+    time.sleep(0.05)
 
 
 def later(path: Path) -> None:
@@ -42,9 +48,54 @@ def test_contents_that_changed_at_equal_sizes_are_another_conversion(tmp_path: P
     (source / "003.txt").write_text("text X")
     os.utime(source / "003.txt", (1, 1))  # its old date hides nothing
     before = snapshot(tmp_path / "out")
-    with pytest.raises(SavableError, match=r"1 files were changed since, at the same size: 003\.txt"):
+    with pytest.raises(SavableError, match=r"1 files hold other bytes than were converted, at the same size: 003\.txt"):
         convert(source, tmp_path / "out", TEXTS)
     assert snapshot(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("way", ["of another name", "put in its place", "a folder in it put in its place"])
+def test_another_source_of_equal_names_and_sizes_is_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    source, other = texts(tmp_path / "in" / "sub"), texts(tmp_path / "other" / "sub")
+    (other / "003.txt").write_text("text X")  # before anything is converted: no file of it is newer than a shard
+    no_margin(monkeypatch)
+    first = convert(source.parent, tmp_path / "out", TEXTS)
+    if way == "put in its place":
+        source.parent.rename(tmp_path / "old")
+        other.parent.rename(source.parent)
+    elif way == "a folder in it put in its place":
+        source.rename(tmp_path / "old")
+        other.rename(source)
+    again = tmp_path / "other" if way == "of another name" else tmp_path / "in"
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(SavableError, match=r"1 files hold other bytes than were converted, .*: sub/003\.txt"):
+        convert(again, tmp_path / "out", TEXTS)
+    assert snapshot(tmp_path / "out") == before
+    (again / "sub/003.txt").write_text("text 3")
+    assert convert(again, tmp_path / "out", TEXTS) == first
+
+
+def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
+    (other / "009.txt").write_text("text Y")
+    no_margin(monkeypatch)
+    monkeypatch.setattr("savable_pipeline.convert.run._finish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(source, tmp_path / "out", TEXTS, workers=1)
+    monkeypatch.undo()
+    with pytest.raises(SavableError, match=r"1 files hold other bytes .*: 009\.txt"):
+        convert(other, tmp_path / "out", TEXTS)
+
+
+def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in", 4)
+    for i in range(5, 7):
+        (source / f"{i:03d}.json").write_text("[1")
+    assert len(convert(source, tmp_path / "out", TEXTS).rejected) == 2
+    (source / "006.json").write_text("12")
+    with pytest.raises(SavableError, match=r"at the same size: 006\.json"):
+        convert(source, tmp_path / "out", TEXTS)
 
 
 def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +105,7 @@ def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pyte
         convert(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
     (source / "009.txt").write_text("text Y")
-    with pytest.raises(SavableError, match="1 files were changed since"):
+    with pytest.raises(SavableError, match="1 files hold other bytes than were converted"):
         convert(source, tmp_path / "out", TEXTS)
 
 
@@ -76,9 +127,20 @@ def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
         (source / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
         if content == b"1":
             for _ in range(2):
-                assert convert(source, tmp_path / "out", TEXTS).samples == 1
+                assert convert(source, tmp_path / "out", Options()).samples == 1
     with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz: it was changed since, at the same size"):
-        convert(source, tmp_path / "out", TEXTS)
+        convert(source, tmp_path / "out", Options())
+
+
+def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (("in", b"1"), ("other", b"2")):
+        write_tar(tmp_path / "plain.tar", [("k.txt", content)])
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
+    no_margin(monkeypatch)
+    assert convert(tmp_path / "in", tmp_path / "out", Options()).samples == 1
+    with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz"):
+        convert(tmp_path / "other", tmp_path / "out", Options())
 
 
 def dotted(folder: Path) -> Path:

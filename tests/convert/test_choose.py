@@ -68,6 +68,15 @@ def test_only_the_parts_that_are_named_are_kept(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", Options())
 
 
+@pytest.mark.parametrize(("only", "caption"), [((), True), (("jpg", "json"), True), (("jpg",), False)])
+def test_energon_is_told_of_no_part_that_was_not_kept(tmp_path: Path, only: tuple[str, ...], caption: bool) -> None:
+    source = write_lines(fill(tmp_path / "in", 1) / "m.jsonl", {"image": "000.jpg", "caption": "a cat"})
+    convert(source, tmp_path / "out", Options(only=only))
+    described = (tmp_path / "out/.nv-meta/dataset.yaml").read_text()
+    assert ("json[caption]" in described) == caption
+    assert ("CrudeWebdataset" in described) != caption
+
+
 def test_the_options_of_the_command_choose(tmp_path: Path) -> None:
     fill(tmp_path / "in", 6)
     (tmp_path / "keys.txt").write_text("000\n003\n\n")
@@ -78,6 +87,11 @@ def test_the_options_of_the_command_choose(tmp_path: Path) -> None:
     (tmp_path / "keys.txt").write_text("000\nnowhere\n")
     run = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "two"), *shares])
     assert run.exit_code == 2 and "no sample has one of 1 of the keys: nowhere" in run.stderr
+
+
+def test_no_key_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no key is given"):
+        convert(fill(tmp_path / "in", 2), tmp_path / "out", SMALL, keys=[])
 
 
 def test_tars_are_merged_or_split_into_other_shards(tmp_path: Path) -> None:

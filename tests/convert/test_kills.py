@@ -108,6 +108,17 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, kind: str) 
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_copy_of_the_source_is_the_same_conversion(tmp_path: Path, kind: str) -> None:
+    source = SOURCES[kind](tmp_path / "in")
+    work(source, tmp_path / "out")
+    shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    place = source if source.is_dir() else source.parent
+    shutil.copytree(place, tmp_path / "copy" / place.name)
+    work(tmp_path / "copy" / source.relative_to(place.parent), tmp_path / "out")
+    assert {path: path.stat().st_mtime_ns for path in shards} == shards
+
+
 @pytest.mark.parametrize("kind", ["mds", "litdata", "tars"])
 def test_a_conversion_leaves_no_file_open(tmp_path: Path, kind: str) -> None:
     source = SOURCES[kind](tmp_path / "in")

@@ -56,6 +56,33 @@ def test_one_tar_by_itself(packed: Path, tmp_path: Path) -> None:
     assert texts(tmp_path / "out") == ["text 4", "text 5"]
 
 
+def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> None:
+    (packed / "a.tar.gz").rename(packed / "a.TAR.GZ")
+    (packed / "b/c.tgz").rename(packed / "b/c.TGZ")
+    (packed / "d.tar.bz2").rename(packed / "d.Tar.Bz2")
+    (packed / "f.tar").rename(packed / "f.TAR")
+    assert convert(packed, tmp_path / "out", Options()).samples == 10
+    assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
+    assert convert(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "named"),
+    [
+        (Options(shard_bytes=10_000), {}, "shard_bytes"),
+        (Options(check_images=False, key_field="id"), {}, "check_images, key_field"),
+        (Options(key_end="last", allow_outside=True), {"workers": 2}, "allow_outside, key_end, workers"),
+        (Options(), {"files_from": Path("/")}, "files_from"),
+    ],
+)
+def test_options_that_change_nothing_are_refused(
+    packed: Path, tmp_path: Path, options: Options, more: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"re-packed as they are, one by one: leave out {named}"):
+        convert(packed, tmp_path / "out", options, **more)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> None:
     whole = (packed / "a.tar.gz").read_bytes()
     (packed / "a.tar.gz").write_bytes(whole[:-20])

@@ -34,7 +34,7 @@ def files(folder: Path, *names: str, **contents: bytes) -> Path:
         ("a.ndjson.gz", b"", "jsonl"),
         ("a.JSONL.ZST", b"", "jsonl"),
         ("a.json", b"\xef\xbb\xbf" + LIST, "json"),
-        ("a.json.gz", gzip.compress(LIST), "json"),
+        ("a.json.gz", gzip.compress(LIST, mtime=0), "json"),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "jsonl"),
         ("a.csv", b"", "csv"),
         ("a.tsv.xz", b"", "csv"),
@@ -70,12 +70,14 @@ def test_a_file_that_is_not_read_is_refused_with_what_to_do(tmp_path: Path, name
         (["a.jpg", "b/c.d/a.txt"], "folder"),
         (["a.tar", "b/c.tar", "a.tar.idx", "a.json", "a.parquet", "a_stats.json", "README.md", ".x/y.jpg"], "tars"),
         (["a.tar.gz", "b/c.tar"], "packed"),
+        (["a.TAR.GZ", "b/c.TAR"], "packed"),
+        (["a.tar.gz", "a.parquet"], "packed"),
         (["a.tar", "a.jpg"], "folder"),  # where each tar is rejected
         (["a.csv", "a.jpg"], "folder"),  # a sample with a part csv
         (["a.bin", "a.idx"], "folder"),
         (["a.json", "b.json"], "folder"),
         (["data/train-0.parquet", ".gitattributes"], "hub"),
-        (["x.parquet", "y.txt"], "parquet"),
+        (["x.parquet", "y.txt", "README.md", "load.py", "z.yaml"], "parquet"),
         (["state.json", "dataset_info.json", "data-0.arrow"], "hf"),
         (["dataset_dict.json", "train/data-0.arrow"], "hf"),
         (["data-0.arrow"], "arrow"),
@@ -91,8 +93,17 @@ def test_a_folder_is_known_by_what_lies_in_it(tmp_path: Path, names: list[str], 
         ({"metadata.csv": b"", "a.jpg": b""}, r"holds the table metadata\.csv, .* with --as folder"),
         ({"d/0.jsonl.gz": b"", "d/1.jsonl.gz": b""}, r"holds the table d/0\.jsonl\.gz"),
         ({"llava.json": LIST, "img/a.jpg": b""}, r"holds the table llava\.json"),
+        ({"llava.json.gz": gzip.compress(LIST), "img/a.jpg": b""}, r"holds the table llava\.json\.gz"),
+        (
+            {"metadata.parquet": b"", "a.jpg": b""},
+            r"holds metadata\.parquet and other files \(a\.jpg\), .* --as parquet",
+        ),
+        ({"m.parquet": b"", "a.jpg": b"", ".gitattributes": b""}, r"other files \(a\.jpg\), .* alone with --as hub"),
+        ({"x.parquet": b"", "y.arrow": b""}, r"other files \(y\.arrow\)"),
+        ({"x.arrow": b"", "y.tar": b""}, r"other files \(y\.tar\)"),
         ({"a.zip": b"", "a/b.jpg": b""}, r"holds a\.zip, and \.zip is not read here: unpack it"),
         ({"a.tar.gz": b"", "b.jpg": b""}, r"compressed tars \(a\.tar\.gz\) and other files \(b\.jpg\)"),
+        ({"a.tar": b"", "b/B.TAR": b""}, r"readers look for \.tar: rename b/B\.TAR"),
         ({"t.bin": b"", "t.idx": b"MMIDIDX\0\0 and more"}, "token files of Megatron"),
         ({"shard.00000.mds": b""}, r"and \.mds is not read here: name the folder"),
         ({"chunk-0-0.bin": b""}, r"chunks of LitData \(chunk-0-0\.bin\) without their index\.json"),
@@ -133,6 +144,12 @@ def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path:
     assert b"http" in tar_files(tmp_path / "out")[f"00000000{1 + 0}.json"]
     with pytest.raises(ValueError, match="a URL: copy what lies there to a disk"):
         recognize(Path("s3://bucket/data"))
+
+
+def test_the_url_that_is_named_is_one(tmp_path: Path) -> None:
+    files(tmp_path, **{"a.jsonl": b'[1]\n{"image": "https://x/a.jpg"}\n'})
+    with pytest.raises(ValueError, match=r"such as the field 'image' names 'https://x/a\.jpg'; download"):
+        convert(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
 
 
 def test_tars_are_read_as_they_are_and_said_to_be(tmp_path: Path) -> None:

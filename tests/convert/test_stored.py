@@ -12,6 +12,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.convert import Options, convert
+from tests.support.toy_files import reasons
 
 ROWS: list[dict[str, Any]] = [
     {"name": f"k{i:03d}", "txt": f"text {i}", "picture": {"bytes": bytes([i] * 9), "path": f"{i}.raw"}, "n": [i, 1]}
@@ -61,6 +62,20 @@ def test_a_saved_dataset_of_splits_is_converted_split_by_split(tmp_path: Path) -
     with pytest.raises((ValueError, sp.ShardError), match="train"):
         convert(tmp_path / "saved", tmp_path / "out", Options())
     assert convert(tmp_path / "saved/train", tmp_path / "out", Options()).samples == 40
+
+
+def test_rows_have_no_links_that_could_lead_outside(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is Parquet: allow_outside is for files that links or records name"):
+        convert(write_parquet(tmp_path / "source"), tmp_path / "out", Options(allow_outside=True))
+
+
+@pytest.mark.parametrize("only", [(), ("txt",)])
+def test_a_row_without_parts_is_rejected_with_its_place(tmp_path: Path, only: tuple[str, ...]) -> None:
+    rows = [{"txt": "one"}, {"txt": None}, {"txt": "three"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    report = convert(tmp_path / "a.parquet", tmp_path / "out", Options(only=only))
+    assert report.samples == 2
+    assert reasons(tmp_path / "out") == {"a.parquet, record 1": "no part"}
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

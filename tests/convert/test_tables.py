@@ -80,12 +80,40 @@ def test_a_row_of_a_table_is_a_sample_with_the_files_it_names(tmp_path: Path, na
     assert files["000000002.jpg"] == (tmp_path / "in/b/001.jpg").read_bytes()
 
 
-def test_columns_that_hold_paths_are_found_by_their_first_row(tmp_path: Path) -> None:
+def test_columns_that_hold_paths_are_found(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3) / "t.csv"
     source.write_text("left,right,url\n000.jpg,b/001.jpg,http://x/y.jpg\n000.jpg,gone.jpg,http://x/z.jpg\n")
     convert(source, tmp_path / "out", SMALL)
     assert list(tar_files(tmp_path / "out")) == ["000000001.jpg", "000000001.json", "000000001.right.jpg"]
-    assert reasons(tmp_path / "out") == {"t.csv:2": "missing file"}
+    assert reasons(tmp_path / "out") == {"t.csv:3": "missing file"}
+
+
+@pytest.mark.parametrize("first", [",a note", "gone.jpg,a note", "http://x/y.jpg,a note"])
+def test_a_first_row_that_is_not_as_the_others_hides_no_column(tmp_path: Path, first: str) -> None:
+    source = fill(tmp_path / "in", 3) / "t.csv"
+    source.write_text(f"picture,text\n{first}\n000.jpg,b\nb/001.jpg,c\nb/c.d/002.jpg,d\n")
+    convert(source, tmp_path / "out", SMALL)
+    assert [name for name in tar_files(tmp_path / "out") if name.endswith("jpg")] == [
+        f"00000000{i}.jpg" for i in (2, 3, 4)
+    ]
+
+
+def test_columns_of_like_files_have_parts_of_their_own_whatever_the_first_row_holds(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 3, **{"p.png": b"x"}) / "t.csv"
+    source.write_text("left,right\n000.jpg,p.png\n000.jpg,b/001.jpg\n")
+    assert convert(source, tmp_path / "out", Options(check_images=False)).rejected == []
+    assert "000000002.right.jpg" in tar_files(tmp_path / "out")
+
+
+def test_a_column_of_text_that_names_a_few_files_is_a_warning(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 3) / "t.csv"
+    source.write_text("image,text\n000.jpg,000.txt\n000.jpg,a\n000.jpg,b\n")
+    report = convert(source, tmp_path / "out", SMALL)
+    assert report.samples == 3 and list(tar_files(tmp_path / "out"))[:2] == ["000000001.jpg", "000000001.json"]
+    assert [line for line in report.warnings if "'text'" in line] == [
+        "t.csv: the column 'text' names 1 file in 3 rows and is taken for text; if it names files, give --file-field "
+        "image --file-field text"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +122,8 @@ def test_columns_that_hold_paths_are_found_by_their_first_row(tmp_path: Path) ->
         (b"", "expected a first line with a name of its own for each column"),
         (b"a,a\n1,2\n", "expected a first line with a name of its own"),
         (b"a,b\n", "no row below the names"),
-        (b"a\n\xff\n", "cannot be read as a table in UTF-8"),
-        (b'a\n"x\n', "cannot be read as a table"),
+        (b"a\n\n1\n\xff\n" + b"2\n" * 9000, r"t\.csv:4: cannot be read as a table in UTF-8: it holds the byte 0xff"),
+        (b'a\n1\n"x\n2\n', r"t\.csv:3: cannot be read as a table in UTF-8: unexpected end of data"),
     ],
 )
 def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
@@ -106,9 +134,24 @@ def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, messag
 
 
 def test_rows_of_another_length_are_rejected_and_long_cells_are_not(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(f"a,b\n1,2\n1\n1,2,3\n{'x' * 200_000},4\n")
-    assert convert(tmp_path / "t.csv", tmp_path / "out", SMALL).samples == 2
-    assert reasons(tmp_path / "out") == dict.fromkeys(["t.csv:2", "t.csv:3"], "not a JSON object")
+    (tmp_path / "t.csv").write_text(f'a,b\n1,"2\n"\n1\n\n1,2,3\n{"x" * 200_000},4\n')
+    report = convert(tmp_path / "t.csv", tmp_path / "out", SMALL)
+    assert list(tar_files(tmp_path / "out")) == ["000000001.json", "000000004.json"]
+    assert [(reject.file, reject.reason, reject.detail) for reject in report.rejected] == [
+        ("t.csv:4", "not as wide as the header", "1 cell, where it has 2 columns"),
+        ("t.csv:6", "not as wide as the header", "3 cells, where it has 2 columns"),
+    ]
+
+
+def test_a_key_that_occurs_twice_in_a_table_is_told_by_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('a,b\n1,"2\n"\n2,3\n1,4\n')
+    (reject,) = convert(tmp_path / "t.csv", tmp_path / "out", Options(key_field="a")).rejected
+    assert (reject.file, reject.detail) == ("t.csv:5", "'1' is the key of line 2 already")
+
+
+def test_a_table_of_which_every_row_has_another_width_is_not_one_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n1\n2\n")
+    assert len(convert(tmp_path / "t.csv", tmp_path / "out", SMALL).rejected) == 2
 
 
 def test_images_that_many_records_name_are_a_warning_with_the_factor(tmp_path: Path) -> None:

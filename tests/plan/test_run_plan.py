@@ -152,6 +152,23 @@ def test_better_lanes_do_not_leave_more_of_an_epoch(make_shards: MakeShards) -> 
     assert left[32] == pytest.approx(8 / 200)  # 3 rounds of 32 batches of 2
     assert (left[plan.better_lanes] or 0) <= min(share or 0 for share in left.values()) + 0.01
     assert plan.better_lanes != 32
+    (advised,) = advice(plan)
+    assert "instead of 4.00%" in advised
+    fewer = plan.better_lanes // 4
+    assert (
+        advised.endswith(f", though a rank then has at most {fewer} worker{'s' * (fewer > 1)}")
+        and "lets" not in advised
+    )
+
+
+def test_more_workers_are_a_reason_and_planned_lanes_are_one_of_the_choices(make_shards: MakeShards) -> None:
+    settings = LoaderSettings(_numbered(make_shards([210]), 1), seed=5, lanes=3, num_workers=2)
+    plan = plan_run(settings, Wanted(ranks=3, samples=20))
+    assert any("lets a rank have" in line and "though" not in line for line in advice(plan))
+    settings = LoaderSettings(_numbered(make_shards([200]), 2), seed=5, lanes=98)
+    plan = plan_run(settings, Wanted(ranks=5, samples=20))
+    assert plan.planned_lanes == 100 and 100 in [choice.lanes for choice in plan.choices]
+    assert plan.better_lanes == 100 and len(advice(plan)) == 1
 
 
 def test_what_lengths_are_told_nothing_is_encoded_for(words: Path) -> None:

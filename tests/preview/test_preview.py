@@ -21,13 +21,13 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
-from savable_pipeline.cli.errors import named_pipeline
 from savable_pipeline.cli.main import app
 from savable_pipeline.core.named_object import names_object
 from savable_pipeline.preview import preview_dataset, preview_pipeline
 from savable_pipeline.preview.tensor_entries import array_entry, as_array
 from savable_pipeline.preview.token_decoder import Decoder
 from savable_pipeline.preview.token_entries import tokens_entry
+from savable_pipeline.stages.pipeline import named_pipeline
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.stages.cost import Costing
+from savable_pipeline.stages.cost import Costing, waiting_share
 
 
 def cubic(length: int, images: int) -> int:
@@ -21,6 +21,12 @@ def test_attention_costs_the_square_and_the_layers_their_share() -> None:
     assert cost(7, 0) == 49 + 420
     assert cost(7, 2) == 49 + 420 + 2000
     assert Costing("Balance", cost).of_pack([(7, 0), (7, 2), (1, 0)]) == 469 + 2469 + 61
+
+
+def test_the_share_of_waiting_is_that_of_all_ranks_time() -> None:
+    assert waiting_share([[2, 4]]) == 0.25
+    assert waiting_share([[2, 4], [1, 1, 1]]) == 1 - 9 / 11
+    assert waiting_share([]) == 0.0
 
 
 def test_a_state_knows_a_cost_by_its_name_and_numbers() -> None:

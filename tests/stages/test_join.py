@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
@@ -71,6 +73,37 @@ def test_joined_parts_stand_behind_the_name_of_their_store(data: Path) -> None:
     assert samples.fetch(samples.ref)["captions.txt"] == b"caption of s000001"
     with pytest.raises(KeyError):
         sample["captions.png"]
+
+
+@pytest.mark.parametrize("name", ["captions.parquet", "captions.arrow", "captions.jsonl"])
+def test_rows_of_a_table_are_found_by_the_column_of_their_keys(data: Path, tmp_path: Path, name: str) -> None:
+    keys = [f"s{i:06d}" for i in range(59, -1, -1)]
+    table = {"name": keys, "other": keys[::-1], "caption": [f"caption of {key}" for key in keys]}
+    if name.endswith("parquet"):
+        pq.write_table(pa.table(table), tmp_path / name, row_group_size=7)
+    elif name.endswith("arrow"):
+        with pa.ipc.new_file(tmp_path / name, pa.table(table).schema) as file:
+            file.write_table(pa.table(table), max_chunksize=7)
+    else:
+        rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = sp.open_dataset(tmp_path / name, key="name")
+    found = [sample.text("new.caption") for sample in sp.Join(reader(data), {"new": store})]
+    assert found == [f"caption of s{i:06d}" for i in range(60)]
+    other = sp.open_dataset(tmp_path / name, key="other")  # has an index of its own
+    found = [sample.text("new.caption") for sample in sp.Join(reader(data), {"new": other})]
+    assert found == [f"caption of s{59 - i:06d}" for i in range(60)]
+    assert sp.Join(reader(data), {"new": store}).settings() != sp.Join(reader(data), {"new": other}).settings()
+    assert pickle.loads(pickle.dumps(other))["s000003"].text("caption") == "caption of s000056"
+    with pytest.raises(sp.ShardError, match=r"A table's are FILE:ROW, unless sp\.open_dataset\(path, key=COLUMN\)"):
+        next(sp.Join(sp.TarShardReader(data / "shards", sp.Lane()), {"new": tmp_path / name}))
+
+
+def test_columns_and_a_key_are_for_files_that_have_them(data: Path) -> None:
+    with pytest.raises(ValueError, match="a key is for Parquet, Arrow and JSONL files, not for files of the kind tar"):
+        sp.open_dataset(data / "captions", key="name")
+    with pytest.raises(ValueError, match="columns are for Parquet and Arrow files, not for files of the kind tar"):
+        sp.open_dataset(data / "captions", columns=["name"])
 
 
 def test_a_sample_without_a_match_is_left_out_and_counted(data: Path) -> None:

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.shards.index_file import Header, ShardIndex, aligned, check_of
+from savable_pipeline.shards.index_file import NUMBERS_BYTES, Header, ShardIndex, aligned, check_of
 from savable_pipeline.shards.scan import scan
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
@@ -39,7 +39,7 @@ def with_checksum(raw: bytes) -> bytes:
     length, end = int.from_bytes(raw[16:24], "little"), len(raw)
     with contextlib.suppress(ValueError):
         header = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header)
-        end = min(aligned(aligned(24 + length) + 40 * header.shards + header.names), len(raw))
+        end = min(aligned(aligned(24 + length) + NUMBERS_BYTES * header.shards + header.names), len(raw))
     return raw[:8] + xxh3_64_intdigest(raw[16:end]).to_bytes(8, "little") + raw[16:]
 
 

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from savable_pipeline.cli.console import console, printable
-from savable_pipeline.cli.errors import errors_as_lines, named_pipeline
+from savable_pipeline.cli.console import out, printable
+from savable_pipeline.cli.errors import errors_as_lines
+from savable_pipeline.cli.output_file import check_output
 from savable_pipeline.core.files import replace_file
 
 ledger_app = typer.Typer(help="Tell what a run was given, from the ledger that its loader wrote.", no_args_is_help=True)
-_out = console()
 
 _Folder = Annotated[Path, typer.Argument(metavar="LEDGER", help="The folder that SavableLoader(ledger=…) names.")]
 
@@ -40,13 +40,13 @@ def seen(
         for key, found in find_keys(ledger, keys, source=source, data=data).items():
             missing |= not found
             if not found:
-                _out.print(printable(f"{key}: not given"))
+                out.print(printable(f"{key}: not given"))
             for name, given in found:
                 batch, start = given.batch, given.start
                 of = f" of {name}" if name else ""
                 lost = ", lost: the run was resumed from a place before it" if given.lost else ""
                 where = f"slot {batch.slot}, step {given.step}, rank {start.rank} of {start.world_size}"
-                _out.print(printable(f"{key}{of}: epoch {batch.epoch}, {where}{lost}"))
+                out.print(printable(f"{key}{of}: epoch {batch.epoch}, {where}{lost}"))
     if missing:
         raise typer.Exit(1)
 
@@ -66,21 +66,23 @@ def again(
     from savable_pipeline.ledger.reader import Ledger
     from savable_pipeline.preview.given_batch import make_again  # with torch, which takes seconds
     from savable_pipeline.preview.pipeline_page import batch_page
+    from savable_pipeline.stages.pipeline import named_pipeline
 
     with errors_as_lines():
         if output is None and save is None:
             raise ValueError("nothing to write: give -o page.html, --save batch.pt, or both")
+        check_output(output, save)
         made = make_again(named_pipeline(pipeline), Ledger(folder), epoch, slot)
         title = f"{pipeline}, epoch {epoch}, slot {slot}"
         if output is not None:
             number = slot // made.given.start.lanes
             replace_file(output, [batch_page(made.stage, made.stage.lane, title, number, made.batch)])
-            _out.print(printable(str(output)))
+            out.print(printable(str(output)))
         if save is not None:
             import torch
 
             torch.save(made.batch, save)
-            _out.print(printable(str(save)))
+            out.print(printable(str(save)))
 
 
 @ledger_app.command()
@@ -93,5 +95,6 @@ def report(
     from savable_pipeline.preview.report_page import report_page
 
     with errors_as_lines():
+        check_output(output)
         replace_file(output, [report_page(Ledger(folder))])
-        _out.print(printable(str(output)))
+        out.print(printable(str(output)))
