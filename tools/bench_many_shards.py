@@ -148,8 +148,8 @@ def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
         rows: dict[str, list[Numbers]] = {"listed": [], "known": []}
         for _ in range(rounds):
             (root / f"{INDEX_NAME}.fresh").unlink(missing_ok=True)
-            for start in rows.values():
-                start.append(in_a_process("open", root))
+            for found in rows.values():
+                found.append(in_a_process("open", root))
         for start, found in rows.items():
             table.add_row(f"{shards:,}", start, *(shown(name, [each[name] for each in found]) for name in SHOWN))
     console.print(table)
