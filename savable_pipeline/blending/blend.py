@@ -14,8 +14,9 @@ from savable_pipeline.blending.weighted_sources import NONE, By, Until, Weighted
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.dataset.sample import REF, TAG_SHIFT, RefArray, Sample
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.item_ref import MISSING, ItemRef
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, left_sizes
 from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, Stage, State
+from savable_pipeline.stages.task_encoder import Skip
 
 
 class Blend(WeightedSources):
@@ -183,7 +184,12 @@ class _BlendOfItems(Blend, ItemStage):
                 self._taken = active[source], items[0], refs[0], stage.sizes
             name, item, ref, sizes = self._taken
             if item is MISSING:
-                item = self._stages[name].fetch(ref)
+                whole = ref
+                item, ref = self._stages[name].make_again(whole)
+                sizes = None if sizes is None else left_sizes(sizes, whole, ref)
+            if type(item) is Skip:  # it cannot be made again, which was counted where that was found
+                self._taken = None
+                continue
             self._take_turn(active.index(name), self._stages[name], item)
             self._taken = None
             self.sizes = sizes

@@ -61,12 +61,19 @@ class BlendSources(Stage):
 
     def fetch(self, ref: ItemRef | Ref) -> Any:
         """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
+        return self._source_of(ref).fetch(ref)
+
+    def make_again(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """The element with this ref, and the ref of what is left of it."""
+        return self._source_of(ref).make_again(ref)
+
+    def _source_of(self, ref: ItemRef | Ref) -> Stage:
         if isinstance(ref, Ref):
             for stage in self.sources:
                 if ref.source in stage.info.origins:
-                    return stage.fetch(ref)
+                    return stage
             raise CheckpointMismatchError(f"Blend: {ref} is of none of the sources {', '.join(self._stages)}")
-        return self._of_tag(tag_of(next(sample_indices(as_ref(ref))))).fetch(ref)
+        return self._of_tag(tag_of(next(sample_indices(as_ref(ref)))))
 
     def _of_tag(self, tag: int) -> Stage:
         if tag not in self._stage_of:

@@ -18,7 +18,7 @@ from savable_pipeline.blending.scheduled_turns import ScheduledTurns
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.dataset.sample import REF, TAG_SHIFT, count_of_source
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.stage import Stage, StageInfo, State, parse_state
 
 log = logging.getLogger(__name__)
@@ -184,9 +184,9 @@ class WeightedSources(BlendSources):
         if saved.taken is not None and saved.taken[0] in self._stages and saved.taken[0] not in self._on:
             self.counts["dropped/source turned off"] += 1
         elif saved.taken is not None and saved.taken[0] in self._stages:
-            sizes = None if saved.taken_sizes is None else tuple(saved.taken_sizes)
-            if taken := self.keep_whole([as_ref(saved.taken[1])]):
-                self._taken = saved.taken[0], MISSING, taken[0], sizes
+            ref, sizes = as_ref(saved.taken[1]), saved.taken_sizes
+            for left in self.keep_known([ref]):
+                self._taken = saved.taken[0], MISSING, left, None if sizes is None else left_sizes(sizes, ref, left)
         self._begun, self._before = None, saved.turns.before
         turns = self._turns
         if saved.turns.names == self._active and saved.turns.weights == turns.weights:

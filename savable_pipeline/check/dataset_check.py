@@ -25,9 +25,12 @@ from savable_pipeline.shards.processes import Answer, each_shard
 from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.shards.uneven_parts import uneven_parts
 from savable_pipeline.stores.file_indexing import known_files
+from savable_pipeline.stores.remote_indexing import look_up_files
 from savable_pipeline.stores.saved_dataset import data_files
 
 _CHECK_FILE = "savable_pipeline.check.store_check:check_file"
+_CHECK_REMOTE = "savable_pipeline.check.shard_check:check_remote_shard"
+_CHECK_REMOTE_FILE = "savable_pipeline.check.store_check:check_remote_file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +97,13 @@ def check(
 
 
 def _find(shards: Shards) -> _Dataset:
-    if is_remote(shards):
-        found, metadata, indexed = look_up(shards)
-        folder = isinstance(shards, str) and shards.rstrip("/") == found.root
-        return _Dataset(found.root, found.names, folder, metadata, indexed)
-    problems: list[Problem] = []
     form = format_of(shards)
+    if is_remote(shards):
+        found, metadata, indexed = look_up(shards) if form is None else look_up_files(shards, form)
+        folder = isinstance(shards, str) and shards.rstrip("/") == found.root
+        task = _CHECK_REMOTE if form is None else _CHECK_REMOTE_FILE
+        return _Dataset(found.root, found.names, folder, metadata, indexed, task)
+    problems: list[Problem] = []
     root, names = find_shards(
         shards if form is None else data_files(shards),
         TARS if form is None else form.kind,
@@ -120,9 +124,7 @@ def _answers(dataset: _Dataset, names: list[str], processes: int) -> Iterator[An
     cache = cache_folder(None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
-        yield from each_shard(
-            "savable_pipeline.check.shard_check:check_remote_shard", Path(folder), names, processes, url=dataset.root
-        )
+        yield from each_shard(dataset.task, Path(folder), names, processes, url=dataset.root)
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -73,19 +73,26 @@ def check_shard(root: Path, name: str) -> ShardReport:
 
 def check_remote_shard(url: str, folder: Path, name: str) -> ShardReport:
     """The same for a shard behind a URL, which is downloaded to an empty folder and removed again."""
-    cache = cache_folder(None)
+    return check_downloaded(url, folder, [name, str(Path(name).with_suffix(".tar.idx"))], check_shard)
+
+
+def check_downloaded(
+    url: str, folder: Path, names: list[str], check: Callable[[Path, str], ShardReport]
+) -> ShardReport:
+    """What `check` finds in the first of these objects; all that are there are downloaded to `folder` meanwhile."""
+    cache, name = cache_folder(None), names[0]
     try:
         with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
-            for each in (name, str(Path(name).with_suffix(".tar.idx"))):
+            for each in names:
                 stat = downloader.call("stat", url, each)
                 if stat is not None:
                     downloader.call("whole", url, each, stat[0], str(folder / each))
-        return check_shard(folder, name)
+        return check(folder, name)
     except SavableError as error:
         return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
     finally:
-        for path in (folder / name, (folder / name).with_suffix(".tar.idx")):
-            path.unlink(missing_ok=True)
+        for each in names:
+            (folder / each).unlink(missing_ok=True)
 
 
 def _part_problems(root: Path, name: str, count: int, counts: Counter[str]) -> Iterator[Problem]:

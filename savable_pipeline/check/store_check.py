@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from savable_pipeline.check.part_check import part_fault
-from savable_pipeline.check.shard_check import Problem, ShardReport
+from savable_pipeline.check.shard_check import Problem, ShardReport, check_downloaded
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.dataset.kinds import format_of, open_store
 from savable_pipeline.errors import SavableError
@@ -40,7 +40,7 @@ def check_file(root: Path, name: str) -> ShardReport:
                 problems += _problems_of(store, name, row, parts, counts)
                 row += 1
             except SavableError as error:
-                detail = encodable(str(error).removeprefix(f"{store.path(0)}: "))
+                detail = encodable(str(error).removeprefix(f"{store.place(0)}: "))
                 problems.append(Problem("damaged shard", detail, name, index=row))
                 row = _after_damage(store, row)
             most = max(most, counts.pop("parts", 0))
@@ -48,6 +48,15 @@ def check_file(root: Path, name: str) -> ShardReport:
         problems.append(Problem("cannot be checked", encodable(str(error)), name))
     with_alpha = counts["with alpha"]
     return ShardReport(name, entry.size, entry.samples, entry.digest, problems, dict(parts), most, with_alpha)
+
+
+def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
+    """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
+    form = format_of(folder / name)
+    assert form is not None, name
+    suffix, beside = form.beside
+    companions = [name.removesuffix(suffix) + beside] if suffix and name.endswith(suffix) else []
+    return check_downloaded(url, folder, [name, *companions], check_file)
 
 
 def _problems_of(store: FileStore, name: str, row: int, parts: Counter[str], counts: Counter[str]) -> Iterator[Problem]:

@@ -57,30 +57,32 @@ def index(
     The index is written beside the shards, or to the cache if their folder is read-only. Shards whose index is up to
     date are not read again. Shards that cannot be read to the end are listed; the exit code is then 1.
 
-    Shards behind a URL are downloaded once, unless they have an index already. Theirs is written to the cache
-    (SAVABLE_CACHE). Upload it beside them as .nv-meta/savable.index, and no other node downloads them to index them.
+    Tars behind a URL are downloaded once, unless they have an index already; so are JSONL files, and of others only
+    what the index needs. The index is written to the cache (SAVABLE_CACHE). Upload it beside the shards, as
+    .nv-meta/savable.index (of Parquet .nv-meta/savable.parquet.index, and so on), and no other node does it again.
 
     What the parts of sp.ShardWriter wrote is joined, without reading the shards again.
     """
     from savable_pipeline.convert.describe import describe_indexed, is_written
+    from savable_pipeline.dataset.kinds import format_of
     from savable_pipeline.remote.remote_index import index_remote
     from savable_pipeline.remote.urls import is_remote
 
     with errors_as_lines():
         with progress_of(err, "indexing", "shards") as progress:
-            if is_remote(path):
+            if is_remote(path) and format_of(path) is None:
                 place, faults = index_remote(path, progress)
             else:
-                place, faults = _index_local(path, workers, progress)
-                if is_written(Path(path)) and not faults:
+                place, faults = _index_files(path, workers, progress)
+                if not is_remote(path) and is_written(Path(path)) and not faults:
                     describe_indexed(Path(path), place)
         print_index(out, place, faults)
     if faults:
         raise typer.Exit(1)
 
 
-def _index_local(path: str, workers: int | None, progress: Callable[[int, int], None]) -> tuple[Path, list[ShardEntry]]:
-    """Index files on a disk, of whichever kind; see `index`."""
+def _index_files(path: str, workers: int | None, progress: Callable[[int, int], None]) -> tuple[Path, list[ShardEntry]]:
+    """Index files of whichever kind, unless they are tars behind a URL; see `index`."""
     from savable_pipeline.dataset.kinds import format_of
     from savable_pipeline.shards.indexing import index_shards
     from savable_pipeline.stores.file_indexing import index_files

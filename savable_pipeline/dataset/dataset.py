@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +59,27 @@ class Dataset:
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
         self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
         self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
+
+    @contextlib.contextmanager
+    def noting_reads(self, note: Callable[[int], None]) -> Iterator[None]:
+        """Within this context, tell `note` the bytes of each part that a sample of this dataset reads."""
+        read, array = self.read, self.array
+
+        def noted_read(*place: Any) -> bytes:
+            data = read(*place)
+            note(len(data))
+            return data
+
+        def noted_array(*place: Any) -> Any:
+            data = array(*place)
+            note(data.nbytes)
+            return data
+
+        self.read, self.array = noted_read, noted_array
+        try:
+            yield
+        finally:
+            self.read, self.array = read, array
 
     def first_shards(self, shards: int) -> Dataset:
         """The dataset of the first so many shards, with the same store."""

@@ -10,12 +10,13 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.opening import dataset_of, open_dataset
 from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.remote_files import names_behind
 from savable_pipeline.remote.urls import is_remote
 from savable_pipeline.shards.braces import expand_braces
+from savable_pipeline.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.shards.paths import TARS, ShardKind, Shards, Unlistable, raise_it, spelled_out
 from savable_pipeline.stores.arrow_file import ARROW
 from savable_pipeline.stores.arrow_store import ArrowStore
-from savable_pipeline.stores.downloads import check_local
 from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.file_indexing import IndexedFiles
 from savable_pipeline.stores.file_store import FileStore
@@ -41,13 +42,8 @@ def kind_of(files: Shards) -> str:
 
     Raises `ShardError` for files of several kinds.
     """
-    if is_remote(files):
-        names = [files] if isinstance(files, str | os.PathLike) else list(files)
-        others = {_kind_of_name(os.fspath(name)) for name in names} - {"tar", ""}
-        if others:
-            check_local(files)
-        return "tar"
-    found = {kind for spec in spelled_out(files) for kind in _kinds_at(spec)} - {""}
+    kinds_at = _kinds_behind if is_remote(files) else _kinds_at
+    found = {kind for spec in spelled_out(files) for kind in kinds_at(spec)} - {""}
     if "tar" in found or not found:
         return "tar"
     if len(found) > 1 and "tokens" in found:  # `.bin` and `.npy` lie beside many things
@@ -111,6 +107,15 @@ def _kinds_at(spec: str) -> set[str]:
         if "tar" in kinds:
             break
     return kinds
+
+
+def _kinds_behind(url: str) -> set[str]:
+    """The kinds of what lies behind a URL, by its own name, or else by the names below it."""
+    if (kind := _kind_of_name(url)) or "*" in url:
+        return {kind}
+    indexes = {INDEX_NAME: "tar", **{form.index_name: name for name, form in FORMATS.items()}}
+    names = names_behind(url.rstrip("/"), list(indexes))
+    return {indexes[name] for name in names if name in indexes} or {_kind_of_name(name) for name in names}
 
 
 def _kind_of_name(name: str) -> str:

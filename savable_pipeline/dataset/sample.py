@@ -54,6 +54,11 @@ def count_of_source(index: int, what: str) -> str:
     return f"source/{tag_of(index)}/{what}"
 
 
+def skip_counters(reason: str, index: int) -> tuple[str, str]:
+    """The names of a stage's counters to raise for what it leaves out: by reason, and by the source of this index."""
+    return f"skipped/{reason}", count_of_source(index, "skipped")
+
+
 def untagged(index: int) -> int:
     """The index of a ref in its own dataset."""
     return index & ((1 << TAG_SHIFT) - 1)

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.sample import Sample
 from savable_pipeline.stages.encode import Encode, EncodeCall
 from savable_pipeline.stages.reader import RecordReader
@@ -24,6 +23,10 @@ class Watched(msgspec.Struct):
     samples: list[tuple[str, int, int]]
     bytes_read: int = 0
 
+    def add_bytes(self, read: int) -> None:
+        """Count bytes that were read."""
+        self.bytes_read += read
+
 
 @contextlib.contextmanager
 def watched(stages: Sequence[Stage]) -> Iterator[Watched]:
@@ -31,17 +34,12 @@ def watched(stages: Sequence[Stage]) -> Iterator[Watched]:
     found = Watched([])
     datasets = {id(stage.dataset): stage.dataset for stage in stages if isinstance(stage, RecordReader)}
     encodes = [stage for stage in stages if isinstance(stage, Encode)]
-    reads = [(dataset, dataset.read, dataset.array) for dataset in datasets.values()]
-    calls = [(encode, encode.exchange(lambda call: _timed(call, found))) for encode in encodes]
-    for dataset in datasets.values():
-        _count_bytes(dataset, found)
-    try:
+    with contextlib.ExitStack() as undo:
+        for dataset in datasets.values():
+            undo.enter_context(dataset.noting_reads(found.add_bytes))
+        for encode in encodes:
+            undo.callback(encode.exchange, partial(_instead, encode.exchange(partial(_timed, found=found))))
         yield found
-    finally:
-        for dataset, read, array in reads:
-            dataset.read, dataset.array = read, array
-        for encode, call in calls:
-            encode.exchange(partial(_instead, call))
 
 
 def _instead(call: EncodeCall, _: EncodeCall) -> EncodeCall:
@@ -57,19 +55,3 @@ def _timed(call: EncodeCall, found: Watched) -> EncodeCall:
             found.samples.append((sample.shard, sample.index, time.perf_counter_ns() - start))
 
     return timed
-
-
-def _count_bytes(dataset: Dataset, found: Watched) -> None:
-    read, array = dataset.read, dataset.array
-
-    def counted_read(*place: Any) -> bytes:
-        data = read(*place)
-        found.bytes_read += len(data)
-        return data
-
-    def counted_array(*place: Any) -> Any:
-        data = array(*place)
-        found.bytes_read += data.nbytes
-        return data
-
-    dataset.read, dataset.array = counted_read, counted_array

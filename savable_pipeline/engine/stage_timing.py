@@ -16,7 +16,7 @@ from typing import Any, cast
 from savable_pipeline.stages.stage import Stage
 
 EVERY = 16
-_TIMED = {"take", "take_measured", "take_refs", "open_samples", "fetch"}
+_TIMED = {"take", "take_measured", "take_refs", "open_samples", "fetch", "make_again"}
 
 
 def take_counts(stages: Sequence[Stage], spent: Mapping[str, int]) -> dict[str, int | float]:

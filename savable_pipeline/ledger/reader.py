@@ -130,14 +130,32 @@ def _start_of(path: Path) -> Start | None:
 
 
 def _together(starts: list[tuple[Path, Start]]) -> list[list[tuple[Path, Start]]]:
-    """The starts in the order of time, those of ranks that began together side by side."""
-    together: list[list[tuple[Path, Start]]] = []
+    """The starts in the order of time, those of ranks that began together side by side.
+
+    Ranks that can talk write one number. Those that cannot have numbers of their own: from the last start back, each
+    rank's is one with the latest of the other ranks that went on at the same place.
+    """
+    numbered: dict[int, list[tuple[Path, Start]]] = {}
     for path, start in sorted(starts, key=lambda entry: (entry[1].number, entry[1].rank)):
-        if together and _began_together([other for _, other in together[-1]], start):
-            together[-1].append((path, start))
-        else:
-            together.append([(path, start)])
-    return together
+        numbered.setdefault(start.number, []).append((path, start))
+    groups: list[list[tuple[Path, Start]]] = []  # the last one first
+    alone: dict[tuple[Place, int], list[int]] = {}  # those of ranks that cannot talk, by place and world size
+    earlier: dict[int, int] = {}  # by rank, the first group that lies before all of its starts so far
+    for group in reversed(numbered.values()):
+        start, at = group[0][1], len(groups)
+        if len(group) == 1:
+            alike = alone.setdefault((start.place, start.world_size), [])
+            at = next((each for each in alike if each >= earlier.get(start.rank, 0)), at)
+            alike += [at] if at == len(groups) else []
+        if at == len(groups):
+            groups.append([])
+        groups[at] = sorted(groups[at] + group, key=_rank)
+        earlier |= {other.rank: at + 1 for _, other in group}
+    return groups[::-1]
+
+
+def _rank(entry: tuple[Path, Start]) -> int:
+    return entry[1].rank
 
 
 def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_File]:
@@ -147,10 +165,3 @@ def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_File]:
         files += [_File(path, start, cut) for path, start in reversed(group)]
         cut = min(cut, min(start.place for _, start in group))
     return files[::-1]
-
-
-def _began_together(others: list[Start], start: Start) -> bool:
-    """Whether a start of a rank is one with those of others; ranks that cannot talk begin at times of their own."""
-    first = others[0]
-    alike = (first.place, first.world_size) == (start.place, start.world_size)
-    return alike and start.rank not in {other.rank for other in others}

@@ -73,12 +73,13 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
     @classmethod
     def of(cls, epoch: int, slot: int, samples: BatchSamples, cost: int = 0) -> Batch:
         """The record of a batch that was made of these samples."""
-        refs = samples.refs
-        if not len(refs):
+        items = len(samples.refs)
+        if not items:
             return cls(epoch, slot, 0, b"", b"", b"", cost=cost)
-        indices, epochs, parts = map(_packed, refs.T, refs.min(0).tolist(), refs.max(0).tolist())
+        columns = np.ascontiguousarray(samples.refs.T)
+        indices, epochs, parts = map(_packed, columns, columns.min(1).tolist(), columns.max(1).tolist())
         rows = b"" if samples.rows is None else pack_column(samples.rows)
-        return cls(epoch, slot, len(refs), indices, epochs, parts, rows, cost)
+        return cls(epoch, slot, items, indices, epochs, parts, rows, cost)
 
     @property
     def place(self) -> tuple[int, int]:

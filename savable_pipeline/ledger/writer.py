@@ -20,12 +20,20 @@ class LedgerWriter:
     def __init__(self, folder: Path, start: Start) -> None:
         self._path = folder / f"{start.number:020d}-rank-{start.rank:05d}{SUFFIX}"
         self._since: dict[int, int] = {}  # batches of each lane since its last state
+        self._fd = -1  # where it is closed
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = self._opened(os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise self._failed(error) from error
-        self._write(start)
+        try:
+            self._write(start)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _opened(self, more: int = 0) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | more, 0o666)
 
     def given(self, epoch: int, slot: int, lane: int, before: bytes, samples: BatchSamples, cost: int = 0) -> None:
         """Write that the batch of this slot is given; `before` is the state of its lane before it, `cost` its packs'.
@@ -46,6 +54,8 @@ class LedgerWriter:
     def _write(self, record: Record) -> None:
         data = framed(record)
         try:
+            if self._fd < 0:
+                self._fd = self._opened()
             written = os.write(self._fd, data)
             if written < len(data):
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
@@ -60,5 +70,12 @@ class LedgerWriter:
         )
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+        """Close the file; what is written next opens it again."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def discard(self) -> None:
+        """Close the file and remove it: nothing that counts is in it."""
+        self.close()
+        self._path.unlink(missing_ok=True)

@@ -28,6 +28,8 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows cost
 class LedgerKeeper:
     """Writes to `folder`; a file is begun by the first batch or skip, and anew by the first one after `begin_anew`.
 
+    Ranks that can talk begin their files together: where one cannot, none does, and each raises that rank's error.
+
     `counters` gives the run's counters and names, which are written when a file begins and ends, and between.
     """
 
@@ -67,28 +69,46 @@ class LedgerKeeper:
 
     def _open(self, at: Position, last: Stage, fingerprint: bytes) -> LedgerWriter:
         if self._writer is None:
-            self._writer = LedgerWriter(self._folder, self._start(at, last, fingerprint))
-            self._begun, self._due = time.monotonic(), 0.0  # counters are due before the first batch
+            self._writer = self._begin_file(at, _sources(last), fingerprint)
+            self._begun = time.monotonic()
+            self._due = 0.0  # counters are due before the first batch
         return self._writer
 
-    def _start(self, at: Position, last: Stage, fingerprint: bytes) -> Start:
+    def _begin_file(self, at: Position, sources: list[Source], fingerprint: bytes) -> LedgerWriter:
+        """This rank's file, once all ranks that can talk have theirs."""
         ranks = at.ranks
         now = time.time_ns()
         number = ranks.agree(now, smallest=True) if ranks.can_talk else now
         place = (at.lane_count, self._seed, at.epoch, at.slot)
-        about = (_sources(last), fingerprint, at.pad, at.growth)
-        return Start(FORMAT, number, ranks.rank, ranks.world_size, *place, *about)
+        start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, at.growth)
+        if not ranks.can_talk:
+            return LedgerWriter(self._folder, start)
+        try:
+            writer, fault = LedgerWriter(self._folder, start), ""
+        except SavableError as error:
+            writer, fault = None, str(error)
+        faults = {rank: found for rank, found in enumerate(ranks.gather(fault)) if found}
+        if writer is not None and not faults:
+            return writer
+        if writer is not None:
+            writer.discard()
+        raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
+
+    def close(self) -> None:
+        """Close the file; the next batch goes on in it, without asking the other ranks."""
+        if self._writer is None:
+            return
+        try:
+            self._note(self._writer)
+        except SavableError as error:
+            log.warning("the last counters of this start are missing in the ledger: %s", error)
+        self._writer.close()
+        self._due = 0.0
 
     def begin_anew(self) -> None:
         """Close the file: what follows does not go on from what it says."""
-        writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        try:
-            self._note(writer)
-        except SavableError as error:
-            log.warning("the last counters of this start are missing in the ledger: %s", error)
-        writer.close()
+        self.close()
+        self._writer = None
 
 
 def _sources(last: Stage) -> list[Source]:

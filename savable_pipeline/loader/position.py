@@ -9,6 +9,9 @@ An epoch ends when its last batch is given:
     in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, told ── iter() ──▶ in an epoch
                                   (`previous`: the old one's end)        └───── iter(), without it ─────┘
 
+Slots that are skipped there are of the next epoch, as they are where a state from there was loaded; `previous` stays
+until StopIteration has been raised.
+
 An endless run may be cut into epochs of n slots (`epoch_slots`): its slots count on, and its lanes go on. A step
 belongs to the epoch that its first slot lies in: each has n / ranks steps, and no slot is lost where a run began at one
 that its ranks do not divide.
@@ -44,12 +47,16 @@ class LanePosition(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A batch that this rank's trainer received: the first slot of its step, its lane, that lane before it."""
+    """A batch that this rank's trainer received: the first slot of its step, its lane, that lane before it.
+
+    `skipped`: the lanes of which batches were passed over since, before the next was given, as they were before.
+    """
 
     step: int
     lane: int
     before: LanePosition
     samples: ItemRef | BatchSamples
+    skipped: Mapping[int, LanePosition] = {}
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -58,7 +65,7 @@ class Position(msgspec.Struct, frozen=True):
     After an epoch's last batch it is the start of the next epoch, with the old one's position as `previous`: until an
     iterator begins the next epoch, which it can once StopIteration has been raised (`told`), or before.
 
-    `history` holds the last batches that were given.
+    `history` holds the last batches that were given, without those that were skipped.
     """
 
     ranks: Ranks
@@ -133,12 +140,19 @@ class Position(msgspec.Struct, frozen=True):
         """After the next step, in which this rank's trainer receives `delivery`."""
         lane = self.own_slot % self.lane_count
         received = Given(self.slot, lane, self.lanes[lane], delivery.samples)
-        return replace(
-            self,
-            slot=self.slot + self.ranks.world_size,
-            lanes={**self.lanes, lane: LanePosition(delivery.state, delivery.more)},
-            history=(*self.history[1 - MAX_LAG :], received),
-        )
+        return self._moved(delivery, (*self.history[1 - MAX_LAG :], received))
+
+    def passed_over(self, delivery: Delivery) -> Position:
+        """After the next step, which is skipped: its batch is given to nobody."""
+        lane, history = self.own_slot % self.lane_count, self.history
+        if history:
+            skipped = {lane: self.lanes[lane], **history[-1].skipped}
+            history = (*history[:-1], history[-1]._replace(skipped=skipped))
+        return self._moved(delivery, history)
+
+    def _moved(self, delivery: Delivery, history: tuple[Given, ...]) -> Position:
+        lane, at = self.own_slot % self.lane_count, LanePosition(delivery.state, delivery.more)
+        return replace(self, slot=self.slot + self.step, lanes={**self.lanes, lane: at}, history=history)
 
     def learned(self, peeks: Mapping[int, Delivery]) -> Position:
         """With what `peeks` say of some lanes: whether they have another batch."""
@@ -217,5 +231,6 @@ def _taken_back(at: Position, lag: int, *, most: int) -> Position:
         )
     slot, lanes = at.slot, dict(at.lanes)
     for given in list(reversed(at.history))[:lag]:
+        lanes |= given.skipped
         slot, lanes[given.lane] = given.step, given.before
     return replace(at, slot=slot, lanes=lanes)

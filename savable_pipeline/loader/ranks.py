@@ -81,13 +81,21 @@ class Ranks:
     def first_said(self, key: str, value: str) -> str:
         """What the first of the ranks has said for `key`, which may be this `value`. Not collective, waits for none.
 
-        `value` where the ranks have no store in common.
+        A rank that says something for a key again, which its group's store counts, is compared with what the others
+        said the same time. `value` where the ranks have no store in common, or one that cannot compare. Raises torch's
+        error if the store does not answer.
         """
-        store = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
-        try:
-            return value if store is None else str(store().compare_set(key, "", value).decode())
-        except (RuntimeError, NotImplementedError):  # a backend without a store, or without this call
+        find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
+        store = None if find is None else find()
+        if store is None:
             return value
+        try:
+            time = store.add(f"{key}/times of {self.rank}", 1)
+            return str(store.compare_set(f"{key}/{time}", "", value).decode())
+        except RuntimeError as error:  # NotImplementedError is one, too
+            if isinstance(error, NotImplementedError) or "not implemented" in str(error).lower():
+                return value
+            raise
 
     @property
     def can_talk(self) -> bool:

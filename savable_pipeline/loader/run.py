@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
+from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
@@ -52,13 +53,19 @@ class Run:
     """An iterator over this rank's batches. `position` is all that changes as it goes on, by one assignment a change.
 
     `agree` takes this rank's vote and gives the smallest or largest of all ranks'; by default it asks the other ranks.
-    Raises ValueError for ranks that do not divide the lanes, or a pipeline that workers cannot be given.
+    `pinned` are the shards that it must read; by default those that it finds. Raises ValueError for ranks that do not
+    divide the lanes, or a pipeline that workers cannot be given.
     """
 
-    def __init__(self, settings: LoaderSettings, agree: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        settings: LoaderSettings,
+        agree: Callable[[int], int] | None = None,
+        pinned: PinnedShards | None = None,
+    ) -> None:
         self.settings = settings
         self.ranks = settings.find_ranks()
-        self.local = LocalLanes(settings.job, self.ranks.rank)
+        self.local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.prefetcher = Prefetcher(settings, self.local)
         self.stats = Stats(settings.num_workers, lambda: source_names(self.local.last_stage))
         self._asks_ranks = agree is None
@@ -169,14 +176,16 @@ class Run:
 
     def _hand_out(self, delivery: Delivery, after: Position, started: float) -> Any:
         batch = delivery.batch
+        if self.settings.ids or self._ledger is not None:
+            delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
         if self.settings.ids:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
         if self.settings.pin_memory:
             batch = pinned(batch)
-        if self._ledger is not None:
-            self._ledger.given(self.position, delivery, self.local.last_stage, self._fingerprint[1])
         if after.previous is None or after.slot:  # an endless run goes on where its epoch is over
             self.prefetcher.prefetch(after)
+        if self._ledger is not None:
+            self._ledger.given(self.position, delivery, self.local.last_stage, self._fingerprint[1])
         self.stats.add(time.perf_counter() - started, delivery)
         self.position = after  # last: a step that fails or is interrupted before has given nothing
         return batch
@@ -204,7 +213,8 @@ class Run:
             self._ledger.skipping(self.position, self.local.last_stage, self._fingerprint[1])
         if self.settings.epoch_slots is not None:
             slots = min(slots, self.position.left_of_epoch(self.settings.epoch_slots))
-        while slots and self.position.previous is None:
+        over = self.position.previous  # the epoch whose last batch was given, which its iterator has yet to say
+        while slots and self.position.previous is over:
             _, self.position = self._led(self._step("skip", slots))
             slots -= self.ranks.world_size
 
@@ -245,7 +255,7 @@ class Run:
             if after.must_vote:
                 end = yield proposed_end(after, self.prefetcher)
                 self.position = self.position.agreed(end)
-                after = self.position.advanced(delivery)
+                after = _moved(self.position, want, delivery)
             if after.is_over:
                 after = self._next_epoch(after)
         return delivery, after
@@ -274,7 +284,7 @@ class Run:
             self.close()
             lane = position.own_slot % self.settings.lanes
             raise SavableError(f"lane {lane} had said that it had more batches, but has none")
-        return delivery, self._rolled_over(position.advanced(delivery))
+        return delivery, self._rolled_over(_moved(position, want, delivery))
 
     def _rolled_over(self, after: Position) -> Position:
         """The position after a step, at the start of the next epoch if an epoch of `epoch_slots` is over."""
@@ -329,7 +339,7 @@ class Run:
     def close(self) -> None:
         """End the workers and close the shards. Iterating again goes on at the same place."""
         if self._ledger is not None:
-            self._ledger.begin_anew()
+            self._ledger.close()
         self.prefetcher.close()
         self.local.close()
 
@@ -418,3 +428,8 @@ class Run:
                 "was made, loaded, or began the epoch"
             )
         return history[-1 - lag]
+
+
+def _moved(position: Position, want: RequestKind, delivery: Delivery) -> Position:
+    """The position after a step whose batch is given, or skipped."""
+    return position.passed_over(delivery) if want == "skip" else position.advanced(delivery)

@@ -19,20 +19,19 @@ from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.state.fingerprint import Fingerprint
 
 _DATA = ("shards", "joins", "exclude")  # settings that say what is read, and what is left out
-_asked: dict[tuple[str, int], int] = {}  # how many runs of this process have begun, by key and rank
 
 
 def check_same_data(ranks: Ranks, found: Fingerprint) -> None:
     """Raise `CheckpointMismatchError` if an earlier rank of the same run reads other shards, or excludes others.
 
-    Runs are told apart by stages, seed and lanes, the last names of their folders, and how many such a rank began.
+    Runs are told apart by stages, seed and lanes, the last names of their folders, and how many such a rank began in
+    its group. Raises what torch.distributed does where its store does not answer.
     """
     names = sorted(PurePosixPath(address).name for address in found.addresses.values())
     key = _digest([found.fields[name] for name in ("stages", "seed", "lanes")] + names)
-    number = _asked[key, ranks.rank] = _asked.get((key, ranks.rank), 0) + 1
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
     shards = sum(count(value) for name, value in data.items() if name.endswith("shards"))
-    first = ranks.first_said(f"savable_pipeline/{key}/{number}", f"{_digest(data)} {ranks.rank} {shards}")
+    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards}")
     digest, other, there = first.split()
     if digest != _digest(data):
         raise CheckpointMismatchError(

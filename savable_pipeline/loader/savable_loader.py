@@ -143,9 +143,10 @@ class SavableLoader:
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots of all ranks together, as after a spike of the loss. Call it on each rank.
 
-        No batch of them is made, and workers pass over theirs side by side. A finite run's epoch ends where it would
-        have, and what is left of `slots` is not taken from the next one. Raises ValueError if a step of all ranks would
-        be cut.
+        No batch of them is made, and workers pass over theirs side by side. An epoch ends where it would have, and what
+        is left of `slots` is not taken from the next one. Once an epoch's last batch has been given or skipped, the
+        slots are the next epoch's, in a running loader as in one that was resumed there; a `for` loop still ends, and
+        the next `iter()` goes on behind them. Raises ValueError if a step of all ranks would be cut.
         """
         self._run.skip(slots)
 
@@ -166,9 +167,10 @@ class SavableLoader:
 
         After an epoch's last batch that is the start of the next one. It holds the rank's own lanes. Starts nothing,
         waits for nothing. A trainer that fetches one batch ahead takes `lag=1` always: before any batch has been given
-        since the loader was made, loaded or began the epoch, that is where it stands. Raises ValueError for a lag
-        beyond the batches that have been given since, or beyond 16; `SavableError` where a trainer asks that keeps rank
-        0's state only, or fetches ahead: `savable_pipeline.trainers` has what it takes.
+        since the loader was made, loaded or began the epoch, that is where it stands. What was skipped since the batch
+        that is taken back comes again: skip it again after loading. Raises ValueError for a lag beyond the batches that
+        have been given since, or beyond 16; `SavableError` where a trainer asks that keeps rank 0's state only, or
+        fetches ahead: `savable_pipeline.trainers` has what it takes.
         """
         caller = sys._getframe(1)  # noqa: SLF001  # Python's own name for it
         refuse_trainer(_module(caller), _module(caller.f_back), self._run.ranks.world_size)
@@ -216,7 +218,7 @@ class SavableLoader:
         return {**self._run.stats.numbers(), **self._run.prefetcher.numbers()}
 
     def trace(self, *, lag: int = 0) -> Trace:
-        """The slot and lane of the last batch of this rank, and (shard, key, ref) of every sample in it, in order.
+        """The slot and lane of the last batch given to this rank, and (shard, key, ref) of each sample in it, in order.
 
         `lag`: of the batch that many before the last one. The refs came with the batch; only keys are read. Raises
         ValueError if no such batch has been given since the loader was made or loaded, or began the epoch, or if it

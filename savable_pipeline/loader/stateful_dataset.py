@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
+from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.loader.local_lanes import LocalLanes
 from savable_pipeline.loader.ranks import find_ranks
 from savable_pipeline.loader.run import Run
 from savable_pipeline.loader.settings import LoaderSettings
@@ -32,8 +34,11 @@ class StatefulDataset(IterableDataset[Any]):
 
     Resumes exactly with the same number of workers and ranks; with another, loading raises `CheckpointMismatchError`
     (`SavableLoader` knows no such limit). Each `iter()` of the loader begins the next epoch. Where the length of a
-    finite run cannot be counted beforehand, its workers cannot agree on the end: each ends as its own lanes do. Raises
-    ValueError for wrong settings, and once it is iterated, if ranks and workers together do not divide the lanes.
+    finite run cannot be counted beforehand, its workers cannot agree on the end: each ends as its own lanes do.
+
+    Making it opens the shards, and on first use indexes them: all its workers, in each epoch, read those that were
+    there then. Raises ValueError for wrong settings, and once it is iterated, if ranks and workers together do not
+    divide the lanes; `ShardError` for shards that cannot be read, or are others in a worker than when it was made.
 
     >>> class Numbers(sp.TaskEncoder):
     ...     def encode(self, sample, rng):
@@ -61,6 +66,7 @@ class StatefulDataset(IterableDataset[Any]):
         self._settings = LoaderSettings(pipeline, seed=seed, lanes=lanes, tail=tail)
         ranks = find_ranks(rank, world_size, group, None, lanes)
         self._rank, self._world_size = ranks.rank, ranks.world_size
+        self._pinned = _pinned(self._settings)
         self._run: Run | None = None
         self._iteration = -1
         # The number of epochs begun, and the seed of the workers that began the last one, as one number: a worker reads
@@ -108,7 +114,8 @@ class StatefulDataset(IterableDataset[Any]):
                 f"divide {lanes} lanes; num_workers that do: {', '.join(map(str, numbers))}. Or begin a new run with "
                 "another lanes="
             )
-        run = Run(replace(self._settings, rank=share, world_size=shares), agree=int)  # the worker votes alone
+        settings = replace(self._settings, rank=share, world_size=shares)
+        run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
         run.begin_epoch(iteration)
         self._run, self._iteration = run, iteration
         return run
@@ -139,3 +146,13 @@ class StatefulDataset(IterableDataset[Any]):
         """A number that workers have in common if they were started together, and only then."""
         info = get_worker_info()
         return (info.seed - info.id) % (1 << _SEED_BITS) if info else 0
+
+
+def _pinned(settings: LoaderSettings) -> PinnedShards:
+    """The shards that the pipeline reads now; they are closed again."""
+    local = LocalLanes(settings.job, 0)
+    try:
+        assert local.last_stage
+        return local.pinned
+    finally:
+        local.close()

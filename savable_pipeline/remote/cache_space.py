@@ -18,7 +18,7 @@ from pathlib import Path
 
 from savable_pipeline.core.files import user_cache
 from savable_pipeline.errors import ShardError
-from savable_pipeline.remote.shard_cache import ShardCache
+from savable_pipeline.remote.shard_cache import ShardCache, cached_files
 
 DEFAULT_BYTES = 256 << 30
 _FREE_SHARE = 0.8  # of the disk's free space, at most, unless a limit is given
@@ -176,7 +176,7 @@ def write_at(fd: int, data: memoryview, offset: int, release: Callable[[int], bo
 
 
 def _files(cache: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for path in cache.rglob("*.tar"):
+    for path in cached_files(cache):
         with contextlib.suppress(FileNotFoundError):
             yield path, path.stat()
 

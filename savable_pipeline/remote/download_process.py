@@ -29,7 +29,7 @@ from savable_pipeline.remote.lookup import note_changed
 from savable_pipeline.remote.object_store import ObjectStore
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.request_queue import QueuedRequest, RequestQueue
-from savable_pipeline.remote.shard_cache import LEFT_OUT, ShardCache
+from savable_pipeline.remote.shard_cache import LEFT_OUT, ShardCache, runs
 from savable_pipeline.remote.sparse_file import locked
 from savable_pipeline.shards.shard_list import ShardEntry
 
@@ -55,8 +55,8 @@ class Downloads:
         self._cached: dict[str, ShardCache] = {}
         self._lock = threading.Lock()
 
-    def listing(self, root: str) -> list[tuple[str, int]]:
-        """Name and size of every object below a URL."""
+    def listing(self, root: str) -> list[tuple[str, int, str]]:
+        """Name, size and stamp of every object below a URL."""
         return self._store.listing(root)
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
@@ -121,8 +121,8 @@ class Downloads:
         start, past = cached.extent(first, end)
         if past - start <= self.pace.request:
             return first, end
-        borders = np.frombuffer(cached.index.starts, np.uint64)[first + 1 : end]
-        return first, first + max(1, int(np.searchsorted(borders, np.uint64(start + self.pace.request), side="right")))
+        behind = cached.layout.row_from(cached.shard_of(first), start + self.pace.request + 1)
+        return first, max(first + 1, min(behind, end) - 1)
 
     def size_of(self, root: str, folder: str, row: int, stop: int, *_: Any) -> int:
         """The bytes that a request for rows is for."""
@@ -131,28 +131,28 @@ class Downloads:
 
     def _rows(self, root: str, cached: ShardCache, fd: int, row: int, stop: int, needed: list[int]) -> None:
         """Downloads rows; the caller holds the lock. Those that another process downloaded meanwhile are skipped."""
-        alone = list[int]()
+        alone = list[tuple[int, int]]()
         for first, end in cached.missing(row, stop):
             start, past = cached.extent(first, end)
             if self._space.try_reserve(past - start):
                 self._download(root, cached, fd, first, end)
             else:
                 cached.used[first:end] = LEFT_OUT
-                alone += [row for row in needed if first <= row < end]
-        for row in alone:
-            start, past = cached.extent(row, row + 1)
+                alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
+        for first, end in alone:
+            start, past = cached.extent(first, end)
             self._space.reserve(past - start)
-            self._download(root, cached, fd, row, row + 1)
+            self._download(root, cached, fd, first, end)
         cached.sync_if_complete(cached.shard_of(row), fd)
 
     def _download(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
         """Downloads rows of one shard into its file `fd`."""
         start, past = cached.extent(row, stop)
         shard = cached.shard_of(row)
-        entry, pin = cached.index.shards[shard], cached.pin(shard)
+        entry, pin = cached.shards[shard], cached.pin(shard)
         try:
             version = self._copy(root, entry, fd, start, past, pin)
-            right = all(cached.index.lies_there(entry.name, fd, each) for each in {row, stop - 1})
+            right = all(cached.layout.lies_there(shard, fd, each) for each in {row, stop - 1})
             if not right or (version and cached.pin(shard, version) != version):
                 raise ShardError(
                     f"{root}/{entry.name}: its samples lie elsewhere than when it was indexed, or it has another "

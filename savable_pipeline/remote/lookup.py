@@ -42,19 +42,20 @@ def looked_up(shards: Shards, cache: Path, downloader: Downloader) -> Iterator[t
     """The shards, their dataset's folder in the cache, and the version of its own index, if any; locked meanwhile."""
     found = find_remote(shards, downloader)
     folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
-    with _locked(folder):
+    with locked_folder(folder):
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
         version = _own_index(found, folder, downloader)
-        _download_metadata(found.root, folder / METADATA_FOLDER, downloader)
+        download_metadata(found.root, folder / METADATA_FOLDER, downloader)
         if not found.names:
             found = RemoteShards(found.root, _known_names(found.root, folder / METADATA_FOLDER, version), {})
-        _check_names(found)
+        check_names(found)
         yield found, folder, version
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
+    """The folder of a dataset in the cache, made if it is not there, and locked."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -74,14 +75,14 @@ def _known_names(root: str, metadata: Path, version: Path | None) -> list[str]:
     return sorted(counts)
 
 
-def _check_names(found: RemoteShards) -> None:
-    """Raise `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
+def check_names(found: RemoteShards) -> None:
+    """Raises `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
     for name in found.names:
         if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
             raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
 
 
-def _download_metadata(root: str, local: Path, downloader: Downloader) -> None:
+def download_metadata(root: str, local: Path, downloader: Downloader) -> None:
     """Copies the metadata beside the shards to `local`, where a dataset looks for it."""
     (local / META).mkdir(parents=True, exist_ok=True)
     _download_files(root, local, METADATA_FILES, downloader)

@@ -54,12 +54,13 @@ class ObjectStore:
         self.pace = Pace()
         self._open: dict[str, obstore.store.ObjectStore] = {}
 
-    def listing(self, root: str) -> list[tuple[str, int]]:
-        """Name relative to `root`, and size in bytes, of every object below it."""
+    def listing(self, root: str) -> list[tuple[str, int, str]]:
+        """Name relative to `root`, size in bytes, and stamp of every object below it."""
         return self._retried(root, lambda: self._listing(root))
 
-    def _listing(self, root: str) -> list[tuple[str, int]]:
-        return [(meta["path"], meta["size"]) for chunk in obstore.list(self._store(root)) for meta in chunk]
+    def _listing(self, root: str) -> list[tuple[str, int, str]]:
+        listed = obstore.list(self._store(root))
+        return [(meta["path"], meta["size"], _stamp(meta)) for chunk in listed for meta in chunk]
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
         """Size in bytes, and a stamp that changes when the object is replaced; None if there is no object.
@@ -74,7 +75,7 @@ class ObjectStore:
             if isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError):
                 return None
             raise
-        return meta["size"], f"{meta['e_tag']} {meta['last_modified']}"
+        return meta["size"], _stamp(meta)
 
     def copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str = "") -> str:
         """Passes bytes `start` to `stop - 1` of an object to `write` in order; what came is kept if a request fails.
@@ -162,6 +163,11 @@ class ObjectStore:
                     ) from error
             time.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _stamp(meta: Any) -> str:
+    """What changes when an object is replaced."""
+    return f"{meta['e_tag']} {meta['last_modified']}"
 
 
 def _other_version(root: str, name: str) -> ShardError:

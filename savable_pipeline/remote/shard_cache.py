@@ -3,19 +3,21 @@
     CACHE/room                      see `cache_space`
     CACHE/DATASET/lock              held while an index is downloaded or made
     CACHE/DATASET/scan/…            shards that are being indexed
-    CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum
+    CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum. Of files that are no tars: `blocks`
     CACHE/DATASET/VERSION/flags     boot id 56 │ evictions u64 │ touched f64 (shards,) │ present u8 (rows,)
                                     │ used u8 (rows,) │ synced u8 (shards,)
     CACHE/DATASET/changed           names of shards that were found to be other than indexed, a line each
     CACHE/DATASET/reindexed         those of them that were indexed again, here
     CACHE/DATASET/VERSION/N.pin     the server's version of shard number N (its ETag), of which all bytes are
     CACHE/DATASET/VERSION/N.tar     shard number N of the index: the samples that are present; the others are holes
+    CACHE/DATASET/VERSION/N.bytes   the same of a file that is no tar
 
-A row is a sample of the index. `present` is a sequence lock: a download writes the row's bytes, then makes `present`
-odd; an eviction makes `present` even, then makes the bytes a hole. A reader that finds the same odd number before and
-after its read has read the right bytes. `evictions` is incremented between the two steps of an eviction: a reader that
-has found every row present may, as long as the count is the same after each read, ignore `present`. Both changes are
-made under a lock on the row's bytes in the shard's file, which ends with the process that holds it.
+A row is a sample of the index, or a block of bytes: see `cache_layout`. `present` is a sequence lock: a download writes
+the row's bytes, then makes `present` odd; an eviction makes `present` even, then makes the bytes a hole. A reader that
+finds the same odd number before and after its read has read the right bytes. `evictions` is incremented between the two
+steps of an eviction: a reader that has found every row present may, as long as the count is the same after each read,
+ignore `present`. Both changes are made under a lock on the row's bytes in the shard's file, which ends with the process
+that holds it.
 
 `used` says whether a reader still needs the row: WANTED, USED, or LEFT_OUT if it was announced but there was no space.
 `touched` is the time of a shard's last use, in seconds since 1970 (setting a file's own time takes milliseconds).
@@ -33,6 +35,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,9 +44,9 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.files import replacing
 from savable_pipeline.errors import RemoteError, ShardError
+from savable_pipeline.remote.cache_layout import CacheLayout, TarLayout, open_layout
 from savable_pipeline.remote.sparse_file import holes, locked, punch_hole
 from savable_pipeline.shards.index_file import ShardIndex
-from savable_pipeline.shards.tar import padded
 
 log = logging.getLogger(__name__)
 
@@ -55,24 +58,30 @@ Flags = NDArray[np.uint8]
 
 
 class ShardCache:
-    """One version of a dataset in the cache: its index, its flags and its files."""
+    """One version of a dataset in the cache: its rows, its flags and its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index = ShardIndex(folder / "index")
-        self.rows = len(self.index.starts)
-        self.firsts = self.index.shard_rows
+        self.layout = open_layout(folder)
+        self.shards, self.firsts = self.layout.shards, self.layout.firsts
+        self.rows = int(self.firsts[-1])
         self._file = (folder / "flags").open("r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
-        if len(self._map) != flags_bytes(self.index):
+        if len(self._map) != flags_bytes(self.layout):
             raise ValueError(f"{folder}/flags: {len(self._map)} bytes, which do not fit its index")
-        shards = len(self.index.shards)
+        shards = len(self.shards)
         self.touched: NDArray[np.float64] = np.frombuffer(self._map, np.float64, shards, offset=_HEAD)
         flags = np.frombuffer(self._map, np.uint8, offset=_HEAD + 8 * shards)
         self.evictions = memoryview(self._map)[_BOOT:_HEAD].cast("Q")  # uint64 (1,)
         self.present: Flags = flags[: self.rows]
         self.used: Flags = flags[self.rows : 2 * self.rows]
         self.synced: Flags = flags[2 * self.rows :]
+
+    @property
+    def index(self) -> ShardIndex:
+        """The index of the samples, of a version of tars."""
+        assert isinstance(self.layout, TarLayout), self.folder
+        return self.layout.index
 
     def hold(self) -> None:
         """Keeps announced rows from being evicted, until this process and its forks have ended."""
@@ -93,7 +102,7 @@ class ShardCache:
 
     def path(self, shard: int) -> Path:
         """The file of a shard."""
-        return self.folder / f"{shard}.tar"
+        return self.folder / f"{shard}{self.layout.suffix}"
 
     def pin(self, shard: int, version: str = "") -> str:
         """The server's version of a shard that is pinned; pins it to `version` if none is. Empty if none is."""
@@ -128,12 +137,7 @@ class ShardCache:
 
     def extent(self, row: int, stop: int) -> tuple[int, int]:
         """The first byte of a row, and the byte after row `stop - 1` of the same shard."""
-        index, last = self.index, stop - 1
-        if stop < self.rows and stop < self.firsts[self.shard_of(row) + 1]:
-            return index.starts[row], index.starts[stop]
-        layout = index.layout(last)
-        offset, size = index.place(last, len(layout.gaps) - 1, layout)
-        return index.starts[row], offset + padded(size)
+        return self.layout.extent(row, stop)
 
     def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
         """The runs of rows from `row` to `stop - 1` that are not present."""
@@ -151,7 +155,7 @@ class ShardCache:
     def open(self, shard: int) -> int:
         """A new descriptor of a shard's file, of its full size; a file that had another size is emptied first."""
         fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        size = self.index.shards[shard].size
+        size = self.shards[shard].size
         found = os.fstat(fd).st_size
         if found != size:
             if found or len(self._present_rows(shard)):
@@ -214,12 +218,11 @@ class ShardCache:
         if not len(here):
             return
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
-        starts = np.frombuffer(self.index.starts, np.uint64)[first:end].astype(np.int64)
         lost, behind = np.zeros(end - first, dtype=bool), self.extent(end - 1, end)[1]
         for begin, past in holes(fd):
             if begin < behind:
-                low = max(int(np.searchsorted(starts, begin, side="right")) - 1, 0)
-                lost[low : np.searchsorted(starts, past)] = True
+                low = max(self.layout.row_from(shard, begin + 1) - 1 - first, 0)
+                lost[low : self.layout.row_from(shard, past) - first] = True
         for row, stop in runs(here[lost[here - first]]):
             with contextlib.suppress(BlockingIOError), locked(fd, *self.extent(row, stop), wait=False):
                 if not self.missing(row, stop):
@@ -229,10 +232,9 @@ class ShardCache:
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
         """The rows that share a block of the disk with rows `row` to `stop - 1`, those included."""
         (start, past), first = self.extent(row, stop), int(self.firsts[shard])
-        starts = np.frombuffer(self.index.starts, np.uint64)[first : self.firsts[shard + 1]]
-        low = np.searchsorted(starts, np.uint64(start // _BLOCK * _BLOCK), side="right") - 1
-        high = np.searchsorted(starts, np.uint64(-(-past // _BLOCK) * _BLOCK), side="left")
-        return min(first + max(int(low), 0), row), max(first + int(high), stop)
+        low = self.layout.row_from(shard, start // _BLOCK * _BLOCK + 1) - 1
+        high = self.layout.row_from(shard, -(-past // _BLOCK) * _BLOCK)
+        return min(max(low, first), row), max(high, stop)
 
     def _hole(self, row: int, stop: int, low: int, high: int) -> tuple[int, int]:
         """The bytes of evicted rows, extended to whole blocks of the disk if the neighbouring rows are absent too.
@@ -253,19 +255,18 @@ def create_flags(folder: Path) -> None:
     Flags of a wrong size are made anew, and all shards dropped. Raises `ShardError` if a process uses such flags.
     """
     path, boot = folder / "flags", boot_id()
-    index = ShardIndex(folder / "index")
-    shards = len(index.shards)
-    if not path.exists() or path.stat().st_size != flags_bytes(index):
+    layout = open_layout(folder)
+    if not path.exists() or path.stat().st_size != flags_bytes(layout):
         _drop_damaged(folder)
         with replacing(path) as file:
             file.write(boot)
-            _allocate(file, flags_bytes(index))
+            _allocate(file, flags_bytes(layout))
         return
     with path.open("r+b") as file:
         if file.read(_BOOT) == boot:
             return
     cached = ShardCache(folder)
-    for shard in range(shards):
+    for shard in range(len(layout.shards)):
         if not cached.synced[shard]:
             cached.present[int(cached.firsts[shard]) : int(cached.firsts[shard + 1])] = 0
             cached.path(shard).unlink(missing_ok=True)
@@ -289,9 +290,9 @@ def _allocate(file: BinaryIO, size: int) -> None:
         ) from error
 
 
-def flags_bytes(index: ShardIndex) -> int:
-    """The size of the flags file of an index, in bytes."""
-    return _HEAD + 9 * len(index.shards) + 2 * len(index.starts)
+def flags_bytes(layout: CacheLayout) -> int:
+    """The size of the flags file of a version, in bytes."""
+    return _HEAD + 9 * len(layout.shards) + 2 * int(layout.firsts[-1])
 
 
 def _drop_damaged(folder: Path) -> None:
@@ -303,8 +304,14 @@ def _drop_damaged(folder: Path) -> None:
             raise ShardError(
                 f"{folder}: this cache is damaged; end the runs that read from it, and remove it"
             ) from None
-    for shard in folder.glob("*.tar"):
+    for shard in cached_files(folder):
         shard.unlink()
+
+
+def cached_files(folder: Path) -> Iterator[Path]:
+    """The files below a folder of the cache that hold bytes of shards."""
+    yield from folder.rglob("*.tar")
+    yield from folder.rglob("*.bytes")
 
 
 def boot_id() -> bytes:

@@ -1,27 +1,34 @@
-"""Finds the shards behind URLs that a user names by a folder, a glob, a brace pattern, one tar, or a list of these."""
+"""Finds the shards behind URLs that a user names by a folder, a glob, a brace pattern, one file, or a list of these."""
 
 from __future__ import annotations
 
 import fnmatch
 import posixpath
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.shards.braces import expand_braces
-from savable_pipeline.shards.paths import NOT_THERE, Shards, spelled_out
+from savable_pipeline.shards.paths import NOT_THERE, TARS, ShardKind, Shards, spelled_out
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
+
+_Listed: TypeAlias = dict[str, tuple[int, str]]  # by name: size in bytes, and stamp
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteShards:
-    """Shards behind one URL: names relative to `root`, sorted, and sizes in bytes if the server listed them."""
+    """Shards behind one URL: names relative to `root`, sorted, and sizes in bytes and stamps if the server listed them.
+
+    A stamp changes when the shard is replaced.
+    """
 
     root: str
     names: list[str]
     sizes: dict[str, int]
+    stamps: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 def is_remote(shards: Shards) -> bool:
@@ -38,37 +45,43 @@ def is_remote(shards: Shards) -> bool:
     return bool(remote)
 
 
-def find_remote(shards: Shards, downloader: Downloader) -> RemoteShards:
-    """The shards of these URLs: folders, brace patterns, globs in buckets, tars, or a list of these.
+def find_remote(shards: Shards, downloader: Downloader, kind: ShardKind = TARS) -> RemoteShards:
+    """The shards of these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
 
     The root is the given folder, or the deepest that holds all the shards. A folder on a web server, which cannot be
     listed, gives no names. Raises `ShardError` if there is no shard, or if one is named twice.
     """
     specs = [spelled for spec in spelled_out(shards) for spelled in expand_braces(spec)]
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
-    if len(specs) == 1 and pattern is None and not root.endswith(".tar"):
-        names, sizes = _listed(root, downloader)
-        return RemoteShards(root, sorted(names), sizes)
+    if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
+        _check_readable(root, kind)
+        return _below(root, _listed(root, downloader, kind))
     urls: list[str] = []
-    sizes_by_url: dict[str, int] = {}
+    listed: _Listed = {}  # by URL
     for spec in specs:
         folder, pattern = _folder(spec)
-        if pattern is None and spec.endswith(".tar"):
+        _check_readable(spec, kind)
+        if pattern is None and spec.endswith(kind.suffixes):
             urls.append(spec)
             continue
-        names, sizes = _listed(folder, downloader)
-        if not names:
+        objects = _listed(folder, downloader, kind)
+        if not objects:
             raise ShardError(f"{spec}: a web server cannot be listed; name the shards, or give one folder alone")
-        found = [name for name in names if pattern is None or _matches(name.split("/"), pattern.split("/"))]
+        found = [name for name in objects if pattern is None or _matches(name.split("/"), pattern.split("/"))]
         if not found:
             raise ShardError(f"{spec}: no shard matches", reason=NOT_THERE)
         urls += [f"{folder}/{name}" for name in found]
-        sizes_by_url.update((f"{folder}/{name}", sizes[name]) for name in found)
+        listed.update((f"{folder}/{name}", objects[name]) for name in found)
     if len(set(urls)) < len(urls):
         raise ShardError(f"{next(url for url in urls if urls.count(url) > 1)}: the same shard is named twice")
     root = _common_root(urls)
-    names = sorted(url[len(root) + 1 :] for url in urls)
-    return RemoteShards(root, names, {url[len(root) + 1 :]: size for url, size in sizes_by_url.items()})
+    found_there = _below(root, {url[len(root) + 1 :]: of for url, of in listed.items()})
+    return replace(found_there, names=sorted(url[len(root) + 1 :] for url in urls))
+
+
+def _below(root: str, listed: _Listed) -> RemoteShards:
+    sizes = {name: size for name, (size, _) in listed.items()}
+    return RemoteShards(root, sorted(listed), sizes, {name: stamp for name, (_, stamp) in listed.items()})
 
 
 def _folder(spec: str) -> tuple[str, str | None]:
@@ -97,16 +110,24 @@ def _common_root(urls: list[str]) -> str:
     )
 
 
-def _listed(root: str, downloader: Downloader) -> tuple[list[str], dict[str, int]]:
-    """The names and the sizes of the tars below a folder; none on a web server, which cannot be listed."""
+def _check_readable(spec: str, kind: ShardKind) -> None:
+    """Raises `ShardError` for a name that says that the file is compressed."""
+    if spec.endswith(kind.refused):
+        raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
+
+
+def _listed(root: str, downloader: Downloader, kind: ShardKind) -> _Listed:
+    """The shards below a folder, by name; none on a web server, which cannot be listed."""
     if root.startswith("http"):
-        return [], {}
-    sizes = {
-        name: size for name, size in downloader.call("listing", root) if name.endswith(".tar") and not _hidden(name)
-    }
-    if not sizes:
-        raise ShardError(f"{root}: no .tar object below this prefix")
-    return list(sizes), sizes
+        return {}
+    found = {name: (size, stamp) for name, size, stamp in downloader.call("listing", root) if _is_shard(name, kind)}
+    if not found:
+        raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object below this prefix")
+    return found
+
+
+def _is_shard(name: str, kind: ShardKind) -> bool:
+    return name.endswith(kind.suffixes) and not _hidden(name) and not kind.left_out(name.rpartition("/")[2])
 
 
 def _hidden(name: str) -> bool:

@@ -17,8 +17,10 @@ class ArrowReader(ColumnarReader):
     `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`, `on_error`, `quarantine` and `exclude` are those of
     `TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
 
+    Files may lie behind URLs, as those of `sp.ParquetReader`; of record batches that are compressed all is fetched.
+
     Raises ValueError for wrong settings or a column that is not there; `ShardError` for damaged files, for a folder of
-    several splits, for dictionary-encoded columns, and for a URL: the error names the command that downloads.
+    several splits, and for dictionary-encoded columns; `RemoteError` if a server cannot be reached.
 
     >>> import pyarrow as pa
     >>> table = pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.balance_rule import PAST, RankRule, Waiting
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.stage import ItemStage, Measured, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
@@ -141,13 +140,15 @@ class Balance(ItemStage):
                 return [], []
             at = self._rule.choose([held.waiting for held in self._held])
             chosen = self._held[at]
-            item = self.source.fetch(chosen.ref) if chosen.item is MISSING else chosen.item
+            item, ref = chosen.item, chosen.ref
+            if item is MISSING:
+                item, ref = self.source.make_again(ref)
             del self._held[at]
             if chosen.item is not MISSING:
                 self._budget.release(chosen.item_bytes)
             if type(item) is not Skip:
                 self._gave(chosen)
-                return [item], [chosen.ref]
+                return [item], [ref]
             self._skipped(item)
 
     def _gave(self, held: _Held) -> None:
@@ -159,8 +160,10 @@ class Balance(ItemStage):
         self.counts["cost"] += held.waiting.cost
 
     def _skipped(self, skip: Skip) -> None:
-        """Count a pack that is not made any more; another one takes its slot. Raises `EncodeError` if there is none."""
-        self.counts[f"skipped/{skip.reason}"] += 1
+        """Let another pack take the slot of one that can no longer be made, which was counted where that was found.
+
+        Raises `EncodeError` after very many in a row.
+        """
         self._row_of_skips += 1
         if self._row_of_skips >= max_empty_samples(self.info.population):
             raise EncodeError(
@@ -222,10 +225,7 @@ class Balance(ItemStage):
         left = next(iter(self.keep_known([ref])), None)
         if left is None:
             return None
-        if left != ref and len(sizes) == len(ref) - 1:
-            kept = [self.info.excluded.left_of(part) is not None for part in ref[1:]]
-            sizes = tuple(compress(sizes, kept))
-        return self._of(left, saved.arrival, sizes)
+        return self._of(left, saved.arrival, left_sizes(sizes, ref, left))
 
     def settings(self) -> dict[str, Any]:
         """`hold`, the name of the cost, and the encoder unless it is the one upstream."""

@@ -7,6 +7,7 @@ A batch of packs    ref (7, (3, (12, 0, 0), (15, 0, 0)),       refs [[12, 0, 0],
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from itertools import chain
 
@@ -36,13 +37,11 @@ class BatchSamples(msgspec.Struct, frozen=True):
             return ref
         if ref and isinstance(ref[0], tuple):  # a user's own batch has no number
             return cls._of_nested(ref)
-        try:
-            flat = np.fromiter(chain.from_iterable(ref[1:]), np.int64)  # the usual case: a batch of single items
-        except OverflowError:
-            return cls(np.empty((0, 3), np.int64))
-        except TypeError:  # packs, pieces, or a ref of a user's own stage
+        try:  # the usual case, a batch of single items; numpy would take four times as long
+            flat = struct.pack(f"<{3 * len(ref[1:])}q", *chain.from_iterable(ref[1:]))
+        except (TypeError, struct.error):  # packs, pieces, or a ref of a user's own stage
             return cls._of_nested(ref)
-        return cls(flat.reshape(-1, 3)) if flat.size == 3 * (len(ref) - 1) else cls._of_nested(ref)
+        return cls(np.frombuffer(flat, "<i8").reshape(-1, 3))
 
     @classmethod
     def _of_nested(cls, ref: ItemRef) -> BatchSamples:

@@ -13,7 +13,7 @@ import msgspec
 
 from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.dataset.sample import TAG_SHIFT
+from savable_pipeline.dataset.sample import TAG_SHIFT, skip_counters
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.excluded_samples import REASON
@@ -147,7 +147,9 @@ class Batcher(EncoderBatches):
 
     def filler(self) -> Any:
         """A batch of rows that do not count, for a lane that has no more. Raises `EncodeError` without any item."""
-        item = self.source.fetch(self._first) if self._first is not None else self._any_item()
+        item = Skip("none yet") if self._first is None else self.source.fetch(self._first)
+        if type(item) is Skip:
+            item = self._any_item()
         batch = self._marked(self._calls.combined([item] * self.size, self._count, self.info), 0)
         self._gave([])
         return batch
@@ -203,11 +205,11 @@ class Batcher(EncoderBatches):
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _hold(self, n: int) -> None:
-        missing = [(ref, self.source.fetch(ref)) for ref in self._refs[len(self._items) :]]
+        missing = [self.source.make_again(ref) for ref in self._refs[len(self._items) :]]
         if missing:  # after a restore; an item that can no longer be made is a `Skip`, counted by the stage upstream
-            made = [(ref, item) for ref, item in missing if type(item) is not Skip]
-            self._refs = self._refs[: len(self._items)] + [ref for ref, _ in made]
-            self._items += [item for _, item in made]
+            made = [(item, ref) for item, ref in missing if type(item) is not Skip]
+            self._refs = self._refs[: len(self._items)] + [ref for _, ref in made]
+            self._items += [item for item, _ in made]
         while len(self._items) < n:
             items, refs = self.source.take(n - len(self._items))
             if not items:
@@ -225,9 +227,11 @@ class Batcher(EncoderBatches):
     def _without_these(self, items: list[Any], refs: list[ItemRef]) -> tuple[list[Any], list[ItemRef]]:
         """The things that are not made of an excluded sample; the others are counted."""
         excluded = self.info.excluded
-        kept = [not any(index in excluded for index in sample_indices(ref)) for ref in refs]
-        if lost := len(kept) - sum(kept):
-            self.counts[f"skipped/{REASON}"] += lost
+        found = [next((index for index in sample_indices(ref) if index in excluded), None) for ref in refs]
+        for index in found:
+            if index is not None:
+                self.counts.update(skip_counters(REASON, index))
+        kept = [index is None for index in found]
         return list(compress(items, kept)), list(compress(refs, kept))
 
     def save_state(self) -> State:

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from savable_pipeline.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.batcher import EncoderBatches
 from savable_pipeline.stages.bucket_sizes import BucketSizes, Group, Size, plain_group
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 from savable_pipeline.stages.user_function import check_function, function_settings
@@ -109,24 +110,32 @@ class BucketBatcher(EncoderBatches):
     def __next__(self) -> Any:
         key = self._due()
         bucket, size = self._buckets[key], self._size(key)
-        for i, item in enumerate(bucket.items[:size]):
-            if item is MISSING:
-                bucket.items[i] = self._make(key, bucket.refs[i])
-        made = [item for item in bucket.items[:size] if type(item) is not Skip]  # a `Skip` cannot be made again
-        batch = self._combined(made, bucket.refs[:size]) if made else None
+        batch = self._combined(bucket.items[:size], bucket.refs[:size])
         self._let_go(key)
-        return batch if made else next(self)
+        return batch
 
     def pass_over(self) -> None:
         """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
         self._let_go(self._due())
 
     def _due(self) -> _Key:
-        """The bucket that gives the next batch. Raises StopIteration if there is none."""
-        key = self._fill()
+        """The bucket that gives the next batch, whose items are made. Raises StopIteration if there is none."""
+        key = self._next_bucket()
         if key is None:
             raise StopIteration
         return key
+
+    def _next_bucket(self) -> _Key | None:
+        while (key := self._fill()) is not None:
+            if self._make_items(key):
+                return key
+        return None
+
+    def _make_items(self, key: _Key) -> bool:
+        """Make the missing items of a bucket's next batch; False if one is in the bucket no more."""
+        bucket = self._buckets[key]
+        due = range(min(self._size(key), len(bucket.refs)))
+        return all(bucket.items[i] is not MISSING or self._make(key, i) for i in due)
 
     def _let_go(self, key: _Key) -> None:
         bucket, size = self._buckets.pop(key), self._size(key)
@@ -136,7 +145,7 @@ class BucketBatcher(EncoderBatches):
 
     def more(self) -> bool:
         """Whether another batch will come, found by filling a bucket."""
-        return self._fill() is not None
+        return self._next_bucket() is not None
 
     def _fill(self) -> _Key | None:
         """The bucket that gives the next batch; None at the end."""
@@ -163,19 +172,17 @@ class BucketBatcher(EncoderBatches):
         assert self._taken is not None
         item, ref = self._taken
         if item is MISSING:
-            item = self.source.fetch(ref)
+            item, ref = self.source.make_again(ref)
         if type(item) is Skip:  # it can no longer be made, which the stage upstream has counted
             self._taken = None
             return None
         key = self._key(item)
         if key[1] == self._sizes.buckets:
-            self._skipped()
+            self._skipped(ref)
             self._taken = None
             return None
         self._row_of_skips = 0
-        bucket = self._buckets.setdefault(key, _Bucket())
-        bucket.items.append(item)
-        bucket.refs.append(ref)
+        self._put(key, item, ref)
         self._taken = None
         return key
 
@@ -193,8 +200,8 @@ class BucketBatcher(EncoderBatches):
         self._sizes.of(plain, 0)
         return plain
 
-    def _skipped(self) -> None:
-        self.counts["skipped/longer than the last bound"] += 1
+    def _skipped(self, ref: ItemRef) -> None:
+        self.counts.update(skip_counters("longer than the last bound", next(sample_indices(ref))))
         self._row_of_skips += 1
         if self._row_of_skips >= max_empty_samples(self.info.population):
             raise EncodeError(
@@ -202,15 +209,31 @@ class BucketBatcher(EncoderBatches):
                 "this data will never give a batch"
             )
 
-    def _make(self, key: _Key, ref: ItemRef) -> Any:
-        item = self.source.fetch(ref)
-        if type(item) is not Skip and (found := self._key(item)) != key:
+    def _make(self, key: _Key, i: int) -> bool:
+        """Make the item `i` of a bucket; False if it is lost, or a pack that lost an item and is of another bucket."""
+        bucket = self._buckets[key]
+        item, ref = self.source.make_again(bucket.refs[i])
+        found = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
+        if found == key:
+            bucket.items[i], bucket.refs[i] = item, ref
+            return True
+        if found is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(
                 f"BucketBatcher of {self.lane}: the item {ref} lay in {_shown(key)}; made again it belongs to "
                 f"{_shown(found)}: {self._calls.encoder_name} or the data changed since the state was saved, or its "
                 "result depends on more than the sample and `rng`"
             )
-        return item
+        del bucket.items[i], bucket.refs[i]
+        if not bucket.refs:
+            del self._buckets[key]
+        if found is not None:
+            self._put(found, item, ref)
+        return False
+
+    def _put(self, key: _Key, item: Any, ref: ItemRef) -> None:
+        bucket = self._buckets.setdefault(key, _Bucket())
+        bucket.items.append(item)
+        bucket.refs.append(ref)
 
     def save_state(self) -> State:
         """`buckets`: the refs of the items in each bucket; `count`: batches given so far.
@@ -234,12 +257,13 @@ class BucketBatcher(EncoderBatches):
         saved = parse_state(self, state, _BucketState)
         keys = self._saved_keys(saved)
         self.source.restore_state(saved.source)
-        kept = [self.keep_whole(list(map(as_ref, refs))) for refs in saved.buckets]
+        kept = [self.keep_known(list(map(as_ref, refs))) for refs in saved.buckets]
         self._buckets = {
             key: _Bucket([MISSING] * len(refs), refs) for key, refs in zip(keys, kept, strict=True) if refs
         }
-        taken = None if saved.taken is None else as_ref(saved.taken)
-        self._taken = None if taken is None or not self.keep_whole([taken]) else (MISSING, taken)
+        self._taken = None
+        for taken in self.keep_known([] if saved.taken is None else [as_ref(saved.taken)]):
+            self._taken = MISSING, taken
         self._count = saved.count
 
     def _saved_keys(self, saved: _BucketState) -> list[_Key]:

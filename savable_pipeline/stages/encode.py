@@ -354,16 +354,15 @@ class Encode(ItemStage):
         sample = self.source.fetch(ref)
         if sample.index in self.info.excluded:
             return _EXCLUDED
-        avoided = self._skipped.avoided.get((sample.index, sample.epoch))
-        if avoided is not None:
-            return Skip(avoided)
+        lost = self._skipped.lost_before(sample, self._given)
+        if lost is not None:
+            return lost
         self._report_sample(sample)
         rng = self._rng
         try:
             return self._made_again(sample, ref.part if isinstance(ref, Ref) else ref[2])
         except _EncoderError as failed:
-            self._skipped.tolerate(sample, failed.error, self._done, self._given)
-            return Skip(reason_of(failed.error))
+            return self._skipped.lose(sample, failed.error, self._done, self._given)
         finally:
             self._rng = rng
 

@@ -20,7 +20,7 @@ import numpy as np
 from savable_pipeline.dataset.joined_parts import JoinedParts
 from savable_pipeline.dataset.key_index import manifest_digest
 from savable_pipeline.dataset.random_access import Samples, open_dataset
-from savable_pipeline.dataset.sample import REF, RefArray, Sample, count_of_source
+from savable_pipeline.dataset.sample import REF, RefArray, Sample, skip_counters
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.shards.paths import Shards
 from savable_pipeline.stages.item_ref import ItemRef
@@ -122,8 +122,7 @@ class Join(SampleStage):
         if not lacking or sample.origin.fault is not None:  # type: ignore[attr-defined]
             self._row = 0
             return True
-        self.counts[f"skipped/no such key in {lacking[0]}"] += 1
-        self.counts[count_of_source(sample.index, "skipped")] += 1
+        self.counts.update(skip_counters(f"no such key in {lacking[0]}", sample.index))
         self._row += 1
         if self._row >= max_empty_samples(self.info.population):
             raise ShardError(

@@ -27,8 +27,10 @@ class JsonlReader(RecordReader):
     Where the lines begin is indexed on first use. `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
     `on_error`, `quarantine` and `exclude` are those of `TarShardReader`.
 
-    Raises ValueError for wrong settings; `ShardError` for damaged files, for compressed files (the error names the
-    command that unpacks), and for a URL (the command that downloads).
+    Files may lie behind URLs, as those of `sp.ParquetReader`.
+
+    Raises ValueError for wrong settings; `ShardError` for damaged files, and for compressed files (the error names the
+    command that unpacks); `RemoteError` if a server cannot be reached.
 
     >>> _ = Path("lines.jsonl").write_text('{"id": 0, "text": "a"}\\n{"id": 1, "text": "b"}\\n')
     >>> sample = next(sp.JsonlReader("lines.jsonl", sp.Lane(), shuffle=False))

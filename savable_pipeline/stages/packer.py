@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from savable_pipeline.dataset.sample import count_of_source
+from savable_pipeline.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
@@ -15,7 +16,7 @@ from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_in
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.packer_state import PackerState, Placed, piece_ref, placed
 from savable_pipeline.stages.packing_function import ByFunction, PackingFunction
-from savable_pipeline.stages.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
+from savable_pipeline.stages.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.stages.user_function import check_function, function_settings
@@ -35,8 +36,8 @@ class OnlinePacker(ItemStage):
 
     - "best_fit": the fullest pack with room.
     - "first_fit": the oldest pack with room.
-    - "first_fit_decreasing": holds items for `open_packs` packs, then places the longest first: least room is wasted,
-      most items are held.
+    - "first_fit_decreasing": holds items for `open_packs` packs, then places the largest first: least room is wasted,
+      most items are held, none for more than 5 times that many packs.
     - "sequential": one open pack; an item that does not fit is cut at the end of the pack.
     - a function of your own: it gets the lengths of held items, enough for `open_packs` packs, as a list of int, and
       returns the packs as lists of indices into it, each index once. It must depend on the lengths alone. The
@@ -130,6 +131,7 @@ class OnlinePacker(ItemStage):
         self._taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
         self._taken_size: Size | None = None  # what the encoder told of it without encoding
         self._count = 0  # packs given
+        self._counts_when_made = False  # packs that `take_measured` gave
         self._row_of_skips = 0  # items
         self._row_of_skipped_packs = 0
 
@@ -176,6 +178,7 @@ class OnlinePacker(ItemStage):
         """The next pack with the sizes of its items, not made where `unmade`; None only at the end."""
         if not self.unmade:
             return super().take_measured()
+        self._counts_when_made = True
         pack = self._fill()
         if pack is None:
             return None
@@ -278,26 +281,32 @@ class OnlinePacker(ItemStage):
         made = [(piece, self._make(piece) if piece.item is MISSING else piece.item) for piece in pack.pieces]
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
         packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else _NOTHING
+        pieces = [piece for piece, _ in left]
         if type(packed) is Skip:
             self._let_go(pack)
-            self._left_out(packed, made_of=len(left))
+            self._left_out(packed, pieces)
         else:
-            self._close(pack, [piece for piece, _ in left])
+            self._count_pack(self._close(pack, pieces))
         return packed
 
-    def _close(self, pack: OpenPack, pieces: list[Piece]) -> None:
-        """Count a pack of these of its pieces as given."""
+    def _close(self, pack: OpenPack, pieces: list[Piece]) -> tuple[Size, ...]:
+        """Give a pack of these of its pieces, and return their sizes."""
         self._let_go(pack)
         self.ref = (self._count, *map(piece_ref, pieces))
-        self.sizes = tuple([(piece.length, piece.images) for piece in pieces])
+        self.sizes = sizes = tuple([(piece.length, piece.images) for piece in pieces])
         self._count += 1
         self._row_of_skipped_packs = 0
+        return sizes
+
+    def _count_pack(self, sizes: Sequence[Size]) -> None:
+        """Count a pack that was made, of items of these sizes."""
+        tokens = sum([length for length, _ in sizes])
         self.counts["packs"] += 1
-        self.counts["items"] += len(pieces)
-        self.counts["tokens"] += self.max_length - pack.room
-        self.counts["room"] += pack.room
+        self.counts["items"] += len(sizes)
+        self.counts["tokens"] += tokens
+        self.counts["room"] += self.max_length - tokens
         if self._costing is not None:
-            self.counts["cost"] += sum(piece.cost for piece in pieces)
+            self.counts["cost"] += self._costing.of_pack(sizes)
 
     def _let_go(self, pack: OpenPack) -> None:
         self._packing.packs.remove(pack)
@@ -305,11 +314,14 @@ class OnlinePacker(ItemStage):
             if piece.item is not MISSING:
                 self._held.release(piece.item_bytes)
 
-    def _left_out(self, skip: Skip, *, made_of: int) -> None:
-        """Count a pack that the encoder skipped: the next one has another number, and other random numbers."""
-        if made_of:
+    def _left_out(self, skip: Skip, pieces: list[Piece]) -> None:
+        """Count a pack of these pieces that the encoder skipped: the next one has another number, and random numbers.
+
+        One of nothing is not counted: its items were.
+        """
+        if pieces:
             self._count += 1
-            self.counts[f"skipped/{skip.reason}"] += 1
+            self._count_skip(skip.reason, pieces[0].ref)
             self._row_of_skipped_packs += 1
         if self._row_of_skipped_packs >= max_empty_samples(self.info.population):
             raise EncodeError(
@@ -349,9 +361,8 @@ class OnlinePacker(ItemStage):
         return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
 
     def _skipped(self, why: str, tokens: int, measure: int) -> None:
-        self.counts[f"skipped/{why}"] += 1
-        if self._taken is not None:
-            self.counts[count_of_source(next(sample_indices(self._taken.ref)), "skipped")] += 1
+        assert self._taken is not None
+        self._count_skip(why, self._taken.ref)
         self.counts["skipped_tokens"] += tokens
         self._row_of_skips += 1
         if self._row_of_skips >= max_empty_samples(self.info.population):
@@ -360,10 +371,29 @@ class OnlinePacker(ItemStage):
                 f"in a row were {why}, the last {measure}; no pack will ever come of this data"
             )
 
+    def _count_skip(self, reason: str, ref: ItemRef) -> None:
+        """Count an item, or a pack by its first item, as left out."""
+        self.counts.update(skip_counters(reason, next(sample_indices(as_ref(ref)))))
+
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
-        items = [item for item in map(self._fetch_piece, ref[1:]) if type(item) is not Skip]
-        return self._calls.combined(items, ref[0], self.info) if items else _NOTHING
+        return self.make_again(ref)[0]
+
+    def make_again(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """What `fetch(ref)` makes, and the ref without those items; () if none is left."""
+        made = [(part, self._fetch_piece(part)) for part in ref[1:]]
+        left = [(part, item) for part, item in made if type(item) is not Skip]
+        if not left:
+            return _NOTHING, ()
+        pack = self._calls.combined([item for _, item in left], ref[0], self.info)
+        if type(pack) is Skip:
+            self._count_skip(pack.reason, left[0][0])
+        elif self._counts_when_made:
+            self._count_pack([self._size(item) for _, item in left])
+        return pack, (ref[0], *[part for part, _ in left])
+
+    def _size(self, item: Any) -> Size:
+        return self._calls.length(item, least=_LEAST), self._calls.images(item)
 
     def _fetch_piece(self, ref: ItemRef) -> Any:
         if not isinstance(ref, list | tuple) or (isinstance(ref[0], list | tuple) and len(ref) != 3):
@@ -377,7 +407,8 @@ class OnlinePacker(ItemStage):
     def save_state(self) -> State:
         """`packs`: for each open pack, oldest first, the ref and length of each item; `count`: packs given so far.
 
-        An item with images or that was cut has its images, start and whole length, too. `taken`: the ref of the item
+        An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
+        holds back, the number of rounds. `taken`: the ref of the item
         that is not placed yet, or None. Only where needed: `taken_part`, the start of that item's rest and its whole
         length; `taken_size`, the length and images that the encoder told of it; `held`, the items in no pack yet;
         `rounds`, how often held items have been placed.
@@ -442,5 +473,7 @@ class OnlinePacker(ItemStage):
             own |= {"max_cost": self.max_cost, "cost": self._costing.name}
         if self.too_long != "skip":
             own["too_long"] = self.too_long
+        if self.policy in ORDERS:
+            own["order"] = ORDERS[self.policy]
         policy = function_settings("policy", self.policy) if callable(self.policy) else {"policy": self.policy}
         return {"max_length": self.max_length, **policy, "open_packs": self.open_packs, **own}

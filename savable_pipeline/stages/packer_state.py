@@ -19,10 +19,12 @@ class Placed(msgspec.Struct, array_like=True):
     images: int = 0
     start: int = 0
     total: int = 0  # 0: the item is whole
+    rounds: int = 0
 
     def piece(self) -> Piece:
         """The piece, whose item is missing."""
-        return Piece(as_ref(self.ref), self.length, self.images, self.start, self.total or self.length)
+        total = self.total or self.length
+        return Piece(as_ref(self.ref), self.length, self.images, self.start, total, rounds=self.rounds)
 
 
 class PackerState(msgspec.Struct):
@@ -40,6 +42,8 @@ class PackerState(msgspec.Struct):
 
 def placed(piece: Piece) -> tuple[Any, ...]:
     """A piece as a state holds it."""
+    if piece.rounds:
+        return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)
     if piece.is_cut:
         return (piece.ref, piece.length, piece.images, piece.start, piece.total)
     return (piece.ref, piece.length, piece.images) if piece.images else (piece.ref, piece.length)

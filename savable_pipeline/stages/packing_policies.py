@@ -3,7 +3,7 @@
     sequential             a b c c │ c d d …   one open pack; a piece that does not fit is cut at the pack's end
     first_fit              the oldest open pack with room, else a new one; of too many, the oldest is given
     best_fit               the fullest open pack with room, else a new one; of too many, the fullest is given
-    first_fit_decreasing   pieces that fill `open_packs` packs are held, then placed from the longest to the shortest
+    first_fit_decreasing   pieces that fill `open_packs` packs are held, then placed from the largest to the smallest
 
 (Johnson: Near-Optimal Bin Packing Algorithms, 1973.) A policy knows no items and no encoders. The packer asks for the
 longest piece that may come next (`reach`), cuts the item to it, adds it, and gives the pack that is `due` before it
@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
@@ -28,6 +29,8 @@ Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 
 
 _NO_BOUND = 1 << 60
+_LONGEST = 4  # rounds that a piece is held back
+ORDERS = {"first_fit_decreasing": 2}  # the versions of the orders that changed, which a state must agree on
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,7 @@ class Piece:
     start: int = 0
     total: int = 0
     cost: int = 0  # 0 where packs have no greatest cost
+    rounds: int = 0  # how often it was held back
     item: Any = MISSING
     item_bytes: int = 0  # size of the item, as counted in the memory budget
 
@@ -199,9 +203,11 @@ class BestFit(Packing):
 
 
 class FirstFitDecreasing(Packing):
-    """Holds pieces for `open_packs` packs, places the longest first, and gives the packs in random order.
+    """Holds pieces for `open_packs` packs, places the largest first, and gives the packs in random order.
 
-    The last pack of a round is seldom full: it is taken apart, and its pieces wait for the next round.
+    A piece is as large as its share of a pack: of the length, images or cost, whichever is the greatest. The last pack
+    of a round is seldom full: it is taken apart, and its pieces wait for the next round. One that has waited for 4
+    rounds is placed before all others, so that it is in the last pack no more.
     """
 
     holds = True
@@ -216,7 +222,7 @@ class FirstFitDecreasing(Packing):
         self.held.append(piece)
         self._length += piece.length
         self._images += piece.images
-        self._cost += piece.cost
+        self._cost += min(piece.cost, self.max_cost)  # one that costs more than a pack may has a pack to itself
         enough = self.open_packs + 1  # packs; the last one is taken apart
         if (
             self._length >= enough * self.max_length
@@ -237,7 +243,7 @@ class FirstFitDecreasing(Packing):
 
     def _lay_out(self, *, keep_last: bool) -> None:
         packs: list[OpenPack] = []
-        for piece in sorted(self.held, key=lambda piece: -piece.length):
+        for piece in self._in_order():
             pack = _oldest(packs, piece)
             if pack is None:
                 pack = self.empty()
@@ -246,9 +252,28 @@ class FirstFitDecreasing(Packing):
         self.held = packs.pop().pieces if keep_last else []
         self._length = sum(piece.length for piece in self.held)
         self._images = sum(piece.images for piece in self.held)
-        self._cost = sum(piece.cost for piece in self.held)
+        self._cost = sum(min(piece.cost, self.max_cost) for piece in self.held)
+        for piece in self.held:
+            piece.rounds += 1
         self.packs += [packs[i] for i in permutation(derive_key(self._key, self.rounds), len(packs)).tolist()]
         self.rounds += 1
+
+    def _in_order(self) -> list[Piece]:
+        """The held pieces: first those that have waited for long, then the others; of each the largest first."""
+        size = self._share if self.max_images or self.max_cost else attrgetter("length")
+        ordered = sorted(self.held, key=size, reverse=True)
+        waiting = [piece for piece in ordered if piece.rounds >= _LONGEST]
+        return waiting + [piece for piece in ordered if piece.rounds < _LONGEST] if waiting else ordered
+
+    def _share(self, piece: Piece) -> int:
+        """The greatest share of a pack that a piece takes, in units that are the same for all."""
+        length, images, cost = self.max_length, self.max_images or 1, self.max_cost or 1
+        taken = [piece.length * images * cost]
+        if self.max_images:
+            taken.append(piece.images * length * cost)
+        if self.max_cost:
+            taken.append(piece.cost * length * images)
+        return max(taken)
 
 
 def _oldest(packs: list[OpenPack], piece: Piece) -> OpenPack | None:

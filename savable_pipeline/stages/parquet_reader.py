@@ -21,8 +21,12 @@ class ParquetReader(ColumnarReader):
     `on_error`, `quarantine` and `exclude` are those of `TarShardReader`. Needs pyarrow:
     `pip install "savable_pipeline[parquet]"`.
 
-    Raises ValueError for wrong settings or a column that is not there, `ShardError` for damaged files, and for a URL:
-    the error names the command that downloads.
+    Files may lie behind URLs (s3, gs, az, http, https): only the columns that are asked for are fetched, into the cache
+    that `SAVABLE_CACHE` and `SAVABLE_CACHE_BYTES` name, which is that of `TarShardReader`. A folder of a web server
+    cannot be listed: name its files, or have their index beside them.
+
+    Raises ValueError for wrong settings or a column that is not there, `ShardError` for damaged files and for addresses
+    of the hub (the error names the command that downloads), `RemoteError` if a server cannot be reached.
 
     >>> import pyarrow as pa, pyarrow.parquet as pq
     >>> pq.write_table(pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]}), "rows.parquet")

@@ -16,7 +16,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.pinned_shards import pin
-from savable_pipeline.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample
+from savable_pipeline.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample, skip_counters
 from savable_pipeline.dataset.shard_digests import summary
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.shards.selection import Subset
@@ -301,7 +301,7 @@ class RecordReader(SampleStage):
         Called in lane 0 at the start of each epoch, so that each shard is reported once an epoch.
         """
         for shard, fault in self.dataset.faults:
-            self.counts[f"skipped/{_DAMAGED}"] += 1
+            self.counts.update(skip_counters(_DAMAGED, self._tag << TAG_SHIFT))
             if self.dataset.quarantine is not None:
                 self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
 
@@ -345,7 +345,7 @@ class RecordReader(SampleStage):
 
         Refs of a restored buffer are scattered: readahead on a disk would cost one system call per ref.
         """
-        if (self.dataset.prefetch_refs and self._lane.downloads) or self._deals:
+        if self._lane.downloads if self.dataset.prefetch_refs else self._deals:
             self.dataset.prefetch(refs)
 
     def fetch(self, ref: ItemRef | Ref) -> Sample:

@@ -216,7 +216,7 @@ class _BufferOfItems(ShuffleBuffer, ItemStage):
             slot = (word(self._key, self._draws) >> 32) * min(len(self._slots), self.size) >> 32
             ref, item, item_bytes = self._slots[slot]
             if item is MISSING:
-                item = self.source.fetch(ref)
+                item, ref = self.source.make_again(ref)
             else:
                 self._budget.release(item_bytes)
             self._draws += 1

@@ -12,7 +12,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.user_frames import from_user_code
-from savable_pipeline.dataset.sample import REF, Sample, count_of_source
+from savable_pipeline.dataset.sample import REF, Sample, skip_counters
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.stage import max_empty_samples
 from savable_pipeline.stages.task_encoder import Skip
@@ -20,6 +20,7 @@ from savable_pipeline.stages.task_encoder import Skip
 log = logging.getLogger(__name__)
 
 _ALWAYS = 100  # up to 100 errors of a lane are never too large a share
+_REMEMBERED = 1000  # lost samples, so that a second piece of one is not counted again
 
 
 class _Snapshot(NamedTuple):
@@ -57,6 +58,7 @@ class SkippedSamples:
         self._max_errors = max_errors
         self.errors = 0  # samples left out because of an error
         self.avoided: dict[tuple[int, int], str] = {}  # (index, epoch) of samples not to be tried again → reason
+        self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason
         self._row = 0  # samples in a row that gave no item
         self._given = 0  # items that had been given when the row began
         self._counted: list[str] = []  # names of counters raised since the last `begin`
@@ -76,9 +78,9 @@ class SkippedSamples:
 
         `given` is the number of items that the stage has given so far.
         """
-        for name in (f"skipped/{skip.reason}", count_of_source(sample.index, "skipped")):
-            self._counts[name] += 1
-            self._counted.append(name)
+        names = skip_counters(skip.reason, sample.index)
+        self._counts.update(names)
+        self._counted += names
         if given != self._given:
             self._row, self._given = 0, given
         self._row += 1
@@ -116,6 +118,30 @@ class SkippedSamples:
         """Skip a sample that is not to be tried again."""
         reason = self.avoided[sample.index, sample.epoch]
         self._lost(sample, reason, "avoided since it failed before", done, given)
+
+    def lose(self, sample: Sample, error: Exception, done: int, given: int) -> Skip:
+        """The `Skip` of a sample whose item was counted as given and fails now, or raise the error, as `tolerate`."""
+        self.tolerate(sample, error, done, given)
+        return self._uncounted(sample, reason_of(error))
+
+    def lost_before(self, sample: Sample, given: int) -> Skip | None:
+        """The `Skip` of a sample that is known to be lost, counted if it was not; None if it may be tried."""
+        where = sample.index, sample.epoch
+        if where in self._lost_reasons:
+            return Skip(self._lost_reasons[where])
+        if where not in self.avoided:
+            return None
+        skip = self._uncounted(sample, self.avoided[where])
+        self.skipped(sample, skip, given)
+        return skip
+
+    def _uncounted(self, sample: Sample, reason: str) -> Skip:
+        """Count the item of a sample as given no more, and remember it."""
+        self._counts["items"] -= 1
+        self._lost_reasons[sample.index, sample.epoch] = reason
+        if len(self._lost_reasons) > _REMEMBERED:
+            del self._lost_reasons[next(iter(self._lost_reasons))]
+        return Skip(reason)
 
     def _forget_before(self, epoch: int) -> None:
         """Drop avoided samples of earlier epochs, whose refs do not come again."""

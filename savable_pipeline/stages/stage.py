@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.dataset.sample import REF, TAG_SHIFT, RefArray, Sample, tag_of
+from savable_pipeline.dataset.sample import REF, TAG_SHIFT, RefArray, Sample, skip_counters, tag_of
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.excluded_samples import NOTHING_EXCLUDED, REASON, ExcludedSamples
@@ -111,7 +111,8 @@ class Stage:
     ...     def __next__(self):
     ...         if self.held:
     ...             self.ref, self.held = sp.as_ref(self.held), ()
-    ...             return self.source.fetch(self.ref)
+    ...             if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
+    ...                 return item
     ...         next(self.source)
     ...         self.held = self.source.ref
     ...         item = next(self.source)
@@ -246,6 +247,10 @@ class Stage:
         items, refs = self.take(1)
         return Measured(refs[0], self.sizes, items[0]) if items else None
 
+    def make_again(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """What `fetch(ref)` makes, and the ref of what is in it: a pack may have lost items that cannot be made."""
+        return self.source.make_again(ref) if type(self).fetch is Stage.fetch else (self.fetch(ref), ref)
+
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The number of elements that this stage gives in pass `epoch` of a lane; None if not known beforehand."""
         return None
@@ -302,15 +307,23 @@ class Stage:
         return kept  # type: ignore[no-any-return]
 
     def keep_whole(self, refs: list[ItemRef]) -> list[ItemRef]:
-        """`keep_known` for refs of which no part may be missing: those that lose one are left out."""
-        return [ref for ref in refs if self.keep_known([ref]) == [ref]]
+        """`keep_known` for refs of which no part may be missing: those that lose one are left out, all counted."""
+        whole = []
+        for ref in refs:
+            left = self.keep_known([ref])
+            if left == [ref]:
+                whole.append(ref)
+            elif left:
+                self.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
+        return whole
 
     def _without_excluded(self, refs: list[ItemRef]) -> list[ItemRef]:
         excluded = self.info.excluded
-        found = sum(index in excluded for ref in refs for index in sample_indices(ref))
+        found = [index for ref in refs for index in sample_indices(ref) if index in excluded]
         if not found:
             return refs
-        self.counts[f"skipped/{REASON}"] += found
+        for index in found:
+            self.counts.update(skip_counters(REASON, index))
         left = map(excluded.left_of, refs)
         return [ref for ref in left if ref is not None]
 

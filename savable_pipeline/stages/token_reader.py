@@ -30,8 +30,10 @@ class TokenReader(RecordReader):
     own type, (tokens,). `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`, `on_error`, `quarantine` and
     `exclude` are those of `TarShardReader`.
 
-    Raises ValueError for wrong settings, `ShardError` for damaged files, for an `.idx` that does not fit its `.bin`,
-    and for a URL: the error names the command that downloads.
+    Files may lie behind URLs, as those of `sp.ParquetReader`; an `.idx` is kept in the cache whole.
+
+    Raises ValueError for wrong settings, `ShardError` for damaged files and for an `.idx` that does not fit its `.bin`,
+    `RemoteError` if a server cannot be reached.
 
     >>> np.save("tokens.npy", np.arange(1000, dtype=np.uint16))
     >>> sample = next(sp.TokenReader("tokens.npy", sp.Lane(), length=5, stride=4, shuffle=False))

@@ -32,6 +32,7 @@ _FIXED = {
     "lanes": "the number of lanes is a setting of the run: pass the saved one",
     "stages": "a stage was added, removed or exchanged",
     "Blend.order": _OTHER_ORDER,
+    "OnlinePacker.order": _OTHER_ORDER,
 }
 _FIXED_OF_READERS = {"order": _OTHER_ORDER, "shards": "shards were added, removed or rewritten since"}
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
@@ -198,9 +199,9 @@ def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], her
 
 
 def _follows(name: str, differing: list[str]) -> bool:
-    """Whether a difference is only that a run has another kind of order, since `epochs` or `shuffle` differ."""
+    """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
     prefix, _, setting = name.rpartition(".")
-    return setting == "order" and any(f"{prefix}.{cause}" in differing for cause in ("epochs", "shuffle"))
+    return setting == "order" and any(f"{prefix}.{cause}" in differing for cause in ("epochs", "shuffle", "policy"))
 
 
 def field_name(stage: str, setting: str) -> str:

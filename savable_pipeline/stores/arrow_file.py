@@ -12,7 +12,6 @@ hash of the metadata of each, which says where every column begins.
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.shards.paths import ShardKind
 from savable_pipeline.shards.shard_list import ShardEntry
-from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.file_bytes import FileBytes
+from savable_pipeline.stores.file_format import FileFormat, scan_file
 from savable_pipeline.stores.place_index import FileTable, Places
 
 _MAGIC = b"ARROW1"
@@ -72,52 +71,50 @@ def batches_of(places: Places) -> Batches:
 
 
 def scan(root: Path, name: str) -> FileTable:
+    """See `scan_file`."""
+    return scan_file(root, name, ARROW)
+
+
+def read_table(file: FileBytes, name: str) -> FileTable:
     """Entry and batches of a file; damage is the entry's fault, and the batches before it are taken."""
-    size, fault = 0, ""
     found: list[Message] = []
-    try:
-        descriptor = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(descriptor).st_size
-            fault = _read_messages(descriptor, size, found)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if is_out_of_handles(error):
-            raise
-        found, fault = [], error.strerror or str(error)
+    fault = _read_messages(file, found)
     places = _places(found)
     rows = sum(message.rows for message in found[1:])
-    digest = xxh3_64_intdigest(places.tobytes() + str([message.digest for message in found[:1]]).encode())
+    digest = _digest(places, found[:1])
     return FileTable(
-        ShardEntry(name, size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), places.tobytes()
+        ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), places.tobytes()
     )
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
-    """Whether the first batch, one in the middle and the last are where they were, laid out as they were."""
+def _digest(places: Places, schema: list[Message]) -> int:
+    return xxh3_64_intdigest(places.tobytes() + str([message.digest for message in schema]).encode())
+
+
+def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
+    """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
     batches = batches_of(table.array())
     count = len(batches.rows)
-    size = os.fstat(descriptor).st_size
     try:
-        read_message(descriptor, batches.schema, size)
+        if _digest(table.array(), [read_message(file, batches.schema)]) != table.entry.digest:
+            return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
-            if read_message(descriptor, int(batches.offsets[i]), size).digest != batches.digests[i]:
+            if read_message(file, int(batches.offsets[i])).digest != batches.digests[i]:
                 return False
     except (MessageError, OSError):
         return False
     return True
 
 
-def read_message(descriptor: int, offset: int, size: int) -> Message:
-    """The message at `offset` of a file of `size` bytes, its body not read. Raises `MessageError`, OSError."""
-    start = os.pread(descriptor, 8, offset)
+def read_message(file: FileBytes, offset: int) -> Message:
+    """The message at `offset` of a file, its body not read. Raises `MessageError`, OSError."""
+    start, size = file.read(offset, 8), file.size
     if len(start) < 8 or start[:4] != b"\xff\xff\xff\xff":
         raise MessageError(f"no Arrow message at byte {offset}")
     length = struct.unpack_from("<i", start, 4)[0]
     if not 0 < length <= min(_LARGEST_METADATA, size - offset - 8):
         raise MessageError(f"a message of {length} bytes at byte {offset} of {size}")
-    metadata = os.pread(descriptor, length, offset + 8)
+    metadata = file.read(offset + 8, length)
     try:
         table = _Table.root(metadata)
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
@@ -148,15 +145,16 @@ def decoded_bytes(raw: memoryview, message: Message) -> int:
     return total
 
 
-def _read_messages(descriptor: int, size: int, found: list[Message]) -> str:
+def _read_messages(file: FileBytes, found: list[Message]) -> str:
     """Adds the schema and the batches of a file to `found`. Returns its fault, if it has one."""
-    is_file = os.pread(descriptor, 6, 0) == _MAGIC
-    if is_file and os.pread(descriptor, 6, max(0, size - 6)) != _MAGIC:
+    size = file.size
+    is_file = file.read(0, 6) == _MAGIC
+    if is_file and file.read(max(0, size - 6), 6) != _MAGIC:
         return "no footer at its end: the file was cut short; copy it again"
     offset = 8 if is_file else 0
     try:
-        while offset < size and os.pread(descriptor, 8, offset) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
-            message = read_message(descriptor, offset, size)
+        while offset < size and file.read(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
+            message = read_message(file, offset)
             offset = message.end
             if message.kind == _DICTIONARY:
                 return (
@@ -232,5 +230,8 @@ ARROW = FileFormat(
     "arrow",
     ShardKind((".arrow", ".feather", ".ipc"), left_out=lambda name: name.startswith(("cache-", "tmp"))),
     "savable_pipeline.stores.arrow_file:scan",
+    read_table,
     is_as_indexed,
+    no_places=2,
+    splits="dataset_dict.json",
 )

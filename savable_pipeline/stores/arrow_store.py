@@ -14,7 +14,17 @@ import numpy as np
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
-from savable_pipeline.stores.arrow_file import ARROW, Batches, MessageError, batches_of, decoded_bytes, read_message
+from savable_pipeline.shards.shard_list import Rows
+from savable_pipeline.stores.arrow_file import (
+    ARROW,
+    Batches,
+    Message,
+    MessageError,
+    batches_of,
+    decoded_bytes,
+    read_message,
+)
+from savable_pipeline.stores.cached_blocks import CachedBlocks
 from savable_pipeline.stores.columnar_store import ColumnarStore
 from savable_pipeline.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
@@ -25,9 +35,9 @@ _VIEW = 1 << 14  # bytes that a batch which is only viewed counts in the cache
 
 
 class _File:
-    """An open file: its map, its schema, its batches, and the row after the last of each."""
+    """An open file: its map if it has one, its schema, its batches, and the row after the last of each."""
 
-    def __init__(self, view: memoryview, schema: Any, batches: Batches) -> None:
+    def __init__(self, view: memoryview | None, schema: Any, batches: Batches) -> None:
         self.view, self.schema, self.batches = view, schema, batches
         self.ends: list[int] = np.cumsum(batches.rows.astype(np.int64)).tolist()
 
@@ -69,14 +79,19 @@ class ArrowStore(ColumnarStore):
         file = self._file(shard)
         begin, end = int(file.batches.offsets[group]), int(file.batches.offsets[group + 1])
         try:
-            message = read_message(self.files[shard], begin, self.entries[shard].size)
+            message = read_message(self.file(shard), begin)
             if message.digest != file.batches.digests[group]:
                 raise ValueError("another record batch than was indexed")
-            size = decoded_bytes(file.view[begin:end], message) if message.compressed else _VIEW
+            if file.view is not None:
+                raw, size = file.view[begin:end], _VIEW
+            else:
+                raw = self._fetched(shard, begin, end, message, file.schema)
+                size = end - begin
+            if message.compressed:
+                size = decoded_bytes(raw, message)
             if size > self.most_decoded:
                 raise ValueError(f"it decodes to {human_bytes(size)}: write smaller batches, or give more cache_bytes")
-            read = pa.ipc.read_message(pa.BufferReader(pa.py_buffer(file.view[begin:end])))
-            batch = pa.ipc.read_record_batch(read, file.schema)
+            batch = _batch(raw, file.schema)
             wanted = self.wanted
             batch = batch if wanted is None else batch.select(wanted)
         except SavableError:
@@ -98,14 +113,55 @@ class ArrowStore(ColumnarStore):
         import pyarrow as pa
 
         batches = batches_of(self.places(shard))
-        descriptor, size = self.files[shard], self.entries[shard].size
-        self.files.watch_view(shard, self.path(shard))
+        view = None if isinstance(self.files, CachedBlocks) else self._map(shard)
         try:
-            view = memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
-            message = read_message(descriptor, batches.schema, size)
-            raw = pa.py_buffer(view[message.offset : message.end])
+            message = read_message(self.file(shard), batches.schema)
+            raw = self.files.read(shard, message.offset, message.end - message.offset)
             schema = pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
             self.check_columns(shard, schema.names)
         except (pa.ArrowException, MessageError, OSError) as error:
             raise self.damaged(shard, f"schema at byte {batches.schema}", " ".join(str(error).split())) from error
         return _File(view, schema, batches)
+
+    def _map(self, shard: int) -> memoryview:
+        """A file on a disk, mapped."""
+        descriptor, path = self.files[shard], self.files.path(shard)
+        self.files.watch_view(shard, path)
+        try:
+            return memoryview(mmap.mmap(descriptor, self.entries[shard].size, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise self.damaged(shard, "the file", error.strerror or str(error)) from error
+
+    def _fetched(self, shard: int, begin: int, end: int, message: Message, schema: Any) -> memoryview:
+        """The bytes of a batch of a file behind a URL; of columns that are not wanted zeros.
+
+        Where a column lies is seen in a batch that is all zeros: arrays view the buffers that are not compressed.
+        """
+        wanted = self.wanted
+        if message.compressed or wanted is None:
+            return memoryview(self.files.read(shard, begin, end - begin))
+        raw = np.zeros(end - begin, np.uint8)
+        self.files.read_into(raw[: message.head], shard, begin)
+        batch = _batch(raw.data, schema).select(wanted)
+        address = raw.ctypes.data
+        places = [(buffer.address - address, buffer.size) for column in batch for buffer in column.buffers() if buffer]
+        if not all(0 <= place <= place + size <= len(raw) for place, size in places):  # copied, to align it
+            return memoryview(self.files.read(shard, begin, end - begin))
+        for place, size in places:
+            self.files.read_into(raw[place : place + size], shard, begin + place)
+        return raw.data
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The batches with these rows; nothing where only some columns of them are read."""
+        if self.wanted is not None:
+            return super().byte_ranges(shard, rows)
+        file = self._file(shard)
+        groups = np.unique(np.searchsorted(file.ends, rows, side="right"))
+        offsets = file.batches.offsets.astype(np.int64)
+        return offsets[groups], offsets[groups + 1]
+
+
+def _batch(raw: memoryview, schema: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(pa.py_buffer(raw))), schema)

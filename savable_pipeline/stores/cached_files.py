@@ -7,56 +7,44 @@ a read             of a row that is not there        ──▶ downloaded now, w
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.errors import RemoteError, ShardError
 from savable_pipeline.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.remote.downloader import Downloader, Urgency
+from savable_pipeline.remote.downloader import Urgency
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
 from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.download_blocks import Block, DownloadBlocks
+from savable_pipeline.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.stores.indexed_shards import IndexedShards
 from savable_pipeline.stores.presence import Presence
-from savable_pipeline.stores.shard_files import Read, ShardFiles, T, Where
+from savable_pipeline.stores.shard_files import Read, T, Where
 
-log = logging.getLogger(__name__)
-
-_DEATHS = 3  # of the downloading process over one request, after which it fails
 _TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
-_PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
-_PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
 _TOUCH_S = 10.0
 
 
-class CachedFiles(ShardFiles):
+class CachedFiles(DownloadedFiles):
     """The shards below `url`, in the version `cached` of the cache `folder`, which is bounded to `limit` bytes."""
 
     def __init__(self, url: str, shards: IndexedShards, cached: ShardCache, folder: Path, limit: int) -> None:
-        super().__init__()
+        super().__init__(folder, limit)
         self._url, self._shards, self._cached = url, shards, cached
-        self._folder, self._limit = folder, limit
-        self._downloader: Downloader | None = None
         size = int(shards.sizes_in_bytes.sum())
         fits = size <= limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(cached, in_pieces=fits)
         self._presence = Presence(cached, shards, kept=fits)
-        ahead = min(_PREFETCH_BYTES, limit // 256) * shards.count // size
-        self._prefetch_refs = max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
+        self._prefetch_refs = self.refs_ahead(size / shards.count)
         self._touch_at = 0.0  # when to touch the shards again
         self._checked: set[int] = set()  # shards whose rows in the index were checked
 
-    def __del__(self) -> None:
-        super().__del__()
-        if getattr(self, "_downloader", None) is not None:
-            self._close_downloader()
+    def _forget_announced(self) -> None:
+        self._blocks.forget_announced()
 
     @property
     def prefetch_refs(self) -> int:
@@ -165,41 +153,6 @@ class CachedFiles(ShardFiles):
 
     def _place_of(self, block: Block) -> tuple[str, str, int, int]:
         return self._url, str(self._cached.folder), *block
-
-    def _call(self, kind: str, *arguments: Any) -> Any:
-        """The downloader's answer; one that is killed meanwhile is replaced, at most `_DEATHS` times."""
-        for deaths in range(1, _DEATHS + 1):
-            try:
-                return self._connected().call(kind, *arguments)
-            except RemoteError as error:
-                if not self._died():
-                    raise
-                log.warning("%s: replaced, %d of %d", error, deaths, _DEATHS)
-        return self._connected().call(kind, *arguments)
-
-    def _prefetch(self, urgency: Urgency, *request: Any) -> None:
-        """Sends a request that nobody waits for; if the downloader is gone, whoever waits will have another started."""
-        try:
-            self._connected().prefetch(urgency, *request)
-        except RemoteError:
-            if not self._died():
-                raise
-
-    def _died(self) -> bool:
-        return self._downloader is not None and self._downloader.ended
-
-    def _connected(self) -> Downloader:
-        """This process's own downloader: one inherited by a fork is the parent's; one that ended is replaced."""
-        if self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
-            self._close_downloader()
-            self._downloader = Downloader(self._folder, self._limit)
-            self._blocks.forget_announced()
-        return self._downloader
-
-    def _close_downloader(self) -> None:
-        if self._downloader is not None:
-            self._downloader.close()
-            self._downloader = None
 
     def _evicted(self, shard: int) -> RemoteError:
         return RemoteError(

@@ -48,6 +48,8 @@ class ColumnarStore(FileStore):
         if columns is not None or key is not None:
             self._check_columns_of_first()
 
+    all_used = False  # columns that are not asked for are not read
+
     @abstractmethod
     def group_ends(self, shard: int) -> list[int]:
         """The row after the last of each group of a file."""
@@ -102,7 +104,7 @@ class ColumnarStore(FileStore):
         from savable_pipeline.stores.arrow_columns import check_columns
 
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
-        check_columns(str(self.path(shard)), tuple(wanted), known)
+        check_columns(self.place(shard), tuple(wanted), known)
 
     def _check_columns_of_first(self) -> None:
         shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)
@@ -134,6 +136,7 @@ class ColumnarStore(FileStore):
 
     def prefetch(self, indices: Rows) -> None:
         """Remembers which rows will be read: should their group be given up before, they are kept."""
+        super().prefetch(indices)
         if self.row_groups(0) is None:
             return
         shards = np.searchsorted(self._firsts, indices, side="right") - 1

@@ -23,15 +23,14 @@ class DownloadBlocks:
 
     def __init__(self, cached: ShardCache, *, in_pieces: bool) -> None:
         self._cached = cached
-        self._in_pieces = in_pieces
-        self._starts = np.frombuffer(cached.index.starts, np.uint64)  # (rows,)
+        self.in_pieces = in_pieces
         self._by_row: dict[int, Block] = {}  # the block that a row was announced in
         self._announced: set[Block] = set()  # pieces
 
     def announce(self, rows: Rows) -> list[Block]:
         """The blocks of these ascending rows, without pieces that were announced before."""
         blocks = self._blocks(rows)
-        if self._in_pieces:
+        if self.in_pieces:
             blocks = [block for block in blocks if block not in self._announced]
             self._announced.update(blocks)
             return blocks
@@ -40,28 +39,40 @@ class DownloadBlocks:
         self._by_row.update((row, block) for block in blocks for row in range(*block))
         return blocks
 
+    def parts(self, rows: Rows, *, whole: bool) -> list[tuple[Block, list[int]]]:
+        """The blocks of these ascending rows, which are needed now, and those of the rows that each holds.
+
+        Each block is the `whole` piece, or the rows of it from the first that is needed to the last.
+        """
+        shards, pieces = self._cached.shards_of(rows), self._cached.layout.begins(rows) // PIECE
+        cuts = np.flatnonzero((np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
+        found = []
+        for part in np.split(rows, cuts):
+            row, stop = int(part[0]), int(part[-1]) + 1
+            block = self._piece(self._cached.shard_of(row), self._cached.extent(row, stop)[0] // PIECE)
+            found.append((block if whole else (row, stop), part.tolist()))
+        return found
+
     def forget_announced(self) -> None:
         """Lets pieces be announced again: the downloader that knew of them is gone."""
         self._announced.clear()
 
     def block_of(self, row: int) -> Block:
         """The block to download for a row: its piece, or the run that it was announced in."""
-        if self._in_pieces:
-            return self._piece(self._cached.shard_of(row), self._cached.index.starts[row] // PIECE)
+        if self.in_pieces:
+            return self._piece(self._cached.shard_of(row), self._cached.extent(row, row + 1)[0] // PIECE)
         return self._by_row.get(row, (row, row + 1))
 
     def _blocks(self, rows: Rows) -> list[Block]:
         """The blocks that hold these ascending rows; runs of rows are cut where a piece of the shard ends."""
         shards = self._cached.shards_of(rows)
-        pieces = self._starts[rows] // np.uint64(PIECE)
-        if self._in_pieces:
+        pieces = self._cached.layout.begins(rows) // PIECE
+        if self.in_pieces:
             return [self._piece(*piece) for piece in dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))]
         cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
 
     def _piece(self, shard: int, piece: int) -> Block:
         """The rows of a shard that start in its piece number `piece`."""
-        first, end = self._cached.firsts[shard : shard + 2]
-        borders = np.array([piece * PIECE, (piece + 1) * PIECE], dtype=np.uint64)
-        row, stop = first + np.searchsorted(self._starts[first:end], borders)
-        return int(row), int(stop)
+        row_from = self._cached.layout.row_from
+        return row_from(shard, piece * PIECE), row_from(shard, (piece + 1) * PIECE)

@@ -1,4 +1,4 @@
-"""Only tars are read behind a URL: the command that downloads files of another kind, for the error that says so."""
+"""Addresses of the hub, `hf://`, are not read: the command that downloads what is there, for the error."""
 
 from __future__ import annotations
 
@@ -10,34 +10,22 @@ from savable_pipeline.shards.paths import Shards
 _REPOSITORIES = {"datasets": "dataset", "spaces": "space"}
 
 
-def check_local(files: Shards) -> None:
-    """Raises `ShardError` for a URL, with the command that downloads what is behind it."""
+def check_address(files: Shards) -> None:
+    """Raises `ShardError` for an address of the hub, with the command that downloads what is there."""
     for spec in [files] if isinstance(files, str | os.PathLike) else files:
         url = os.fspath(spec)
-        if "://" in url and not url.startswith("file:") and not os.path.lexists(url):
-            raise ShardError(f"{url}: only tars are read behind a URL; download the files first: `{download(url)}`")
+        if url.startswith("hf://") and not os.path.lexists(url):
+            raise ShardError(f"{url}: an address of the hub is not read; download the files first: `{download(url)}`")
 
 
 def download(url: str) -> str:
-    """The command that downloads what a URL names.
+    """The command that downloads what an address of the hub names.
 
     >>> from savable_pipeline.stores.downloads import download
     >>> download("hf://datasets/user/name@v2/data/*.parquet")
     "hf download user/name --repo-type dataset --revision v2 --include 'data/*.parquet' --local-dir name"
     """
-    scheme, _, place = url.partition("://")
-    if scheme == "hf":
-        return _hub(place)
-    folder, _, pattern = url.rpartition("/")
-    tools = {
-        "s3": f"aws s3 cp --recursive {folder} data --exclude '*' --include '{pattern or '*'}'",
-        "gs": f"gcloud storage cp --recursive '{url}' data",
-    }
-    return tools.get(scheme, f"wget -P data {url}")
-
-
-def _hub(place: str) -> str:
-    parts = place.split("/")
+    parts = url.partition("://")[2].split("/")
     kind = _REPOSITORIES.get(parts[0])
     owner, name, *rest = [*(parts[1:] if kind else parts), "", ""]
     name, _, revision = name.partition("@")

@@ -19,15 +19,19 @@ import msgspec
 
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.remote_files import RemotePlace
+from savable_pipeline.remote.urls import is_remote
 from savable_pipeline.shards.index_place import in_first_place, index_places
 from savable_pipeline.shards.indexing import check_none_gone
 from savable_pipeline.shards.paths import Shards, find_shards, raise_it, spelled_out
 from savable_pipeline.shards.processes import do, each_shard
 from savable_pipeline.shards.scan import check_utf8
 from savable_pipeline.shards.shard_list import ShardEntry
-from savable_pipeline.stores.downloads import check_local
+from savable_pipeline.stores.downloads import check_address
+from savable_pipeline.stores.file_bytes import opened
 from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.place_index import FileTable, PlaceIndex, ScannedFiles, write_place_index
+from savable_pipeline.stores.remote_indexing import index_remote_files, open_remote_files
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +41,18 @@ _Progress = Callable[[int, int], None]  # of the files done, and of all
 
 @dataclass(frozen=True, slots=True)
 class IndexedFiles:
-    """Files below a folder, and their index."""
+    """Files below a folder, and their index; or behind a URL: `root` then has their metadata, and nothing else."""
 
     root: Path
     names: list[str]
     index: PlaceIndex | ScannedFiles
     index_path: Path
+    place: RemotePlace | None = None
+
+    @property
+    def address(self) -> str:
+        """The folder of the files, or their URL."""
+        return str(self.root) if self.place is None else self.place.url
 
 
 def open_files(
@@ -60,7 +70,23 @@ def open_files(
     """
     if isinstance(files, IndexedFiles):
         return files
-    check_local(files)
+    check_address(files)
+    found = _behind_url(files, form, tolerant) if is_remote(files) else _below(files, form, tolerant, unlistable)
+    for name in found.names:
+        fault = found.index.entries[name].fault
+        if fault and not tolerant:
+            raise ShardError(f"{found.address}/{fault}")
+        if fault:
+            log.warning("%s/%s; going on with the samples before it", found.address, fault)
+    return found
+
+
+def _behind_url(files: Shards, form: FileFormat, tolerant: bool) -> IndexedFiles:
+    place, names, index = open_remote_files(files, form, tolerant=tolerant)
+    return IndexedFiles(place.metadata, names, index, place.places, place)
+
+
+def _below(files: Shards, form: FileFormat, tolerant: bool, unlistable: Callable[[ShardError], None]) -> IndexedFiles:
     root, names = find_shards(files, form.kind, missing_too=tolerant, unlistable=unlistable)
     if isinstance(files, str | os.PathLike) and Path(spelled_out(files)[0]).is_dir():
         indexed = set(known_files(root, form))
@@ -70,12 +96,6 @@ def open_files(
     found = _fresh(root, names, form, tolerant)
     if found is None:
         found = in_first_place(root, form.index_name, lambda path: _made(path, root, names, form, tolerant))
-    for name in names:
-        fault = found.index.entries[name].fault
-        if fault and not tolerant:
-            raise ShardError(f"{root}/{fault}")
-        if fault:
-            log.warning("%s/%s; going on with the samples before it", root, fault)
     return found
 
 
@@ -86,7 +106,9 @@ def index_files(
 
     Returns the path of the index, and the files that could not be read to their end. Raises `ShardError`.
     """
-    check_local(files)
+    check_address(files)
+    if is_remote(files):
+        return index_remote_files(files, form, progress)
     root, names = find_shards(files, form.kind)
 
     def make(path: Path) -> Path:
@@ -139,10 +161,14 @@ def _is_right(root: Path, index: PlaceIndex, name: str, made: int, form: FileFor
             return False
         if stat.st_mtime_ns <= made:
             return True
-        with with_handles(partial((root / name).open, "rb")) as file:
-            return index.is_whole(name) and form.is_as_indexed(file.fileno(), index.table(name))
+        return index.is_whole(name) and with_handles(partial(_is_as_indexed, root / name, index.table(name), form))
     except OSError:
         return False
+
+
+def _is_as_indexed(path: Path, table: FileTable, form: FileFormat) -> bool:
+    with opened(path) as file:
+        return form.is_as_indexed(file, table)
 
 
 def _made(path: Path, root: Path, names: list[str], form: FileFormat, tolerant: bool) -> IndexedFiles:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+from functools import cached_property
+from typing import ClassVar
 
-from savable_pipeline.errors import ShardError
+import numpy as np
+
+from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.shards.part_types import find_part
+from savable_pipeline.shards.shard_list import Rows
+from savable_pipeline.stores.cached_blocks import CachedBlocks
+from savable_pipeline.stores.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.file_indexing import IndexedFiles
 from savable_pipeline.stores.local_files import LocalFiles
@@ -14,23 +21,62 @@ from savable_pipeline.stores.record_store import RecordStore
 
 
 class FileStore(RecordStore):
-    """Samples in indexed files of one format below a folder; a store of a format derives from it."""
+    """Samples in indexed files of one format, below a folder or behind a URL; a store of a format derives from it."""
+
+    all_used: ClassVar[bool] = True  # whether every byte of a file is read in an epoch
 
     def __init__(self, found: IndexedFiles, form: FileFormat) -> None:
         self.root = found.root
-        self.address = str(found.root)
+        self.address = found.address
         self.entries = [found.index.entries[name] for name in found.names]
         self.index_path = found.index_path
-        self.files = LocalFiles(found.root, self)
         self._index, self._form = found.index, form
+        self.files: LocalFiles | CachedBlocks = (
+            LocalFiles(found.root, self)
+            if found.place is None
+            else CachedBlocks(found.place, self, all_used=self.all_used)
+        )
 
     def places(self, shard: int) -> Places:
         """What the index says of a file: uint64 (any,)."""
         return self._index.places(self.entries[shard].name)
 
-    def path(self, shard: int) -> Path:
-        """The file of a shard."""
-        return self.files.path(shard)
+    def place(self, shard: int) -> str:
+        """What messages call the file of a shard: its path or its URL."""
+        return f"{self.address}/{self.entries[shard].name}"
+
+    def file(self, shard: int) -> FileBytes:
+        """The file of a shard as formats read it."""
+        return self.files.file(shard)
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The bytes of a file that reading these rows needs: first ones, and those after the last, int64 (any,) each.
+
+        Raises `ShardError`.
+        """
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    @cached_property
+    def firsts(self) -> Rows:
+        """The number of the first sample of each shard, then of all: int64 (shards + 1,)."""
+        return np.cumsum([0, *(entry.samples for entry in self.entries)])
+
+    @cached_property
+    def prefetch_refs(self) -> int:
+        """See `RecordStore.prefetch_refs`."""
+        if isinstance(self.files, LocalFiles):
+            return 0
+        return self.files.refs_ahead(sum(entry.size for entry in self.entries) / max(int(self.firsts[-1]), 1))
+
+    def prefetch(self, indices: Rows) -> None:
+        """Has what these samples need downloaded ahead; a fault of it is raised when they are read."""
+        if isinstance(self.files, LocalFiles):
+            return
+        shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            with contextlib.suppress(SavableError, ValueError):
+                rows = indices[shards == shard] - self.firsts[shard]
+                self.files.prefetch_bytes(shard, *self.byte_ranges(shard, rows))
 
     def verify(self, slot: int) -> None:
         """See `RecordStore.verify`."""
@@ -47,7 +93,11 @@ class FileStore(RecordStore):
 
     def is_as_written(self, shard: int, descriptor: int) -> bool:
         """See `Indexed.is_as_written`."""
-        return self._form.is_as_indexed(descriptor, self._index.table(self.entries[shard].name))
+        return self.is_as_indexed(shard, LocalBytes(self.files.path(shard), descriptor))
+
+    def is_as_indexed(self, shard: int, file: FileBytes) -> bool:
+        """See `IndexedBytes.is_as_indexed`."""
+        return self._form.is_as_indexed(file, self._index.table(self.entries[shard].name))
 
     def key(self, shard: int, row: int) -> str:
         """File and row: `a.parquet:17`."""
@@ -56,7 +106,7 @@ class FileStore(RecordStore):
     def damaged(self, shard: int, place: str, fault: str) -> ShardError:
         """The error for a file that does not hold at `place` what it should."""
         return ShardError(
-            f"{self.path(shard)}: {place}: {fault}; the file is damaged: put a good copy in its place, or leave its "
+            f"{self.place(shard)}: {place}: {fault}; the file is damaged: put a good copy in its place, or leave its "
             'samples out with on_error="skip"'
         )
 

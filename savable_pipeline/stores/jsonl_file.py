@@ -5,18 +5,17 @@ Places of a file in the index: the offset of each line that is not blank, then t
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from xxhash import xxh3_64
 
-from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.shards.paths import ShardKind
 from savable_pipeline.shards.shard_list import ShardEntry
-from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.file_bytes import FileBytes
+from savable_pipeline.stores.file_format import FileFormat, scan_file
 from savable_pipeline.stores.place_index import FileTable, Places
 
 _CHUNK = 1 << 22
@@ -25,44 +24,42 @@ LONGEST_LINE = 1 << 30
 
 
 def scan(root: Path, name: str) -> FileTable:
+    """See `scan_file`."""
+    return scan_file(root, name, JSONL)
+
+
+def read_table(file: FileBytes, name: str) -> FileTable:
     """Entry and lines of a file; damage is the entry's fault, and the lines before it are samples."""
-    fault, size, places, digest = "", 0, np.zeros(1, "<u8"), 0
-    try:
-        with (root / name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            places = _lines(file.fileno())
-            fault, places = _check_last(file.fileno(), places)
-            digest = _digest(file.fileno(), places)
-    except OSError as error:
-        if is_out_of_handles(error):
-            raise
-        fault, places = error.strerror or str(error), np.zeros(1, "<u8")
-    entry = ShardEntry(name, size, len(places) - 1, digest, encodable(f"{name}: {fault}") if fault else "")
+    fault, places = _check_last(file, _lines(file))
+    entry = ShardEntry(
+        name, file.size, len(places) - 1, _digest(file, places), encodable(f"{name}: {fault}") if fault else ""
+    )
     return FileTable(entry, places.tobytes())
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
+def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
     """Whether the first line, one in the middle and the last are what they were, where they were."""
     try:
-        return _digest(descriptor, table.array()) == table.entry.digest
+        return _digest(file, table.array()) == table.entry.digest
     except OSError:
         return False
 
 
-def _digest(descriptor: int, places: Places) -> int:
+def _digest(file: FileBytes, places: Places) -> int:
     digest = xxh3_64(places.tobytes())
     lines = len(places) - 1
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
         begin, end = int(places[line]), int(places[line + 1])
-        digest.update(os.pread(descriptor, min(end - begin, _COMPARED), begin))
-        digest.update(os.pread(descriptor, 1, begin - 1) if begin else b"\n")
+        digest.update(file.read(begin, min(end - begin, _COMPARED)))
+        digest.update(file.read(begin - 1, 1) if begin else b"\n")
     return digest.intdigest()
 
 
-def _lines(descriptor: int) -> Places:
+def _lines(file: FileBytes) -> Places:
     """The offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,)."""
     ends, offset = [], 0
-    while chunk := os.pread(descriptor, _CHUNK, offset):
+    file.expect([(0, file.size)])
+    while chunk := file.read(offset, _CHUNK):
         ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset)
         offset += len(chunk)
     if not ends:
@@ -70,24 +67,24 @@ def _lines(descriptor: int) -> Places:
     stops = np.concatenate(ends) + 1  # of each line that ends in a newline
     stops = np.append(stops, offset) if not len(stops) or stops[-1] != offset else stops
     starts = np.concatenate([[0], stops[:-1]])
-    blank = [i for i in np.flatnonzero(stops - starts <= 2).tolist() if _is_blank(descriptor, int(starts[i]))]
+    blank = [i for i in np.flatnonzero(stops - starts <= 2).tolist() if _is_blank(file, int(starts[i]))]
     starts = np.delete(starts, blank)
     return np.append(starts, offset).astype("<u8")
 
 
-def _is_blank(descriptor: int, start: int) -> bool:
-    return os.pread(descriptor, 2, start)[:1] in b"\r\n"
+def _is_blank(file: FileBytes, start: int) -> bool:
+    return file.read(start, 2)[:1] in b"\r\n"
 
 
-def _check_last(descriptor: int, places: Places) -> tuple[str, Places]:
+def _check_last(file: FileBytes, places: Places) -> tuple[str, Places]:
     """The fault of a last line that has no newline and is no JSON: it was cut. The lines without it."""
     if len(places) < 2:
         return "", places
     begin, end = int(places[-2]), int(places[-1])
-    if os.pread(descriptor, 1, end - 1) == b"\n" or end - begin > LONGEST_LINE:
+    if file.read(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
         return "", places
     try:
-        msgspec.json.decode(os.pread(descriptor, end - begin, begin))
+        msgspec.json.decode(file.read(begin, end - begin))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = f"the last line, at byte {begin}, was cut: {error}; copy the file again, or end it before that line"
         return fault, places[:-1]
@@ -104,5 +101,7 @@ JSONL = FileFormat(
         "`gzip -dk` or `zstd -d` unpacks",
     ),
     "savable_pipeline.stores.jsonl_file:scan",
+    read_table,
     is_as_indexed,
+    no_places=1,
 )

@@ -11,7 +11,6 @@ from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.shards.shard_list import Rows
-from savable_pipeline.stores.exact_read import read_exactly
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.stores.file_store import FileStore
 from savable_pipeline.stores.jsonl_file import JSONL, LONGEST_LINE
@@ -69,6 +68,11 @@ class JsonlStore(FileStore):
         sizes = [np.diff(self.places(shard).astype(np.int64)) for shard in range(len(self.entries))]
         return {LINE: np.concatenate(sizes)}
 
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The lines."""
+        places = self.places(shard).astype(np.int64, copy=False)
+        return places[rows], places[rows + 1]
+
     def _line(self, shard: int, row: int) -> bytes:
         starts = self._starts.get(shard)
         if starts is None:
@@ -77,7 +81,7 @@ class JsonlStore(FileStore):
         begin, end = starts[row], starts[row + 1]
         if end - begin > LONGEST_LINE:
             raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
-        return read_exactly(self.files, shard, begin, end - begin).rstrip(b"\r\n")
+        return self.files.read(shard, begin, end - begin).rstrip(b"\r\n")
 
 
 def _fields(line: bytes) -> dict[str, Any]:

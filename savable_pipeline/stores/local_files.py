@@ -12,6 +12,7 @@ from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.fresh_mark import forget_mark
 from savable_pipeline.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.stores.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.stores.pins import Pins
 from savable_pipeline.stores.shard_files import ShardFiles
 
@@ -49,6 +50,10 @@ class LocalFiles(ShardFiles):
 
     def prefetch(self, indices: Rows) -> None:
         """Nothing is done ahead for files on a disk."""
+
+    def file(self, shard: int) -> FileBytes:
+        """A file as formats read it, at once."""
+        return LocalBytes(self.path(shard), self[shard])
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""

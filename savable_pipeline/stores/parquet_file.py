@@ -5,18 +5,17 @@ Places of a file in the index: for each row group its rows, then for each the by
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.shards.paths import ShardKind
 from savable_pipeline.shards.shard_list import ShardEntry
-from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.file_bytes import FileBytes
+from savable_pipeline.stores.file_format import FileFormat, scan_file
 from savable_pipeline.stores.place_index import FileTable
 
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
@@ -29,30 +28,25 @@ class FooterError(ValueError):
 
 
 def scan(root: Path, name: str) -> FileTable:
+    """See `scan_file`."""
+    return scan_file(root, name, PARQUET)
+
+
+def read_table(file: FileBytes, name: str) -> FileTable:
     """Entry and row groups of a file; damage is the entry's fault."""
-    size = 0
     try:
-        descriptor = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(descriptor).st_size
-            footer = read_footer(descriptor)
-            rows, sizes = _groups(footer, size)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if is_out_of_handles(error):
-            raise
-        return _faulty(name, size, f"{error.strerror or error}")
+        footer = read_footer(file)
+        rows, sizes = _groups(footer, file.size)
     except FooterError as error:
-        return _faulty(name, size, str(error))
-    entry = ShardEntry(name, size, sum(rows), xxh3_64_intdigest(footer))
+        return PARQUET.unreadable(name, file.size, str(error))
+    entry = ShardEntry(name, file.size, sum(rows), xxh3_64_intdigest(footer))
     return FileTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
 
 
-def read_footer(descriptor: int) -> bytes:
+def read_footer(file: FileBytes) -> bytes:
     """The bytes of a file's footer. Raises `FooterError`, OSError."""
-    size = os.fstat(descriptor).st_size
-    tail = os.pread(descriptor, 8, max(0, size - 8))
+    size = file.size
+    tail = file.read(max(0, size - 8), 8)
     if tail[4:] == _ENCRYPTED:
         raise FooterError("an encrypted footer; write the file without encryption")
     if size < 12 or tail[4:] != _MAGIC:
@@ -60,25 +54,43 @@ def read_footer(descriptor: int) -> bytes:
     length = int.from_bytes(tail[:4], "little")
     if not 0 < length <= min(size - 12, _LARGEST_FOOTER):
         raise FooterError(f"a footer of {length} bytes in a file of {size}: the end is damaged; copy the file again")
-    return os.pread(descriptor, length, size - 8 - length)
+    return file.read(size - 8 - length, length)
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
+def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
     """Whether a file has the footer that it had."""
     try:
-        return xxh3_64_intdigest(read_footer(descriptor)) == table.entry.digest
+        return xxh3_64_intdigest(read_footer(file)) == table.entry.digest
     except (FooterError, OSError):
         return False
+
+
+def parsed_footer(footer: bytes) -> Any:
+    """A footer as pyarrow's `FileMetaData`; the rest of the file is not read. Raises pyarrow's errors."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(pa.BufferReader(_MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC))
+
+
+def column_bytes(group: Any, wanted: list[str] | None) -> list[tuple[int, int]]:
+    """The first byte, and the one after the last, of each column of a row group; of the `wanted` ones (None: all)."""
+    columns = [group.column(i) for i in range(group.num_columns)]
+    names = None if wanted is None else set(wanted)
+    return [_bytes_of(one) for one in columns if names is None or one.path_in_schema.partition(".")[0] in names]
+
+
+def _bytes_of(column: Any) -> tuple[int, int]:
+    begin = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+    return begin, begin + column.total_compressed_size
 
 
 def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
     """Rows and bytes of each row group. Raises `FooterError` where they cannot be right."""
     import pyarrow as pa  # here, so that who reads tars need not have it
-    import pyarrow.parquet as pq
 
-    whole = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:
-        metadata = pq.read_metadata(pa.BufferReader(whole))
+        metadata = parsed_footer(footer)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         rows = [group.num_rows for group in groups]
         sizes = [group.total_byte_size for group in groups]
@@ -93,16 +105,10 @@ def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
 
 
 def _column_fault(group: Any, size: int) -> str:
-    for i in range(group.num_columns):
-        column = group.column(i)
-        begin = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
-        if begin < 0 or column.total_compressed_size < 0 or begin + column.total_compressed_size > size:
-            return f"a column at the bytes {begin} to {begin + column.total_compressed_size} of {size}"
+    for begin, end in column_bytes(group, None):
+        if not 0 <= begin <= end <= size:
+            return f"a column at the bytes {begin} to {end} of {size}"
     return ""
-
-
-def _faulty(name: str, size: int, fault: str) -> FileTable:
-    return FileTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")))
 
 
 def _first_line(error: Exception) -> str:
@@ -110,5 +116,9 @@ def _first_line(error: Exception) -> str:
 
 
 PARQUET = FileFormat(
-    "parquet", ShardKind((".parquet", ".pq", ".parq")), "savable_pipeline.stores.parquet_file:scan", is_as_indexed
+    "parquet",
+    ShardKind((".parquet", ".pq", ".parq")),
+    "savable_pipeline.stores.parquet_file:scan",
+    read_table,
+    is_as_indexed,
 )

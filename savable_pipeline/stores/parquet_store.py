@@ -10,10 +10,11 @@ import numpy as np
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.columnar_store import ColumnarStore
 from savable_pipeline.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
-from savable_pipeline.stores.parquet_file import PARQUET
+from savable_pipeline.stores.parquet_file import PARQUET, column_bytes, parsed_footer, read_footer
 from savable_pipeline.stores.positioned_file import PositionedFile
 
 _OPEN = 16  # files whose footers are kept parsed
@@ -39,6 +40,7 @@ class ParquetStore(ColumnarStore):
     ) -> None:
         self._ends: dict[int, list[int]] = {}
         self._open: OrderedDict[int, Any] = OrderedDict()
+        self._column_bytes: dict[int, list[Rows]] = {}  # of each row group of a shard: int64 (columns, 2)
         found = open_files(files, PARQUET, tolerant=tolerant, unlistable=unlistable)
         super().__init__(found, PARQUET, columns, key, blocks)
         self.decoded_bytes = self.blocks.limit
@@ -88,6 +90,20 @@ class ParquetStore(ColumnarStore):
             raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
         return batches, size
 
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The columns that are decoded of the row groups with these rows."""
+        places = self._column_bytes.get(shard)
+        if places is None:
+            metadata = self._file(shard).metadata
+            groups = range(metadata.num_row_groups)
+            places = [
+                np.array(column_bytes(metadata.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups
+            ]
+            self._column_bytes[shard] = places
+        found = np.unique(np.searchsorted(self.group_ends(shard), rows, side="right"))
+        begins, ends = np.concatenate([places[group] for group in found]).T
+        return begins, ends
+
     def column_names(self, shard: int) -> list[str]:
         """See `ColumnarStore.column_names`."""
         import pyarrow as pa
@@ -99,13 +115,14 @@ class ParquetStore(ColumnarStore):
         return names
 
     def _file(self, shard: int) -> Any:
-        """The file, its footer parsed."""
+        """The file, its footer parsed; of which no more is read than that."""
         import pyarrow.parquet as pq
 
         found = self._open.pop(shard, None)
         if found is None:
             raw = PositionedFile(self.files, shard, self.entries[shard].size)
-            found = pq.ParquetFile(raw, pre_buffer=False, page_checksum_verification=True)
+            footer = parsed_footer(read_footer(self.file(shard)))
+            found = pq.ParquetFile(raw, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         self._open[shard] = found
         while len(self._open) > _OPEN:
             self._open.popitem(last=False)

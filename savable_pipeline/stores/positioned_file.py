@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 
-from savable_pipeline.stores.exact_read import read_exactly
 from savable_pipeline.stores.shard_files import ShardFiles
 
 
@@ -34,6 +33,6 @@ class PositionedFile(io.RawIOBase):
         """At most `size` bytes from here on. Raises `ShardError`, also where the file ends before `size` says."""
         left = max(0, self._size - self._position)
         wanted = left if size is None or size < 0 else min(size, left)
-        data = read_exactly(self._files, self._shard, self._position, wanted)
+        data = self._files.read(self._shard, self._position, wanted)
         self._position += wanted
         return data

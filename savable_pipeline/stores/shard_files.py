@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -9,7 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from savable_pipeline.core.open_files import keep_below, most_kept, register, with_handles
+from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.shard_list import Rows
 
 OPEN_SHARDS = 256  # descriptors kept open by one dataset in one process
@@ -63,6 +68,48 @@ class ShardFiles(OrderedDict[int, int], ABC):
     @abstractmethod
     def prefetch(self, indices: Rows) -> None:
         """Announces that these samples will be read."""
+
+    def read(self, shard: int, offset: int, size: int) -> bytes:
+        """`size` bytes of a shard from `offset` on. Raises `ShardError` if it cannot be read or is too short."""
+        descriptor = self[shard]
+        try:
+            data = os.pread(descriptor, size, offset)
+        except OSError as error:
+            raise self._unreadable(shard, error) from error
+        return data if len(data) == size else data + self._rest(shard, offset + len(data), size - len(data))
+
+    def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
+        """Fills `array`, uint8 (bytes,), with bytes of a shard. Raises the errors of `read`."""
+        done = -1
+        if hasattr(os, "preadv"):
+            with contextlib.suppress(OSError):
+                done = os.preadv(self[shard], [array], offset)  # type: ignore[list-item]
+        if done != len(array):
+            array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
+
+    def _rest(self, shard: int, offset: int, missing: int) -> bytes:
+        """What a read has left: Linux gives 2 GB at most at once."""
+        parts = []
+        try:
+            while missing and (more := os.pread(self[shard], missing, offset)):
+                parts.append(more)
+                offset, missing = offset + len(more), missing - len(more)
+        except OSError as error:
+            raise self._unreadable(shard, error) from error
+        if missing:
+            raise ShardError(
+                f"{self.path(shard)}: {missing} bytes at byte {offset} are missing; the file was cut short: put the "
+                "whole one back",
+                reason="changed shard",
+            )
+        return b"".join(parts)
+
+    def _unreadable(self, shard: int, error: OSError) -> ShardError:
+        message = f"{self.path(shard)}: {error.strerror}; look after the disk or the network"
+        return ShardError(message, reason="unreadable shard")
+
+    def watch_view(self, number: int, path: Path) -> None:
+        """Looks from now on also at a file that is mapped: a shard, or at the number `~shard` what lies beside one."""
 
     def verify(self, slot: int) -> None:
         """Raises `ShardError` if a shard changed while the batch of this slot, to be given next, may have been read."""

@@ -9,27 +9,28 @@ documents, and tokens of a row (.npy of two dimensions).
 
 from __future__ import annotations
 
-import os
+import io
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from savable_pipeline.core.open_files import is_out_of_handles
-from savable_pipeline.core.wording import encodable
 from savable_pipeline.shards.paths import ShardKind
 from savable_pipeline.shards.shard_list import ShardEntry
-from savable_pipeline.stores.file_format import FileFormat
+from savable_pipeline.stores.file_bytes import FileBytes, opened
+from savable_pipeline.stores.file_format import FileFormat, scan_file
 from savable_pipeline.stores.place_index import FileTable
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
+_IDX = ".idx"  # the suffix of what lies beside a .bin
+_LONGEST_HEADER = 1 << 14  # of a .npy
 _SEEN, _BLOCKS = 1 << 12, 64  # bytes that are compared at this many places of a file
 _CHECKED = 1 << 20  # sequences that are looked at together
 
@@ -66,45 +67,39 @@ def layout_of(places: NDArray[np.uint64]) -> Layout:
     return Layout(what, TYPES[kind], begin, tokens, documents, row)
 
 
-def idx_of(path: Path) -> Path:
-    """The `.idx` of a `.bin`."""
-    return path.with_suffix(".idx")
+def idx_of(file: FileBytes) -> Path | None:
+    """The `.idx` of a `.bin`; None without one."""
+    return file.beside(_IDX) if file.name.endswith(".bin") else None
 
 
 def scan(root: Path, name: str) -> FileTable:
+    """See `scan_file`."""
+    return scan_file(root, name, TOKENS)
+
+
+def read_table(file: FileBytes, name: str) -> FileTable:
     """Entry and layout of a file; damage is the entry's fault."""
-    path, size = root / name, 0
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            places = _places(path, file, size)
-            entry = ShardEntry(name, size, max(places[4], 0), digest_of(path, file.fileno()))
-            return FileTable(entry, np.array(places, "<u8").tobytes())
-    except OSError as error:
-        if is_out_of_handles(error):
-            raise
-        fault = error.strerror or str(error)
+        places = _places(file)
     except TokenFileError as error:
-        fault = str(error)
-    return FileTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), np.zeros(6, "<u8").tobytes())
+        return TOKENS.unreadable(name, file.size, str(error))
+    return FileTable(ShardEntry(name, file.size, max(places[4], 0), digest_of(file)), np.array(places, "<u8").tobytes())
 
 
-def digest_of(path: Path, descriptor: int) -> int:
+def digest_of(file: FileBytes) -> int:
     """A hash of the file's size and of some of its bytes, and of its `.idx` if it has one."""
     digest = xxh3_64()
-    _update(digest, descriptor)
-    if path.suffix == ".bin" and idx_of(path).exists():
-        with idx_of(path).open("rb") as file:
-            _update(digest, file.fileno())
+    _update(digest, file)
+    if (idx := idx_of(file)) is not None:
+        with opened(idx) as beside:
+            _update(digest, beside)
     return digest.intdigest()
 
 
-def read_documents(path: Path, size: int) -> Documents:
-    """The `.idx` of the `.bin` at `path`, which has `size` bytes. Raises `TokenFileError`, OSError."""
-    idx = idx_of(path)
-    with idx.open("rb") as file:
-        head = file.read(_HEAD.size)
-        idx_size = os.fstat(file.fileno()).st_size
+def read_documents(idx: Path) -> Documents:
+    """What an `.idx` says. Raises `TokenFileError`, OSError."""
+    with opened(idx) as file:
+        head, idx_size = file.read(0, _HEAD.size), file.size
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
         raise TokenFileError(f"{idx.name} is no Megatron index; write it again, or move it away and give dtype=")
     _, version, kind, sequences, documents = _HEAD.unpack(head)
@@ -121,48 +116,53 @@ def read_documents(path: Path, size: int) -> Documents:
     return Documents(arrays[0], arrays[1], arrays[2], TYPES[kind])
 
 
-def is_as_indexed(descriptor: int, table: FileTable) -> bool:
-    """Whether a file has the first bytes that it had. (The store compares the rest, where it knows the path.)"""
-    return os.fstat(descriptor).st_size == table.entry.size
+def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
+    """Whether a file has the size that it had. (The store compares the rest, when it is needed first.)"""
+    return file.size == table.entry.size
 
 
-def _update(digest: Any, descriptor: int) -> None:
-    size = os.fstat(descriptor).st_size
+def _update(digest: Any, file: FileBytes) -> None:
+    size = file.size
     digest.update(str(size).encode())
-    for block in range(_BLOCKS + 1):
-        digest.update(os.pread(descriptor, _SEEN, max(0, size - _SEEN) * block // _BLOCKS))
+    places = [(max(0, size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
+    file.expect(places)
+    for offset, length in places:
+        digest.update(file.read(offset, length))
 
 
-def _places(path: Path, file: BinaryIO, size: int) -> list[int]:
-    if path.suffix == ".npy":
-        return _of_array(path, file, size)
-    if not idx_of(path).exists():
+def _places(file: FileBytes) -> list[int]:
+    size = file.size
+    if file.name.endswith(".npy"):
+        return _of_array(file, size)
+    idx = idx_of(file)
+    if idx is None:
         return [FLAT, 0, 0, 0, 0, 0]
-    found = read_documents(path, size)
-    _check(path, found, size)
+    found = read_documents(idx)
+    _check(idx.name, found, size)
     width = np.dtype(found.dtype).itemsize
     return [INDEXED, TYPES.index(found.dtype), 0, size // width, max(0, len(found.firsts) - 1), 0]
 
 
-def _of_array(path: Path, file: BinaryIO, size: int) -> list[int]:
+def _of_array(file: FileBytes, size: int) -> list[int]:
+    head = io.BytesIO(file.read(0, min(size, _LONGEST_HEADER)))
     try:
-        version = np.lib.format.read_magic(file)
+        version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
+        shape, fortran, dtype = read(head)
     except (ValueError, EOFError, SyntaxError, TypeError) as error:
         raise TokenFileError(f"no .npy file, or its header is damaged: {error}; write it again") from error
     if dtype.name not in TYPES or dtype.newbyteorder("<") != dtype or len(shape) not in (1, 2) or fortran:
         raise TokenFileError(f"an array of type {dtype} and shape {shape}; tokens are little-endian numbers, in rows")
-    tokens, begin = int(np.prod(shape, dtype=object)), file.tell()
+    tokens, begin = int(np.prod(shape, dtype=object)), head.tell()
     if begin + tokens * dtype.itemsize != size:
         raise TokenFileError(f"{size} bytes, but its header says {begin + tokens * dtype.itemsize}; copy it again")
     rows, row = (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
     return [ARRAY, TYPES.index(dtype.name), begin, tokens, rows, row]
 
 
-def _check(path: Path, found: Documents, size: int) -> None:
+def _check(idx: str, found: Documents, size: int) -> None:
     """Raises `TokenFileError` unless sequences lie end to end in the `.bin`, and documents are made of all of them."""
-    idx, width, end = idx_of(path).name, np.dtype(found.dtype).itemsize, 0
+    width, end = np.dtype(found.dtype).itemsize, 0
     for first in range(0, len(found.lengths), _CHECKED):
         lengths = found.lengths[first : first + _CHECKED].astype(np.int64)
         if int(lengths.min()) < 0:
@@ -183,4 +183,12 @@ def _check(path: Path, found: Documents, size: int) -> None:
         raise TokenFileError(f"{idx}: its documents are not made of its {len(found.lengths)} sequences; write it again")
 
 
-TOKENS = FileFormat("tokens", ShardKind((".bin", ".npy")), "savable_pipeline.stores.token_file:scan", is_as_indexed)
+TOKENS = FileFormat(
+    "tokens",
+    ShardKind((".bin", ".npy")),
+    "savable_pipeline.stores.token_file:scan",
+    read_table,
+    is_as_indexed,
+    no_places=6,
+    beside=(".bin", _IDX),
+)

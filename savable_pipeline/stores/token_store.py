@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +11,6 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.stores.exact_read import read_exactly
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.stores.file_store import FileStore
 from savable_pipeline.stores.token_file import (
@@ -69,7 +66,7 @@ class TokenStore(FileStore):
         """The bytes of the tokens, as they lie in the file."""
         if extension != TOKENS_PART:
             find_part(extension, [TOKENS_PART])
-        return read_exactly(self.files, shard, *self._place(shard, row))
+        return self.files.read(shard, *self._place(shard, row))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.generic]:
         """The tokens: (tokens,) of the type that they have in the file."""
@@ -77,8 +74,7 @@ class TokenStore(FileStore):
             find_part(extension, [TOKENS_PART])
         begin, size = self._place(shard, row)
         array = empty_bytes(size)
-        if not hasattr(os, "preadv") or os.preadv(self.files[shard], [array], begin) != size:  # type: ignore[list-item]
-            array[:] = np.frombuffer(read_exactly(self.files, shard, begin, size), np.uint8)
+        self.files.read_into(array, shard, begin)
         return array.view(self._layouts[shard].dtype)
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
@@ -97,6 +93,11 @@ class TokenStore(FileStore):
         sizes = [[self._place(shard, row)[1] for row in range(entry.samples)] for shard, entry in self._some()]
         return {TOKENS_PART: np.array([size for each in sizes for size in each], dtype=np.int64)}
 
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The documents or windows."""
+        begins, sizes = np.array([self._place(shard, row) for row in rows.tolist()], dtype=np.int64).T
+        return begins, begins + sizes
+
     def _some(self) -> list[tuple[int, ShardEntry]]:
         return [(shard, entry) for shard, entry in enumerate(self.entries) if entry.samples]
 
@@ -105,10 +106,12 @@ class TokenStore(FileStore):
         if layout.what != FLAT or self.entries[shard].fault:
             return layout
         if dtype is None:
-            raise ValueError(f"{self.path(shard)}: a flat file of tokens has no .idx that says their type: give dtype=")
+            raise ValueError(
+                f"{self.place(shard)}: a flat file of tokens has no .idx that says their type: give dtype="
+            )
         size, width = self.entries[shard].size, np.dtype(dtype).itemsize
         if size % width:
-            raise ShardError(f"{self.path(shard)}: {size} bytes are no whole number of {dtype}; give the right dtype=")
+            raise ShardError(f"{self.place(shard)}: {size} bytes are no whole number of {dtype}; give the right dtype=")
         return Layout(FLAT, dtype, 0, size // width, 0, 0)
 
     def _entry(self, shard: int) -> ShardEntry:
@@ -120,7 +123,7 @@ class TokenStore(FileStore):
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))
         if layout.what == FLAT or (layout.what == ARRAY and not layout.row):
             raise ValueError(
-                f"{self.path(shard)}: a flat file of tokens has no documents: give length=, a window's tokens"
+                f"{self.place(shard)}: a flat file of tokens has no documents: give length=, a window's tokens"
             )
         return entry
 
@@ -148,22 +151,23 @@ class TokenStore(FileStore):
 
     def _check(self, shard: int) -> None:
         """Raises `ShardError` unless the file, and its `.idx`, are as they were indexed."""
-        path, entry = self.path(shard), self.entries[shard]
+        place, file = self.place(shard), self.file(shard)
         try:
-            if self._layouts[shard].what == INDEXED and self.length is None:
-                self.files.watch_view(~shard, idx_of(path))
-            if digest_of(path, self.files[shard]) != entry.digest:
+            idx = idx_of(file) if self._layouts[shard].what == INDEXED and self.length is None else None
+            if idx is not None:
+                self.files.watch_view(~shard, idx)
+            if digest_of(file) != self.entries[shard].digest:
                 raise ShardError(
-                    f"{path}: it, or its .idx, was rewritten since it was indexed: remove {self.index_path} and start "
+                    f"{place}: it, or its .idx, was rewritten since it was indexed: remove {self.index_path} and start "
                     "again to index it, or put the old file back",
                     reason="changed shard",
                 )
-            if self._layouts[shard].what == INDEXED and self.length is None:
-                self._documents[shard] = read_documents(path, entry.size)
+            if idx is not None:
+                self._documents[shard] = read_documents(idx)
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
-            raise ShardError(f"{error.filename or path}: {error.strerror}", reason="missing shard") from error
+            raise ShardError(f"{error.filename or place}: {error.strerror}", reason="missing shard") from error
         self._checked.add(shard)
 
 

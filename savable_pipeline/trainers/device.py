@@ -114,10 +114,12 @@ class OnDevice:
 
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots after the batch given last, as `SavableLoader.skip`."""
+        ended = not self._held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
         if self._held:
             self.load_state_dict(self.state_dict())
         self.loader.skip(slots)
-        self._given, self._failed = run_of(self.loader).position, None
+        self._given = run_of(self.loader).position
+        self._failed = self._failed if ended else None
 
     def trace(self, *, lag: int = 0) -> Trace:
         """The samples of the batch given last, or `lag` batches before, as `SavableLoader.trace`."""

@@ -14,10 +14,12 @@ from typer.testing import CliRunner, Result
 import savable_pipeline as sp
 from savable_pipeline.cli.main import app
 from savable_pipeline.convert import convert
+from savable_pipeline.dataset.kinds import FORMATS, open_any
 from savable_pipeline.dataset.opening import open_dataset
 from savable_pipeline.shards.energon_metadata import INDEX_NAME
 from tests.conftest import write_tar
 from tests.support.toy_files import SMALL, fill
+from tests.support.toy_remote_stores import KINDS, SIZES, WRITERS, names_of
 from tests.support.toy_server import ToyServer, serving
 
 
@@ -135,3 +137,39 @@ def test_of_a_sample_longer_than_a_piece_only_what_is_shown_is_fetched(server: T
     assert dataset.read(0, 0, "mp4") == film
     short: Any = open_dataset(f"{server.url}/data/")
     assert short.head(0, 0, "txt", 7) == (b"caption", len("caption of 000.txt"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tokens"])
+def test_every_command_says_of_files_behind_a_url_what_it_says_of_the_folder(
+    server: ToyServer, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    WRITERS[kind](folder)
+    assert run("index", folder).exit_code == 0
+    url = f"{server.url}/rows"
+    assert run("index", f"{url}/").exit_code == 0
+    here, there = (json.loads(run("info", "--json", place).stdout) for place in (str(folder), f"{url}/"))
+    assert there == {**here, "root": url}
+    sent = server.sent("")
+    here, there = (json.loads(run("check", "--json", place).stdout) for place in (str(folder), f"{url}/"))
+    assert there == {**here, "root": url}
+    assert not there["problems"]
+    assert server.sent("") - sent < 1.2 * sum(path.stat().st_size for path in folder.rglob("*.*"))
+    pages = []
+    for place in (str(folder), url):
+        assert run("preview", place, "-o", tmp_path / "page.html").exit_code == 0
+        pages.append((tmp_path / "page.html").read_text().replace(place, ""))
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_index_of_files_over_a_server_makes_what_can_be_uploaded(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "rows").mkdir()
+    WRITERS[kind](tmp_path / "rows")
+    made = run("index", f"{server.url}/rows/{names_of(kind)[0]}")
+    assert made.exit_code == 0
+    place = tmp_path / "rows" / FORMATS[kind].index_name
+    place.parent.mkdir()
+    place.write_bytes(Path(made.stdout.removeprefix("index: ").strip()).read_bytes())
+    assert open_any(f"{server.url}/rows/").count == SIZES[0]

@@ -228,3 +228,12 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skip
     assert "unlistable folder" in {problem.reason for problem in check(shards, processes=1).problems}
     with pytest.raises(ShardError, match="cannot be listed"):
         sp.TarShardReader(shards, sp.Lane(), on_error=lambda error: False)
+
+
+def test_reads_are_noted_until_the_end_of_the_context_also_after_an_error(shards: Path) -> None:
+    dataset = open_dataset(shards)
+    samples, noted = all_samples(dataset), list[int]()
+    with pytest.raises(KeyError), dataset.noting_reads(noted.append):
+        assert samples[0]["txt"] == b"one" and samples[1].array("txt").nbytes == 1000
+        assert samples[0]["jpg"]
+    assert samples[0]["json"] == b"{}" and noted == [3, 1000]

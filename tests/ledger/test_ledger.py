@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from savable_pipeline.cli.main import app
 from savable_pipeline.ledger import writer
 from savable_pipeline.ledger.reader import Ledger
 from savable_pipeline.ledger.records import Batch, Start, framed, pack_column, read_records, unpack_column
+from savable_pipeline.loader.prefetcher import Prefetcher
+from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.preview.given_batch import make_again
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -142,6 +146,41 @@ def test_what_is_skipped_after_a_resume_no_longer_counts(shards: str, folder: Pa
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [5, 6, 7, 8, 9]
 
 
+def write_starts(folder: Path, *starts: tuple[int, int, int]) -> None:
+    """Files of two ranks, each of one batch: number, rank and the first slot of the start."""
+    folder.mkdir()
+    for each, (number, rank, slot) in enumerate(starts):
+        begun = Start(1, number, rank, 2, 4, 7, 0, slot, [], b"")
+        batch = Batch.of(0, slot + rank, BatchSamples.of(()))
+        (folder / f"{each}.ledger").write_bytes(framed(begun) + framed(batch))
+
+
+def counted(folder: Path) -> list[tuple[int, int]]:
+    """Number of the start and rank of each batch that counts."""
+    return sorted((given.start.number, given.start.rank) for given in Ledger(folder).batches() if not given.lost)
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts"),
+    [
+        # rank 0 was killed before it began; then both began at the same place, as they agreed
+        ([(1, 1, 0), (5, 0, 0), (5, 1, 0)], [(5, 0), (5, 1)]),
+        ([(1, 0, 0), (1, 1, 0), (5, 0, 0)], [(5, 0)]),
+        # the same of ranks that cannot talk
+        ([(1, 1, 0), (5, 0, 0), (6, 1, 0)], [(5, 0), (6, 1)]),
+        # rank 0 has gone on at slot 2 before rank 1 began at all
+        ([(1, 0, 0), (2, 0, 2), (3, 1, 0), (4, 1, 2)], [(1, 0), (2, 0), (3, 1), (4, 1)]),
+        # rank 1 has not begun again yet
+        ([(1, 0, 0), (2, 1, 0), (3, 0, 0), (4, 1, 0), (5, 0, 2)], [(3, 0), (4, 1), (5, 0)]),
+    ],
+)
+def test_the_ranks_of_a_start_belong_together_whenever_they_began(
+    folder: Path, starts: list[tuple[int, int, int]], counts: list[tuple[int, int]]
+) -> None:
+    write_starts(folder, *starts)
+    assert counted(folder) == counts
+
+
 # Making a batch again.
 
 
@@ -216,6 +255,92 @@ def test_a_batch_that_cannot_be_written_is_not_given(shards: str, folder: Path) 
     found += take(own, 8)
     assert found == expected
     assert sorted(kept(Ledger(folder))) == [(0, slot) for slot in range(10)]
+
+
+def test_a_batch_that_is_not_given_for_another_reason_is_not_in_it(
+    shards: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where workers must be started again and there are no more processes."""
+
+    def fails(*_: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    own = loader(partial(toy_pipeline, shards), folder)
+    take(own, 2)
+    with monkeypatch.context() as patch, pytest.raises(BlockingIOError):
+        patch.setattr(Prefetcher, "prefetch", fails)
+        next(own)
+    own.close()
+    assert sorted(kept(Ledger(folder))) == [(0, slot) for slot in range(own.state_dict()["slot"])] == [(0, 0), (0, 1)]
+
+
+# Ranks that can talk.
+
+
+class Meeting:
+    """Where two ranks, each in a thread, say what they have at a time."""
+
+    def __init__(self) -> None:
+        self._barrier = Barrier(2, timeout=10)
+        self._said: list[Any] = [None, None]
+
+    def said(self, ranks: Ranks, value: Any) -> list[Any]:
+        self._said[ranks.rank] = value
+        self._barrier.wait()
+        found = list(self._said)
+        self._barrier.wait()
+        return found
+
+    def smallest(self, ranks: Ranks, value: int, *, smallest: bool) -> int:
+        assert smallest
+        return int(min(self.said(ranks, value)))
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting()
+    monkeypatch.setattr(Ranks, "can_talk", True)
+    monkeypatch.setattr(
+        Ranks, "agree", lambda ranks, value, smallest: meeting.smallest(ranks, value, smallest=smallest)
+    )
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, value: meeting.said(ranks, value))
+
+
+def next_of_each(ranks: list[sp.SavableLoader]) -> list[str]:
+    """The slot that each of the ranks gives at a time, or the error that it raises."""
+
+    def given(own: sp.SavableLoader) -> str:
+        try:
+            next(own)
+        except sp.SavableError as error:
+            return str(error)
+        return f"slot {own.trace().slot}"
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(given, ranks))
+
+
+@pytest.mark.usefixtures("meeting")
+def test_a_rank_that_cannot_write_stops_all_ranks_once(shards: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folders = [folder, tmp_path / "file" / "ledger"]
+    ranks = [loader(partial(toy_pipeline, shards), at, rank=rank, world_size=2) for rank, at in enumerate(folders)]
+    told = next_of_each(ranks)
+    assert told[0] == told[1] and told[0].startswith(f"rank 1: ledger {folders[1]}") and "rank 0" not in told[0]
+    assert not list(folder.iterdir())
+    (tmp_path / "file").unlink()
+    assert next_of_each(ranks) == ["slot 0", "slot 1"]
+    assert len({Ledger(at).starts[0].number for at in folders}) == 1
+
+
+@pytest.mark.usefixtures("meeting")
+def test_a_rank_that_was_closed_goes_on_without_the_others(shards: str, folder: Path) -> None:
+    ranks = [loader(partial(toy_pipeline, shards), folder, rank=rank, world_size=2) for rank in range(2)]
+    next_of_each(ranks)
+    ranks[1].close()
+    next(ranks[1])
+    ledger = Ledger(folder)
+    assert sorted(kept(ledger)) == [(0, 0), (0, 1), (0, 3)] and len(ledger.starts) == 2
 
 
 def test_what_a_crash_leaves_of_a_record_is_passed_over(

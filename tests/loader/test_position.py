@@ -22,7 +22,7 @@ def test_a_step_moves_the_slot_one_lane_and_the_history_and_leaves_the_position_
     after = start.advanced(Delivery(None, b"after", more=True))
     assert (start.slot, start.lanes[1], start.history) == (0, before, ())
     assert (after.slot, after.own_slot, after.lanes[1]) == (2, 3, (b"after", True))
-    assert after.lanes[3] is start.lanes[3] and after.history == ((0, 1, before, ()),)
+    assert after.lanes[3] is start.lanes[3] and after.history == ((0, 1, before, (), {}),)
     assert after.before(1).flat(b"") == start.flat(b"")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -192,3 +193,17 @@ def test_ranks_and_workers_together_give_the_slots_in_order(pipeline: Any) -> No
         dataset = sp.StatefulDataset(pipeline, seed=3, lanes=12, rank=rank, world_size=2)
         ranked = StatefulDataLoader(dataset, batch_size=None, num_workers=2, collate_fn=unchanged)
         assert take(ranked, 8) == expected[rank::2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_shards_that_are_added_meanwhile_wait_for_the_next_start(make_shards: Any, num_workers: int) -> None:
+    folder = make_shards([20, 20, 20])
+    later = folder.parent / "0002.tar"
+    (folder / "0002.tar").rename(later)
+    pipeline = partial(counted_pipeline, str(folder))
+    undisturbed = loader(pipeline, num_workers)
+    expected = [take(undisturbed, 100) for _ in range(2)]
+    unopened, begun = loader(pipeline, num_workers), loader(pipeline, num_workers)
+    assert take(begun, 100) == expected[0]
+    shutil.copy(later, folder)
+    assert [take(unopened, 100), take(begun, 100)] == expected

@@ -196,15 +196,21 @@ def test_workers_pass_over_side_by_side(make_shards: Any, tmp_path: Path) -> Non
     assert any(later[0] < earlier[1] for earlier, later in pairwise(spans))
 
 
-def test_passing_over_the_end_of_an_epoch_stops_there(pipeline: Any) -> None:
+def test_passing_over_stops_at_the_end_of_the_epoch_that_it_began_in(pipeline: Any) -> None:
     pipeline = partial(pipeline, epochs=1)
     alone = loader(pipeline)
-    first, second = take(alone, 1000), take(alone, 1000)
+    first, second, third = take(alone, 1000), take(alone, 1000), take(alone, 1000)
     own = loader(pipeline)
     own.skip(12_000)
-    own.skip(12)
     assert (own.epoch, own.state_dict()["epoch"], own.state_dict()["slot"]) == (0, 1, 0)
-    assert take(own, 1000) == second
+    own.skip(3)
+    assert (own.epoch, own.state_dict()["epoch"], own.state_dict()["slot"]) == (0, 1, 3)
+    assert next(own, None) is None, "the epoch is over"
+    assert take(own, 1000) == second[3:]
+    own.load_state_dict(loader(pipeline).state_dict())
+    own.skip(12_000)
+    own.skip(12_000)
+    assert take(own, 1000) == third
     own.load_state_dict(loader(pipeline).state_dict())
     found = 0
     for _ in own:  # the running loop ends, too
@@ -215,6 +221,41 @@ def test_passing_over_the_end_of_an_epoch_stops_there(pipeline: Any) -> None:
     take(own, 1000)
     own.skip(2)
     assert own.epoch == 1 and take(own, 1000) == second[2:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("how", [{"epochs": 1}, {"epochs": None, "epoch_slots": 24}])
+def test_after_an_epochs_last_batch_a_running_loader_skips_what_a_resumed_one_does(
+    pipeline: Any, num_workers: int, how: dict[str, Any]
+) -> None:
+    epoch_slots = how.get("epoch_slots")
+    make = partial(loader, partial(pipeline, epochs=how["epochs"]), num_workers, epoch_slots=epoch_slots)
+    with make() as own:
+        following = [take(own, 1000) for _ in range(2)][1]
+    with make() as own, make() as resumed:
+        for slot, _ in enumerate(own):
+            if own.state_dict()["epoch"] or slot + 1 == epoch_slots:
+                resumed.load_state_dict(own.state_dict())
+                before, lagged = own.trace(), own.state_dict(lag=2)
+                for each in (own, resumed):
+                    each.skip(5)
+                assert own.state_dict() == resumed.state_dict()
+                assert own.epoch == 0 and own.trace() == before and own.state_dict(lag=2) == lagged
+        assert slot + 1 == len(following) >= 12
+        assert take(own, 1000) == take(resumed, 1000) == following[5:]
+
+
+@pytest.mark.parametrize("how", [{}, {"world_size": 3, "rank": 1}])
+def test_what_was_passed_over_is_no_batch_that_was_given(pipeline: Any, how: dict[str, int]) -> None:
+    own, step = loader(pipeline, **how), how.get("world_size", 1)
+    states, traces = [], []
+    for skipped in (0, 14 * step, 3 * step, 0, 2 * step):
+        states.append(own.state_dict())
+        take(own, 1)
+        traces.append(own.trace())
+        own.skip(skipped)
+        assert [own.trace(lag=lag) for lag in range(len(traces))] == traces[::-1]
+        assert [own.state_dict(lag=lag) for lag in range(1, len(states) + 1)] == states[::-1]
 
 
 def test_only_whole_steps_are_passed_over(pipeline: Any) -> None:

@@ -37,14 +37,14 @@ def server(clock: Clock, monkeypatch: pytest.MonkeyPatch, up_at: float) -> Objec
     def listing(store: object) -> list[list[dict[str, object]]]:
         if clock.now < up_at:
             raise OSError("connection refused")
-        return [[{"path": "a.tar", "size": 5}]]
+        return [[{"path": "a.tar", "size": 5, "e_tag": "x", "last_modified": 1}]]
 
     monkeypatch.setattr(object_store.obstore, "list", listing)
     return ObjectStore(retry_s())
 
 
 def test_a_server_that_is_down_for_thirty_seconds_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server(clock, monkeypatch, up_at=30.0).listing("http://127.0.0.1:1/") == [("a.tar", 5)]
+    assert server(clock, monkeypatch, up_at=30.0).listing("http://127.0.0.1:1/") == [("a.tar", 5, "x 1")]
     assert 30 <= clock.now < 50
 
 

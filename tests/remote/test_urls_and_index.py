@@ -24,10 +24,10 @@ from tests.support.toy_server import ToyServer, serving, use_as_s3
 class FakeDownloader:
     """Knows one bucket."""
 
-    def call(self, kind: str, root: str) -> list[tuple[str, int]]:
+    def call(self, kind: str, root: str) -> list[tuple[str, int, str]]:
         assert (kind, root) in [("listing", "s3://b/p"), ("listing", "s3://b/p/x")]
         names = ["a.tar", "x/b.tar", "x/b.tar.idx", ".nv-meta/c.tar", ".hidden.tar", "d.txt"]
-        return [(name.removeprefix("x/") if root.endswith("/x") else name, 9) for name in names]
+        return [(name.removeprefix("x/") if root.endswith("/x") else name, 9, "v1") for name in names]
 
 
 def found(shards: Any) -> RemoteShards:

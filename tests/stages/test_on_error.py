@@ -255,7 +255,7 @@ def test_the_rest_of_a_shard_that_was_damaged_when_it_was_indexed_is_told_once_a
     found = Counter(items)
     assert found == dict.fromkeys([0, 4, 5, 6, 7], 2) | ({1: 2} if 1 in found else {})
     counts = stages[0].source.counts + stages[1].source.counts
-    assert counts == {"skipped/rest of a damaged or missing shard": 2}
+    assert counts == {"skipped/rest of a damaged or missing shard": 2, "source/0/skipped": 2}
     assert {line["shard"] for line in lines(tmp_path / "bad.jsonl")} == {"0000.tar"}
 
 

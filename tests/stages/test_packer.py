@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -184,6 +185,20 @@ def test_restored_after_any_packs_the_rest_is_the_same(lengths: list[int], n: in
             stage.restore_state(state)
             assert stage.source.fetched == []  # type: ignore[attr-defined]
             assert stage.save_state() == state
+        packs.append(next(stage))
+    assert packs == expected
+
+
+def test_how_often_an_item_was_held_back_is_in_the_state() -> None:
+    def decreasing() -> sp.OnlinePacker:
+        return packer([1, *[10] * 40], policy="first_fit_decreasing", open_packs=2)
+
+    expected = list(decreasing())
+    assert expected.index([(0, 1)]) <= 15
+    stage, packs = decreasing(), []
+    for _ in expected:
+        state, stage = msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())), decreasing()
+        stage.restore_state(state)
         packs.append(next(stage))
     assert packs == expected
 

@@ -116,6 +116,8 @@ def test_no_pack_costs_more_than_it_may_unless_it_is_of_a_single_piece(
 ) -> None:
     packs = with_cost(sizes, policy, max_cost=max_cost)
     assert sum(piece.length for pack in packs for piece in pack.pieces) == sum(length for length, _ in sizes)
+    if policy != "sequential":
+        assert sorted(piece.ref for pack in packs for piece in pack.pieces) == list(range(len(sizes)))
     for pack in packs:
         found = sum(cost(piece.length, piece.images) for piece in pack.pieces)
         assert pack.cost == max_cost - found
@@ -146,3 +148,84 @@ def test_of_too_many_open_packs_the_one_whose_cost_is_nearly_reached_is_given_th
     due = packing.due()
     assert due is not None
     assert [piece.length for piece in due.pieces] == [31]  # 31² of 1,000; the other has 40 of 100, but 800 of 1,000
+
+
+# First-fit decreasing: how long a piece is held.
+
+ROUNDS = 5  # the round in which a piece is given at the latest
+
+
+@pytest.mark.parametrize("policy", ["first_fit", "best_fit", "first_fit_decreasing"])
+def test_one_short_but_dear_piece_closes_no_other_pack(policy: Policy) -> None:
+    pieces = [(5, 0)] * 40
+    plain = with_cost(pieces, policy, max_cost=60)
+    dear = with_cost([*pieces[:10], (1, 10_000), *pieces[10:]], policy, max_cost=60)
+    assert len(dear) == len(plain) + 1
+    (alone,) = [pack for pack in dear if any(piece.ref == 10 for piece in pack.pieces)]
+    assert [piece.ref for piece in alone.pieces] == [10]
+    assert dear.index(alone) <= 10
+
+
+def given_after(sizes: list[tuple[int, int]], packing: Packing, costs: list[int]) -> list[int]:
+    """For each piece how many pieces had been added when it was given; all of them for those left at the end."""
+    after = [len(sizes)] * len(sizes)
+    for number, ((length, images), dear) in enumerate(zip(sizes, costs, strict=True)):
+        while (pack := packing.due()) is not None:
+            packing.packs.remove(pack)
+            for piece in pack.pieces:
+                after[piece.ref] = number
+        packing.add(Piece(number, length, images, total=length, cost=dear))
+    return after
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3), st.integers(1, 500)), max_size=80),
+    st.integers(1, 4),
+    st.sampled_from([0, 100]),
+    st.sampled_from([0, 3]),
+)
+def test_first_fit_decreasing_gives_each_piece_soon(
+    sizes: list[tuple[int, int, int]], open_packs: int, max_cost: int, max_images: int
+) -> None:
+    def packing() -> Packing:
+        bounds = {"max_length": 12, "max_images": max_images, "open_packs": open_packs, "max_cost": max_cost}
+        return make_packing("first_fit_decreasing", key=1, **bounds)
+
+    costs = [cost if max_cost else 0 for _, _, cost in sizes]
+    plain = [(length, images) for length, images, _ in sizes]
+    shares = [
+        max(length / 12, images / 3 if max_images else 0, min(1, cost / max_cost) if max_cost else 0)
+        for (length, images), cost in zip(plain, costs, strict=True)
+    ]
+    after = given_after(plain, packing(), costs)
+    for number, end in enumerate(after):
+        come = sum(shares[number + 1 : end])  # in packs: a round ends when one of the three bounds is reached
+        assert come <= ROUNDS * 3 * (open_packs + 2)
+
+
+def test_a_piece_that_fits_beside_no_other_is_given_after_five_rounds() -> None:
+    sizes = [(1, 0), *[(12, 0)] * 40]
+    packing = make_packing("first_fit_decreasing", key=1, max_length=12, max_images=0, open_packs=2)
+    assert given_after(sizes, packing, [0] * 41)[0] == 1 + 5 * 3
+
+
+@pytest.mark.parametrize("bounds", [{"max_images": 8, "max_cost": 0}, {"max_images": 0, "max_cost": 4096 * 2048}])
+def test_packs_are_full_by_whichever_bound_is_reached_first(bounds: dict[str, int]) -> None:
+    draws = np.random.default_rng(1)
+    lengths = np.minimum(draws.lognormal(5, 1, 8000) + 1, 4096).astype(int).tolist()
+    images = draws.poisson(1, 8000).tolist()
+    packing = make_packing("first_fit_decreasing", key=1, max_length=4096, open_packs=16, **bounds)
+    add = packing.add
+
+    def costed(piece: Piece) -> None:
+        piece.cost = (piece.length**2 + piece.images * 700_000) if bounds["max_cost"] else 0
+        add(piece)
+
+    packing.add = costed  # type: ignore[method-assign]
+    packs = laid_out(list(zip(lengths, images, strict=True)), packing)
+    if bounds["max_cost"]:
+        share = sum(piece.cost for pack in packs for piece in pack.pieces) / bounds["max_cost"]
+    else:
+        share = sum(images) / bounds["max_images"]
+    assert share >= 0.97 * len(packs)

@@ -69,6 +69,7 @@ def refusal(pipeline: Any, state: dict[str, Any], **settings: Any) -> str:
         ({"fan_out": 6}, "Encode.encoder.fan_out", "5", "6"),
         ({"max_length": 21}, "OnlinePacker.max_length", "20", "21"),
         ({"pack": "first_fit"}, "OnlinePacker.policy", "'best_fit'", "'first_fit'"),
+        ({"pack": "first_fit_decreasing"}, "OnlinePacker.policy", "'best_fit'", "'first_fit_decreasing'"),
         ({"open_packs": 4}, "OnlinePacker.open_packs", "3", "4"),
         ({"size": 3}, "batch_size", "2", "3"),
         ({"drop_last": True}, "Batcher.drop_last", "False", "True"),

@@ -221,7 +221,18 @@ def blended_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
     return sp.Batcher(sp.Encode(sp.Blend(readers, weights={"0": 7, "3": 3}), GoldenEncoder()), size=3)
 
 
-OTHER_ORDERS = {"finite": finite_pipeline, "file order": file_order_pipeline, "blended": blended_pipeline}
+def decreasing_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+    items = sp.Encode(sp.TarShardReader(str(shards), lane), GoldenEncoder())
+    packs = sp.OnlinePacker(items, max_length=15, policy="first_fit_decreasing", open_packs=2)
+    return sp.Batcher(packs, size=2)
+
+
+OTHER_ORDERS = {
+    "finite": finite_pipeline,
+    "file order": file_order_pipeline,
+    "blended": blended_pipeline,
+    "decreasing": decreasing_pipeline,
+}
 
 
 def golden_loader(folder: Path, pipeline: Any = golden_pipeline) -> sp.SavableLoader:
@@ -294,7 +305,7 @@ def test_a_state_of_order_one_is_refused_and_never_continued_in_another_order(tm
         with pytest.raises(sp.CheckpointMismatchError, match=told):
             loader.load_state_dict(saved["data"])
         with pytest.raises((sp.CheckpointMismatchError, ValueError), match=r"order"):
-            loader.load_state_dict(saved["data"], allow={"TarShardReader.order", "Blend.order"})
+            loader.load_state_dict(saved["data"], allow={"TarShardReader.order", "Blend.order", "OnlinePacker.order"})
 
 
 if __name__ == "__main__":

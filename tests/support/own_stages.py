@@ -28,7 +28,8 @@ class Swapped(sp.ItemStage):
     def __next__(self) -> Any:
         if self.held:
             self.ref, self.held = sp.as_ref(self.held), ()
-            return self.source.fetch(self.ref)
+            if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
+                return item
         first = next(self.source)
         self.held = self.source.ref
         for item in self.source:

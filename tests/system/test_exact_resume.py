@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from tests.support.exclude_search import check_excluded_from_a_cut_on, check_excluded_in_an_epoch, exclusions
 from tests.support.resume_search import (
     check_chains,
     check_endless,
@@ -51,6 +52,22 @@ def test_finite_runs_and_the_epochs_after_them_are_exact(
     size: int, chosen: dict[str, Any], epochs: int, seed: int
 ) -> None:
     check_finite(size, chosen, epochs, seed)
+
+
+@examples(15)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.integers(1, 3), excluded=exclusions)
+def test_samples_excluded_from_a_cut_on_are_not_given_and_no_other_one_moves(
+    sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, excluded: dict[str, Any]
+) -> None:
+    check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, **excluded)
+
+
+@examples(30)
+@given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, excluded=exclusions)
+def test_an_epoch_with_samples_excluded_from_a_cut_on_gives_all_others(
+    size: int, chosen: dict[str, Any], seed: int, excluded: dict[str, Any]
+) -> None:
+    check_excluded_in_an_epoch(size, chosen, seed, **excluded)
 
 
 @examples(20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from savable_pipeline.dataset.opening import open_dataset
 from tests.conftest import write_numbered_shards
 from tests.dataset.test_remote_dataset import STEPS, batches, loader_of
 from tests.support.real_servers import Nginx, bucket_of, nginx
+from tests.support.toy_remote_stores import KINDS, WRITERS, ids_pipeline, urls_of
 
 
 @pytest.fixture
@@ -175,3 +177,18 @@ def test_an_object_that_is_gone_or_another_is_an_error_or_skipped_as_on_a_disk(
 def test_a_bucket_that_is_not_there_is_an_error_that_names_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket_of(data, monkeypatch), pytest.raises(sp.RemoteError, match=r"s3://nowhere/x: .*404.*see that the addr"):
         open_dataset("s3://nowhere/x/")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_over_nginx_gives_what_files_of_any_kind_give_from_a_disk(root: Path, web: Nginx, kind: str) -> None:
+    folder = root / "www" / kind
+    folder.mkdir()
+    WRITERS[kind](folder)
+    web.follow("limit_req zone=all burst=5 nodelay; limit_req_status 503;")
+    found = []
+    for files in (str(folder), urls_of(web.url, kind)):
+        pipeline = functools.partial(ids_pipeline, kind, files)
+        with sp.SavableLoader(pipeline, seed=5, lanes=6, num_workers=2) as loader:
+            found.append(batches(loader))
+    assert found[0] == found[1]
+    assert web.answers()["206"]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.exclude_search import check_excluded_from_a_cut_on, check_excluded_in_an_epoch, exclusions
 from tests.support.resume_search import (
     check_chains,
     check_endless,
@@ -52,6 +53,20 @@ def test_chains_under_other_start_methods(sizes: list[int], chosen: dict[str, An
 @given(size=st.integers(60, 200), chosen=pipelines, epochs=st.integers(1, 2), seed=seeds)
 def test_finite_runs(size: int, chosen: dict[str, Any], epochs: int, seed: int) -> None:
     check_finite(size, chosen, epochs, seed)
+
+
+@examples(150)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.integers(1, 3), excluded=exclusions)
+def test_excluded_from_a_cut_on(
+    sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, excluded: dict[str, Any]
+) -> None:
+    check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, **excluded)
+
+
+@examples(400)
+@given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, excluded=exclusions)
+def test_excluded_in_an_epoch(size: int, chosen: dict[str, Any], seed: int, excluded: dict[str, Any]) -> None:
+    check_excluded_in_an_epoch(size, chosen, seed, **excluded)
 
 
 @examples(100)

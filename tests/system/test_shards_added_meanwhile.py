@@ -181,6 +181,46 @@ def test_ranks_that_open_the_folder_at_different_times(data: Path, monkeypatch: 
         next(fresh)
 
 
+def test_ranks_of_a_new_group_that_have_begun_different_numbers_of_runs_before(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that lived on when the others were replaced has a new group with them."""
+    groups = [SimpleNamespace(get_group_store=store) for store in (lambda: old, lambda: new)]
+    old, new = dist.HashStore(), dist.HashStore()
+    monkeypatch.setattr(Ranks, "_find_group", lambda ranks: groups[0])
+    next(loader(data, rank=0, world_size=2))
+    monkeypatch.setattr(Ranks, "_find_group", lambda ranks: groups[1])
+    _, second = ranks_at_different_times(data, 3)
+    with pytest.raises(sp.CheckpointMismatchError, match="rank 1 found other shards than rank 0"):
+        next(second)
+
+
+class OddStore:
+    """A store of a backend, which answers `compare_set` with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def add(self, key: str, number: int) -> int:
+        return number
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), RuntimeError("INTERNAL ASSERT FAILED: Not implemented.")])
+def test_ranks_whose_store_cannot_compare_go_on(data: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(Ranks, "_find_group", lambda _: SimpleNamespace(get_group_store=lambda: OddStore(error)))
+    next(loader(data, rank=0, world_size=2))
+
+
+def test_a_store_that_does_not_answer_is_an_error(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = dist.DistNetworkError("Connection was likely closed")
+    monkeypatch.setattr(Ranks, "_find_group", lambda _: SimpleNamespace(get_group_store=lambda: OddStore(error)))
+    with pytest.raises(dist.DistNetworkError, match="likely closed"):
+        next(loader(data, rank=0, world_size=2))
+
+
 def test_ranks_with_other_lists_to_exclude(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     group = SimpleNamespace(get_group_store=lambda: store)

@@ -86,6 +86,18 @@ def test_skipping_begins_behind_the_batch_given_last(shards: str) -> None:
     assert take(ahead, 3) == expected[7:10]
 
 
+def test_a_skip_after_the_last_batch_leaves_the_epoch_its_end(shards: str) -> None:
+    make = streams(shards)["with a length"]
+    first, second = (take(own, 1000) for own in [make()] * 2)
+    ahead = OnDevice(make(), "cpu")
+    given = 0
+    for _ in ahead:
+        given += 1
+        if given == len(first):
+            ahead.skip(2)
+    assert given == len(first) and take(ahead, 1000) == second[2:]
+
+
 def test_an_evaluation_that_was_loaded_goes_on_once_and_then_begins_anew(shards: str) -> None:
     make = streams(shards)["evaluation"]
     whole = take(make(), 100)

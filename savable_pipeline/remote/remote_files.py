@@ -1,0 +1,221 @@
+"""Files behind a URL that are no tars: finds them, and opens the version of them in the cache that they are now.
+
+CACHE/DATASET/metadata           the splits and field names that lie beside them
+CACHE/DATASET/own.index          their own index, if one lies beside them
+CACHE/DATASET/named-SPECS.json   the version that was opened last for what a user named
+CACHE/DATASET/VERSION/blocks     their names and sizes; VERSION is a hash of these and of the server's stamps
+CACHE/DATASET/VERSION/places     their index, made here
+CACHE/DATASET/VERSION/beside/…   small files beside them, whole
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.cache_layout import write_blocks
+from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
+from savable_pipeline.remote.downloader import Downloader
+from savable_pipeline.remote.lookup import (
+    METADATA_FOLDER,
+    changed_shards,
+    check_names,
+    download_metadata,
+    locked_folder,
+    note_reindexed,
+)
+from savable_pipeline.remote.shard_cache import ShardCache, create_flags
+from savable_pipeline.remote.urls import RemoteShards, find_remote
+from savable_pipeline.shards.paths import NOT_THERE, ShardKind, Shards, as_names
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlace:
+    """Where files behind a URL are read: the version `cached` in the cache `folder` of at most `limit` bytes."""
+
+    url: str
+    cached: ShardCache
+    folder: Path
+    limit: int
+
+    @property
+    def metadata(self) -> Path:
+        """The folder with what lies in `.nv-meta` beside the files."""
+        return self.cached.folder.parent / METADATA_FOLDER
+
+    @property
+    def places(self) -> Path:
+        """The index that is made here."""
+        return self.cached.folder / "places"
+
+    def beside(self, name: str) -> Path:
+        """The local copy of what lies beside the files under this name."""
+        return self.cached.folder / "beside" / name
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteVersion:
+    """Files as they are now, their dataset's folder in the cache locked: their place, and their own index if any."""
+
+    place: RemotePlace
+    names: list[str]
+    own_index: Path | None
+    downloader: Downloader
+
+
+class _Named(msgspec.Struct):
+    """What a user named, when it was opened last."""
+
+    version: str
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexKind:
+    """An index that may lie beside files: its path there, and what reads the names in it."""
+
+    path: str
+    names_in: Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Files behind a URL, the folder of their dataset in the cache, which is locked, and their own index if any."""
+
+    found: RemoteShards
+    folder: Path
+    own_index: Path | None
+    downloader: Downloader
+
+
+@contextlib.contextmanager
+def looked_up_files(files: Shards, kind: ShardKind, index: IndexKind) -> Iterator[LookedUp]:
+    """Finds the files of these URLs, of a folder of a web server by the index in it; downloads their metadata.
+
+    Raises `ShardError`, `RemoteError`.
+    """
+    cache = cache_folder(None)
+    with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
+        found = find_remote(files, downloader, kind)
+        folder = cache / hashlib.sha256(f"{found.root} {index.path}".encode()).hexdigest()[:32]
+        with locked_folder(folder):
+            download_metadata(found.root, folder / METADATA_FOLDER, downloader)
+            own = _own_index(found.root, index.path, folder, downloader)
+            if not found.names:
+                found = replace(found, names=_names_in(own, found.root, index))
+            check_names(found)
+            yield LookedUp(found, folder, own, downloader)
+
+
+@contextlib.contextmanager
+def remote_version(
+    files: Shards, kind: ShardKind, index: IndexKind, *, beside: tuple[str, str] = ("", ""), tolerant: bool = False
+) -> Iterator[RemoteVersion]:
+    """The files of these URLs as they are now, with those of the suffix `beside[1]` beside those of `beside[0]`.
+
+    With `tolerant`, as they were when they were opened before, if they were: what has changed since is an error where
+    it is read. Raises `ShardError`, `RemoteError`.
+    """
+    with looked_up_files(files, kind, index) as looked_up:
+        found, folder, downloader = looked_up.found, looked_up.folder, looked_up.downloader
+        named = folder / f"named-{_hash(as_names(files))}.json"
+        before = _opened_before(named) if tolerant else None
+        if before is None or not set(found.names) <= set(before.names):  # or with new files
+            names, version = found.names, _version_now(found, folder, beside, downloader)
+            replace_file(named, [msgspec.json.encode(_Named(version.name, names))])
+        else:
+            names, version = before.names, folder / before.version
+        create_flags(version)
+        cached = ShardCache(version)
+        if not tolerant:
+            _forget_changed(cached, folder)
+        cached.hold()
+        place = RemotePlace(found.root, cached, folder.parent, cache_bytes(None, folder.parent))
+        yield RemoteVersion(place, names, looked_up.own_index, downloader)
+
+
+def names_behind(url: str, index_names: list[str]) -> list[str]:
+    """The names of the objects below a URL; below one of a web server, those of these indexes that are there."""
+    folder = cache_folder(None)
+    with contextlib.closing(Downloader(folder, cache_bytes(None, folder))) as downloader:
+        if not url.startswith("http"):
+            return [name for name, _, _ in downloader.call("listing", url)]
+        tickets = {name: downloader.submit("stat", url, name) for name in index_names}
+        return [name for name, ticket in tickets.items() if downloader.result(ticket) is not None]
+
+
+def _version_now(found: RemoteShards, dataset: Path, beside: tuple[str, str], downloader: Downloader) -> Path:
+    """The version of what the files are now."""
+    stats = _stats(found, downloader)
+    with_suffix, suffix = beside
+    companions = [name[: -len(with_suffix)] + suffix for name in found.names if suffix and name.endswith(with_suffix)]
+    extra = _stats(RemoteShards(found.root, companions, {}), downloader, needed=False)
+    version = dataset / _hash(sorted({**stats, **extra}.items()))
+    if not (version / "blocks").exists():
+        for name, (size, _) in extra.items():
+            downloader.call("whole", found.root, name, size, str(version / "beside" / name))
+        write_blocks(version, {name: size for name, (size, _) in stats.items()})
+    return version
+
+
+def _stats(found: RemoteShards, downloader: Downloader, *, needed: bool = True) -> dict[str, tuple[int, str]]:
+    """Size and stamp of each file. Unless all are `needed`, those that are not there are left out."""
+    listed = {name: (found.sizes[name], found.stamps[name]) for name in found.names if name in found.sizes}
+    tickets = {name: downloader.submit("stat", found.root, name) for name in found.names if name not in listed}
+    asked = {name: downloader.result(ticket) for name, ticket in tickets.items()}
+    gone = next((name for name, stat in asked.items() if stat is None), None)
+    if gone is not None and needed:
+        raise ShardError(f"{found.root}/{gone}: no such object on the server", reason=NOT_THERE)
+    return {**listed, **{name: stat for name, stat in asked.items() if stat is not None}}
+
+
+def _own_index(root: str, index_name: str, dataset: Path, downloader: Downloader) -> Path | None:
+    """The index that lies beside the files, downloaded if it was replaced; None without one."""
+    stat = downloader.call("stat", root, index_name)
+    here, stamp = dataset / "own.index", dataset / "own.stamp"
+    if stat is None:
+        return None
+    if not here.exists() or not stamp.exists() or stamp.read_text() != stat[1]:
+        downloader.call("whole", root, index_name, stat[0], str(here))
+        replace_file(stamp, [stat[1].encode()])
+    return here
+
+
+def _names_in(own: Path | None, root: str, index: IndexKind) -> list[str]:
+    if own is None:
+        raise ShardError(
+            f"{root}: a web server cannot be listed, and there is no {index.path}; name the files, as in "
+            f"{root}/{{000..099}}.EXTENSION, or write it by `savable index` where they lie"
+        )
+    return sorted(index.names_in(own))
+
+
+def _opened_before(named: Path) -> _Named | None:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        before = msgspec.json.decode(named.read_bytes(), type=_Named)
+        if (named.parent / before.version / "places").exists():
+            return before
+    return None
+
+
+def _forget_changed(cached: ShardCache, dataset: Path) -> None:
+    """Drops what is here of files that were found to be other than before under the same stamp, and their index."""
+    changed = changed_shards(dataset)[0]
+    if not changed:
+        return
+    for shard, entry in enumerate(cached.shards):
+        if entry.name in changed:
+            cached.forget(shard)
+    (cached.folder / "places").unlink(missing_ok=True)
+    note_reindexed(dataset)
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:32]
