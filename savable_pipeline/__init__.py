@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from savable_pipeline.loader.open_metrics import open_metrics
     from savable_pipeline.loader.savable_loader import SavableLoader
     from savable_pipeline.loader.stateful_dataset import StatefulDataset
-    from savable_pipeline.shards.index_file import ShardEntry
     from savable_pipeline.shards.part_types import IMAGE_PARTS
+    from savable_pipeline.shards.shard_list import ShardEntry
     from savable_pipeline.stages.arrow_reader import ArrowReader
     from savable_pipeline.stages.balance import Balance
     from savable_pipeline.stages.batcher import Batcher
@@ -145,7 +145,7 @@ _PLACES = {
     "SavableError": "errors",
     "SavableLoader": "loader.savable_loader",
     "Schedule": "blending.schedule",
-    "ShardEntry": "shards.index_file",
+    "ShardEntry": "shards.shard_list",
     "ShardError": "errors",
     "ShardWriter": "convert.shard_writer",
     "ShuffleBuffer": "stages.shuffle_buffer",

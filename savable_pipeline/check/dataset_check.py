@@ -19,10 +19,10 @@ from savable_pipeline.remote.cache_space import cache_folder
 from savable_pipeline.remote.lookup import look_up
 from savable_pipeline.remote.urls import is_remote
 from savable_pipeline.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.indexing import find_index
 from savable_pipeline.shards.paths import TARS, Shards, find_shards, spelled_out
 from savable_pipeline.shards.processes import Answer, each_shard
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.shards.uneven_parts import uneven_parts
 from savable_pipeline.stores.file_indexing import known_files
 from savable_pipeline.stores.remote_indexing import look_up_files

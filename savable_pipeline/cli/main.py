@@ -26,8 +26,8 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import human_bytes
 
 if TYPE_CHECKING:
-    from savable_pipeline.shards.index_file import ShardEntry
     from savable_pipeline.shards.processes import EachShard
+    from savable_pipeline.shards.shard_list import ShardEntry
 
 __all__ = ["app"]
 

@@ -17,7 +17,7 @@ from savable_pipeline.core.wording import counted, human_bytes
 if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.check.dataset_check import CheckReport
     from savable_pipeline.dataset.info import Info
-    from savable_pipeline.shards.index_file import ShardEntry
+    from savable_pipeline.shards.shard_list import ShardEntry
     from savable_pipeline.state.summary import StateSummary
 
 
@@ -118,8 +118,10 @@ def print_state(console: Console, state: StateSummary, size: int) -> None:
 
 
 def _setting(name: str, value: object) -> str:
-    if name.endswith(".shards") and isinstance(value, list):
-        return f"{len(value):,} shards, {sum(shard[1] for shard in value):,} samples"
+    if name.endswith("Reader.shards") and isinstance(value, list | dict):
+        from savable_pipeline.dataset.shard_digests import count, sample_count
+
+        return f"{count(value):,} shards, {sample_count(value):,} samples"
     return " → ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

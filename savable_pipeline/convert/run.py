@@ -46,7 +46,8 @@ from savable_pipeline.convert.writer_processes import claimed, write_shards
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
-from savable_pipeline.shards.index_file import ShardIndex, write_index
+from savable_pipeline.shards.index_file import ShardIndex
+from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.uneven_parts import uneven_parts
 
 REJECTED = f"{META}/savable.rejected.jsonl"
@@ -342,10 +343,9 @@ def _finish(target: Path, plan: Plan) -> Report:
 def _describe(target: Path, plan: Plan, counts: dict[str, int]) -> None:
     work = target / WORK
     index = work / "savable.index"
-    tables = [ShardIndex(work / f"{name}.index").table(name) for name in counts]
-    write_index(index, tables)
+    write_index(index, (ShardIndex(work / f"{name}.index").table(0) for name in sorted(counts)))
+    layouts = {frozenset(layout.position) for layout in ShardIndex(index).layouts}
     index.replace(target / INDEX_NAME)
-    layouts = {frozenset(extension for extension, _ in layout) for table in tables for layout in table.layouts}
     splits = tuple(name for name, _ in plan.options.split)
     for name, content in energon_files(counts, layouts, plan.input.texts, splits).items():
         replace_file(target / META / name, [content.encode()], sync=True)

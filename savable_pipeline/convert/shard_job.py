@@ -21,7 +21,8 @@ from savable_pipeline.convert.plan import WORK
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.bucket import Bucket
-from savable_pipeline.shards.index_file import ShardTable, write_index
+from savable_pipeline.shards.index_file import ShardTable
+from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.indexing import write_tar_idx
 from savable_pipeline.shards.part_types import decode_error
 from savable_pipeline.shards.tar_writer import ShardFile

@@ -26,9 +26,11 @@ from savable_pipeline.convert.sample_values import sample_parts
 from savable_pipeline.convert.shard_job import room_on
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shards.index_file import ShardEntry, ShardIndex, write_index
+from savable_pipeline.shards.index_file import ShardIndex
+from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.indexing import WRITTEN, find_index, write_tar_idx
 from savable_pipeline.shards.scan import scan
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.shards.tar_writer import ShardFile, room_in, sample_bytes
 
 

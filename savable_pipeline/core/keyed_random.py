@@ -20,6 +20,7 @@ MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
+_MANY = 1 << 13  # words to sort
 _TABLE_LIMIT = 1 << 16  # a permutation up to this length is stored as a table (128 kB); a longer one is computed
 _ROUNDS = 6
 
@@ -59,7 +60,24 @@ def below(drawn: Words, limit: int) -> NDArray[np.int64]:
 
 def permutation(key: int, n: int) -> NDArray[np.int64]:
     """A random permutation of 0 … n-1: the order in which the first n words of the key sort. int64 (n,)."""
-    return np.argsort(words(key, 0, n), kind="stable")
+    return sorted_order(words(key, 0, n))
+
+
+def sorted_order(drawn: Words) -> NDArray[np.int64]:
+    """The order in which words sort, equal ones as they come: int64 of the same shape.
+
+    Of many, each is sorted with its number in place of its lowest bits, which takes half as long; unless two are equal
+    in all others, as two of a million random ones are once in thirty times.
+    """
+    count = len(drawn)
+    if count >= _MANY:
+        bits = np.uint64((count - 1).bit_length())
+        low = (np.uint64(1) << bits) - np.uint64(1)
+        numbered = (drawn & ~low) | np.arange(count, dtype=np.uint64)
+        numbered.sort()
+        if not ((numbered[1:] ^ numbered[:-1]) <= low).any():
+            return (numbered & low).astype(np.int64)
+    return np.argsort(drawn, kind="stable")
 
 
 class Bijection:

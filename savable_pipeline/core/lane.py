@@ -9,7 +9,7 @@ from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.rng import Rng
 
 T = TypeVar("T")
-PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: a hash of each shard of the run, as pinned_shards.py has it
+PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the shards of the run, as pinned_shards.py has them
 Growth: TypeAlias = dict[str, list[tuple[int, int]]]  # by the reader's branch: (epoch, shards), as growth.py draws it
 
 

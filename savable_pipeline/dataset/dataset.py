@@ -18,8 +18,8 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.dataset.sample import TAG_SHIFT, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.shards.energon_metadata import FieldMap, read_field_map, read_split
-from savable_pipeline.shards.index_file import Rows
 from savable_pipeline.shards.selection import Selection, Subset
+from savable_pipeline.shards.shard_list import Rows, ShardList
 from savable_pipeline.stores.record_store import RecordStore
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Dataset:
         self._faults = list(faults)
         self.names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag: what `Sample.source` gives
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
-        self.address, self.entries = store.address, store.entries
-        self.firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])  # int64 (shards + 1,)
+        self.address, self.entries = store.address, ShardList.of(store.entries)
+        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
             raise ShardError(f"{self.address}: no sample in {len(self.entries)} shards")
@@ -84,7 +84,7 @@ class Dataset:
     def first_shards(self, shards: int) -> Dataset:
         """The dataset of the first so many shards, with the same store."""
         fewer = copy.copy(self)
-        fewer.entries = self.entries[:shards]
+        fewer.entries = self.entries.first(shards)
         fewer.firsts = self.firsts[: shards + 1]
         fewer.count = int(fewer.firsts[-1])
         return fewer
@@ -121,13 +121,15 @@ class Dataset:
         return indices
 
     def manifest(self) -> list[list[Any]]:
-        """Name, samples and hash of each shard: what a saved state must agree on."""
-        return [[entry.name, entry.samples, entry.digest] for entry in self.entries]
+        """Name, samples and hash of each shard."""
+        return self.entries.rows()
 
     @property
     def faults(self) -> list[tuple[str, str]]:
         """Name and fault of each shard that could not be indexed to its end; no name for a fault of the whole."""
-        return self._faults + [(entry.name, entry.fault) for entry in self.entries if entry.fault]
+        return self._faults + [
+            (self.entries.names[shard], fault) for shard, fault in sorted(self.entries.faults.items())
+        ]
 
     @cached_property
     def field_map(self) -> FieldMap:
@@ -151,7 +153,7 @@ class Dataset:
 
     def shard_name(self, shard: int) -> str:
         """The name of a shard relative to the root."""
-        return self.entries[shard].name
+        return self.entries.names[shard]
 
     def select(self, split: str | None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
         """The samples of a split and a subset; None if these are all. Raises `ShardError`.
@@ -160,7 +162,7 @@ class Dataset:
         """
         if split is None and subset is None:
             return None
-        names = [entry.name for entry in self.entries]
+        names = list(self.entries.names)
         if split is None:
             return Selection(names, self.firsts, subset=subset)
         if self.root is None:
@@ -185,12 +187,12 @@ class Dataset:
     def _rows_of(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
         """The places in their shard of the samples with these keys, by shard name."""
         found: dict[str, Rows] = {}
-        for shard, entry in enumerate(self.entries):
-            wanted = keys.get(entry.name)
+        for shard, name in enumerate(self.entries.names if keys else ()):
+            wanted = keys.get(name)
             if wanted:
                 keys_here = list(self.keys_of(shard))
                 places = [place for place, key in enumerate(keys_here) if key in wanted]
-                found[entry.name] = np.array(places, dtype=np.int64)
+                found[name] = np.array(places, dtype=np.int64)
                 if lost := wanted.difference(keys_here):
-                    log.warning("%s: `exclude` names what is not in %s: %s", self.address, entry.name, listed(lost))
+                    log.warning("%s: `exclude` names what is not in %s: %s", self.address, name, listed(lost))
         return found

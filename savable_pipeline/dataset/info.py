@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from numpy.typing import NDArray
 
 from savable_pipeline.dataset.kinds import open_any
 from savable_pipeline.shards.energon_metadata import read_counts, read_split, split_names
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.paths import Shards
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.shards.uneven_parts import uneven_parts
 
 
@@ -33,7 +34,7 @@ class Info:
     """A dataset in numbers; sizes are in bytes."""
 
     root: str  # a folder or a URL
-    shards: list[ShardEntry]
+    shards: Sequence[ShardEntry]
     parts: dict[str, PartInfo]  # by extension, the most frequent first
     first_key: str
     first_parts: dict[str, int]  # by extension: size
@@ -77,7 +78,7 @@ def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
     return {extension: PartInfo(len(sizes[extension]), int(sizes[extension].sum())) for extension in ranked}
 
 
-def split_counts(root: Path | None, entries: list[ShardEntry]) -> dict[str, int]:
+def split_counts(root: Path | None, entries: Sequence[ShardEntry]) -> dict[str, int]:
     """The number of samples of each split in `.nv-meta/split.yaml` or `split.json`; empty without either."""
     if root is None:
         return {}

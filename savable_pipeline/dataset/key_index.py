@@ -35,7 +35,7 @@ from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.energon_metadata import META
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 
 log = logging.getLogger(__name__)
 

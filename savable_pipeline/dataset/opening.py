@@ -15,8 +15,8 @@ from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.lookup import METADATA_FOLDER
 from savable_pipeline.remote.remote_index import open_remote
 from savable_pipeline.remote.urls import is_remote
-from savable_pipeline.shards.energon_metadata import INDEX_NAME, META, read_counts, unused_settings
-from savable_pipeline.shards.indexing import check_none_gone, find_index, open_index
+from savable_pipeline.shards.energon_metadata import INDEX_NAME, META, unused_settings
+from savable_pipeline.shards.indexing import open_folder, open_index
 from savable_pipeline.shards.paths import Shards, Unlistable, find_shards
 from savable_pipeline.stores.cached_files import CachedFiles
 from savable_pipeline.stores.indexed_shards import IndexedShards
@@ -74,23 +74,14 @@ def dataset_of(
 
 
 def _local_store(shards: Shards, tolerant: bool, unlistable: Unlistable) -> TarStore:
-    root, names = find_shards(shards, missing_too=tolerant, unlistable=unlistable)
     if isinstance(shards, str | os.PathLike) and Path(shards).is_dir():
-        names = _with_missing(root, names, tolerant)
-    table = IndexedShards(open_index(root, names, tolerant=tolerant), root / INDEX_NAME, names, str(root))
+        root = Path(shards).absolute()  # a relative one would change its meaning with the working folder
+        index, names = open_folder(root, tolerant=tolerant, unlistable=unlistable)
+    else:
+        root, names = find_shards(shards, missing_too=tolerant, unlistable=unlistable)
+        index = open_index(root, names, tolerant=tolerant)
+    table = IndexedShards(index, root / INDEX_NAME, names, str(root))
     return TarStore(root, table, LocalTars(root, table))
-
-
-def _with_missing(root: Path, found: list[str], tolerant: bool) -> list[str]:
-    """The shards of a folder, and those that should be there: Energon's list names them, and with `tolerant` the index.
-
-    (A run that goes on without shards that were lost since it was indexed must still count them.) Unless `tolerant`,
-    raises `ShardError` if the index names shards that are gone.
-    """
-    indexed = set(find_index(root))
-    if not tolerant:
-        check_none_gone(str(root), indexed.difference(found))
-    return sorted({*found, *indexed, *(read_counts(root) or ())})
 
 
 def _remote_store(

@@ -17,12 +17,14 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import Growth
+from savable_pipeline.dataset.shard_digests import Summary, begin_with, count
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.loader.local_lanes import LocalLanes
+from savable_pipeline.shards.shard_list import ShardList
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
-from savable_pipeline.state.fingerprint import Fingerprint, stage_field
+from savable_pipeline.state.fingerprint import Fingerprint, FingerprintHere, check_shards, stage_field
 from savable_pipeline.state.lane_state import LaneState, pack_state
 from savable_pipeline.state.state_dict import common_growth, lane_name, lane_numbers, read_lanes
 
@@ -38,15 +40,15 @@ class NewShards:
     difference. Raises `CheckpointMismatchError` for shards that cannot join.
     """
 
-    def __init__(self, saved: Fingerprint, here: Fingerprint, local: LocalLanes) -> None:
+    def __init__(self, saved: Fingerprint, here: FingerprintHere, local: LocalLanes) -> None:
         self._local = local
         self._shards: dict[str, tuple[int, list[str]]] = {}  # by the reader's branch: how many there were; the new ones
+        check_shards(saved, here)
         fields = dict(saved.fields)
         for field, reader in _readers(local.last_stage).items():
-            if field in fields and _has_grown(field, fields[field], here.fields[field]):
-                old = len(fields[field])
-                names = [str(shard[0]) for shard in here.fields[field][old:]]
-                self._shards[reader.info.branch] = old, names
+            if field in fields and _has_grown(field, fields[field], here.shards[field]):
+                old = count(fields[field])
+                self._shards[reader.info.branch] = old, here.shards[field].names[old:]
                 fields |= {field: here.fields[field], **_same_selection(reader, saved, here, old)}
         self.before = replace(saved, fields=fields)
 
@@ -82,15 +84,17 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
     return found
 
 
-def _has_grown(field: str, saved: list[Any], here: list[Any]) -> bool:
+def _has_grown(field: str, saved: Summary, here: ShardList) -> bool:
     """Whether shards were added and all others are the same. Raises `CheckpointMismatchError` for one between them."""
-    if here[: len(saved)] == saved:
-        return len(here) > len(saved)
-    before = {str(shard[0]): shard for shard in saved}
-    if any(shard not in here for shard in saved):
+    if begin_with(here, saved):
+        return len(here) > count(saved)
+    if not isinstance(saved, list):  # hashes do not tell a shard between the old ones from one that is gone
         return False
-    last = saved[-1][0]
-    wrong = next(shard[0] for shard in here if shard[0] not in before and shard[0] < last)
+    before, now = {tuple(shard) for shard in saved}, {tuple(shard) for shard in here.rows()}
+    if not before <= now:
+        return False
+    last, names = saved[-1][0], {name for name, *_ in saved}
+    wrong = next(name for name in here.names if name not in names and name < last)
     raise CheckpointMismatchError(
         f"{field}: the new shard {wrong} comes before {last} in the order of names, but samples are counted through "
         f"in this order: give it a name that comes after, such as {_name_after(last)}"

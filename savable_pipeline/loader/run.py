@@ -33,7 +33,7 @@ from savable_pipeline.loader.stats import Stats
 from savable_pipeline.loader.trace import Trace, traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.state.fingerprint import (
-    Fingerprint,
+    FingerprintHere,
     compare,
     fingerprint,
     pack_fingerprint,
@@ -426,7 +426,7 @@ class Run:
         self.position = loaded.with_changes() if changed or (differing and state["slot"]) else loaded
 
     @cached_property
-    def _fingerprint(self) -> tuple[Fingerprint, bytes]:
+    def _fingerprint(self) -> tuple[FingerprintHere, bytes]:
         """What a state must agree on, and the same as bytes."""
         found = fingerprint(self.local.last_stage, seed=self.settings.seed, lanes=self.settings.lanes)
         return found, pack_fingerprint(found)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128_hexdigest
 
+from savable_pipeline.dataset.shard_digests import count
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.state.fingerprint import Fingerprint
@@ -29,7 +30,7 @@ def check_same_data(ranks: Ranks, found: Fingerprint) -> None:
     names = sorted(PurePosixPath(address).name for address in found.addresses.values())
     key = _digest([found.fields[name] for name in ("stages", "seed", "lanes")] + names)
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
-    shards = sum(len(value) for name, value in data.items() if name.endswith("shards"))
+    shards = sum(count(value) for name, value in data.items() if name.endswith("shards"))
     first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards}")
     digest, other, there = first.split()
     if digest != _digest(data):

@@ -6,6 +6,7 @@ VERSION/blocks   other files: their names and sizes, and the bytes of a block, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,8 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows, ShardEntry, ShardIndex
+from savable_pipeline.shards.index_file import ShardIndex
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.shards.tar import padded
 
 _LEAST_BLOCK = 4096
@@ -25,7 +27,7 @@ _MANY_BLOCKS = 1 << 26  # beyond which blocks are made larger: each takes two by
 class CacheLayout(Protocol):
     """The rows of a version of a dataset: consecutive bytes of its shards, counted through all of them."""
 
-    shards: list[ShardEntry]
+    shards: Sequence[ShardEntry]
     firsts: Rows  # the first row of each shard, then the number of all: int64 (shards + 1,)
     suffix: str  # of the names of the shards' files in the cache
 
@@ -49,8 +51,8 @@ class TarLayout:
 
     def __init__(self, path: Path) -> None:
         self.index = ShardIndex(path)
-        self.shards = self.index.shards
-        self.firsts = np.cumsum([0, *(entry.samples for entry in self.shards)])
+        self.shards: Sequence[ShardEntry] = self.index.shards
+        self.firsts = self.index.shard_rows
         self._starts = np.asarray(self.index.starts)
 
     def begins(self, rows: Rows) -> Rows:
@@ -93,7 +95,9 @@ class BlockLayout:
             message = f"{path}: {error}; remove {path.parent}, and start again"
             raise ShardError(message, reason="damaged index") from error
         self.block = read.size
-        self.shards = [ShardEntry(name, size, -(-size // read.size), 0) for name, size in read.files]
+        self.shards: Sequence[ShardEntry] = [
+            ShardEntry(name, size, -(-size // read.size), 0) for name, size in read.files
+        ]
         self.firsts = np.cumsum([0, *(entry.samples for entry in self.shards)])
 
     def begins(self, rows: Rows) -> Rows:

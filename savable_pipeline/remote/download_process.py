@@ -31,7 +31,7 @@ from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.request_queue import QueuedRequest, RequestQueue
 from savable_pipeline.remote.shard_cache import LEFT_OUT, ShardCache, runs
 from savable_pipeline.remote.sparse_file import locked
-from savable_pipeline.shards.index_file import ShardEntry
+from savable_pipeline.shards.shard_list import ShardEntry
 
 _THREADS = 16
 _AHEAD_THREADS = 14  # of them that serve what nobody waits for

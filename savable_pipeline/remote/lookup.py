@@ -17,8 +17,9 @@ from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.remote.urls import RemoteShards, find_remote
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.shards.index_file import ShardEntry, ShardIndex
+from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.paths import Shards
+from savable_pipeline.shards.shard_list import ShardEntry
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def look_up(shards: Shards) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
         contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader,
         looked_up(shards, cache, downloader) as (found, folder, version),
     ):
-        entries = [] if version is None else ShardIndex(version / "index").shards
+        entries = () if version is None else ShardIndex(version / "index").shards
         return found, folder / METADATA_FOLDER, {entry.name: entry for entry in entries}
 
 
@@ -64,7 +65,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 def _known_names(root: str, metadata: Path, version: Path | None) -> list[str]:
     """The sorted names of the shards in the dataset's own index, or in Energon's list. Raises `ShardError`."""
     if version is not None:
-        return sorted(entry.name for entry in ShardIndex(version / "index").shards)
+        return list(ShardIndex(version / "index").shards.names)
     counts = read_counts(metadata)
     if counts is None:
         raise ShardError(
@@ -168,7 +169,7 @@ def newest_version(folder: Path, pointers: str) -> Path | None:
 def install_index(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
     """Moves an index to the folder named by its checksum, and has the pointer name it. Raises `ShardError`."""
     index = ShardIndex(fresh)
-    damaged = [entry.name for entry in index.shards if not index.is_whole(entry.name)]
+    damaged = [name for number, name in enumerate(index.shards.names) if not index.is_whole(number)]
     if damaged:
         raise ShardError(f"the part of {damaged[0]} is damaged")
     version = folder / _checksum(fresh)

@@ -27,10 +27,12 @@ from savable_pipeline.remote.lookup import (
 )
 from savable_pipeline.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.remote.urls import RemoteShards
-from savable_pipeline.shards.index_file import ShardEntry, ShardIndex, ShardTable, write_index
+from savable_pipeline.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.indexing import Progress, check_none_gone
 from savable_pipeline.shards.paths import NOT_THERE, Shards
 from savable_pipeline.shards.scan import scan
+from savable_pipeline.shards.shard_list import ShardEntry
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ def index_remote(shards: Shards, progress: Progress = lambda done, total: None) 
 
 def _with_missing(found: RemoteShards, version: Path, tolerant: bool) -> RemoteShards:
     """The shards of a prefix, with those of its index that are gone. Raises `ShardError` for them unless `tolerant`."""
-    gone = {entry.name for entry in ShardIndex(version / "index").shards}.difference(found.names)
+    gone = set(ShardIndex(version / "index").shards.names).difference(found.names)
     if not tolerant:
         check_none_gone(found.root, gone)
     return RemoteShards(found.root, sorted({*found.names, *gone}), found.sizes)
@@ -154,9 +156,9 @@ def _known_tables(version: Path | None, found: RemoteShards, changed: set[str]) 
     if version is None:
         return {}
     index, wanted = ShardIndex(version / "index"), set(found.names) - changed
-    entries = [entry for entry in index.shards if entry.name in wanted and not entry.fault]
-    same = [entry.name for entry in entries if found.sizes.get(entry.name, entry.size) == entry.size]
-    return {name: index.table(name) for name in same if index.is_whole(name)}
+    entries = [(number, e) for number, e in enumerate(index.shards) if e.name in wanted and not e.fault]
+    same = [(number, e.name) for number, e in entries if found.sizes.get(e.name, e.size) == e.size]
+    return {name: index.table(number) for number, name in same if index.is_whole(number)}
 
 
 def _size_of(root: str, name: str, stat: tuple[int, str] | None) -> int:

@@ -1,8 +1,10 @@
 """The index of a folder of shards: offset and size of every member of every sample, in one memory-mapped file.
 
-    "SAVIDX02" │ xxh3_64 of the header │ header length u64 │ header: MessagePack │ padding │ starts │ layouts │ firsts
-    │ sizes
+    "SAVIDX03" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
+    │ shards: ends │ sizes │ samples │ digests │ checks │ names │ padding
+    │ starts │ layouts │ firsts │ sizes
 
+    ends … checks   uint64 (shards,)   see `ShardList`, and a checksum of each shard's rows; the names are in order
     starts   uint64 (samples,)      offset of the sample's first header in its shard
     layouts  uint32 (samples,)      the sample's number in the header's table of layouts: extensions in order, and
                                     512-byte header blocks before each payload. Absent if always 0
@@ -10,56 +12,41 @@
     sizes    uint32/64 (members,)   size of each member's payload in bytes
 
 A row is a sample. Samples are in the order of the shards; a shard's rows are consecutive. All arrays are little-endian.
-The header has a checksum of each shard's rows, which is checked when the shard is opened: the time to open an index
-grows with its shards, not with its samples.
+A shard's rows are checked when the shard is opened: to open an index takes no time for its samples, and hardly any for
+its shards, whose numbers and names are used where they lie.
 """
 
 from __future__ import annotations
 
+import bisect
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.paths import is_inside
+from savable_pipeline.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.shards.tar import BLOCK, members, of_samples
 
-Buffer: TypeAlias = "memoryview[Any]"
-Rows: TypeAlias = NDArray[np.int64]  # rows of an index, or numbers of samples or shards
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
 
-_MAGIC = b"SAVIDX02"
+MAGIC = b"SAVIDX03"
 _ALIGN = 64
+NUMBERS_BYTES = 40  # of the five numbers of a shard
 
 
-class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A shard in the index: name relative to the root, bytes, samples, and a hash of its members' names and places.
+class Header(msgspec.Struct, array_like=True):
+    """What an index says of itself; its arrays follow."""
 
-    `fault` says how it was damaged when it was indexed; its samples are then those before the damage.
-
-    >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
-    100
-    """
-
-    name: str
-    size: Count
-    samples: Count
-    digest: int
-    fault: str = ""
-
-
-class _Header(msgspec.Struct, array_like=True):
-    shards: list[ShardEntry]
-    checks: list[int]  # per shard: a hash of its rows
+    shards: Count
+    names: Count  # bytes
+    faults: dict[int, str]  # by number of the shard
     layouts: list[LayoutParts]
     members: Count  # of every sample; 0: see `firsts`
     size_bytes: int  # 4 or 8: of an element of `sizes`
@@ -89,18 +76,20 @@ class Layout:
 
 
 class ShardIndex:
-    """An open index: `shards`, and the start, layout and member sizes of each sample. Raises OSError, `ShardError`."""
+    """An open index: `shards`, and the start, layout and member sizes of each sample. Raises OSError, `ShardError`.
+
+    `shard_rows`, int64 (shards + 1,), is the row of each shard's first sample, then the number of samples; `identity`
+    tells this index from one of other shards.
+    """
 
     def __init__(self, path: Path) -> None:
         self._map = with_handles(lambda: _mapped(path))
         view = memoryview(self._map)
-        self._header, offset = _read_header(path, view)
-        self.shards = self._header.shards
-        self._tables: dict[str, tuple[ShardEntry, int]] = {}
-        self._number: dict[str, int] = {}
+        self._header, self.identity, self.shards, self._checks, offset = _read_header(path, view)
+        self.shard_rows = np.concatenate([[0], np.cumsum(self.shards.samples)])
         self.layouts = [Layout(parts) for parts in self._header.layouts]
         self.members = self._header.members
-        count = sum(entry.samples for entry in self.shards)
+        count = int(self.shard_rows[-1])
         wide = self._header.size_bytes == 8
         self.starts, offset = _array(path, view, offset, "Q", count)
         self.layout_of, offset = _array(path, view, offset, "I", count if len(self.layouts) > 1 else 0)
@@ -109,15 +98,25 @@ class ShardIndex:
         if offset != len(view):
             raise ShardError(f"{path}: {len(view)} bytes, but the header says {offset}")
 
-    def tables(self) -> dict[str, tuple[ShardEntry, int]]:
-        """The entry of each shard and the row of its first sample, by name."""
-        if not self._tables:
-            row = 0
-            for number, entry in enumerate(self.shards):
-                self._tables[entry.name] = (entry, row)
-                self._number[entry.name] = number
-                row += entry.samples
-        return self._tables
+    def number(self, name: str) -> int:
+        """The number of a shard. Raises KeyError without it."""
+        found = bisect.bisect_left(self.shards.names, name)
+        if found == len(self.shards) or self.shards.names[found] != name:
+            raise KeyError(name)
+        return found
+
+    def numbers(self, names: Sequence[str]) -> Rows:
+        """The numbers of these shards, int64 (names,). Raises KeyError without one of them."""
+        if len(names) == len(self.shards) and ShardNames.of(names).text == self.shards.names.text:
+            return np.arange(len(names))
+        if len(names) < len(self.shards) // 16:  # bisecting them costs less than a table of all
+            return np.fromiter(map(self.number, names), np.int64, len(names))
+        known = {name: number for number, name in enumerate(self.shards.names)}
+        return np.fromiter(map(known.__getitem__, names), np.int64, len(names))
+
+    def rows_of(self, number: int) -> range:
+        """The rows of the samples of a shard, by its number, as all below."""
+        return range(int(self.shard_rows[number]), int(self.shard_rows[number + 1]))
 
     def layout(self, row: int) -> Layout:
         """The layout of the sample in `row`."""
@@ -145,17 +144,21 @@ class ShardIndex:
                 found.setdefault(extension, []).append(sizes[mine + member].astype(np.int64))
         return {extension: np.concatenate(parts) for extension, parts in found.items()}
 
-    def is_whole(self, name: str) -> bool:
+    def is_whole(self, number: int) -> bool:
         """Whether the rows of a shard match their checksum, and no part is larger than the shard."""
-        entry, row = self.tables()[name]
-        rows = slice(row, row + entry.samples)
-        sizes = self._sizes_of(rows)
+        rows = self.rows_of(number)
+        sizes = self._sizes_of(slice(rows.start, rows.stop))
         if sizes is None:
             return False
-        starts = self.starts[rows]
-        if _check_of(starts, self.layout_of[rows], sizes) != self._header.checks[self._number[name]]:
+        starts = np.asarray(self.starts)[rows.start : rows.stop]
+        if check_of(starts, self._layouts_of(rows), np.asarray(sizes)) != self._checks[number]:
             return False
-        return not len(starts) or max(int(np.asarray(starts).max()), int(np.asarray(sizes).max())) <= entry.size
+        return not len(starts) or max(int(starts.max()), int(np.asarray(sizes).max())) <= self.shards.sizes[number]
+
+    def _layouts_of(self, rows: range) -> NDArray[np.uint32]:
+        if not self.layout_of:
+            return np.zeros(len(rows), dtype="<u4")
+        return np.asarray(self.layout_of)[rows.start : rows.stop]
 
     def _sizes_of(self, rows: slice) -> memoryview[int] | None:
         """The sizes of the members of these samples, in order; None if `firsts` or `layouts` are damaged."""
@@ -174,14 +177,14 @@ class ShardIndex:
         fits = bool((firsts[1:] == ends[:-1]).all()) and ends[-1] <= len(self.sizes)
         return self.sizes[int(firsts[0]) : int(ends[-1])] if fits else None
 
-    def is_as_written(self, name: str, fd: int) -> bool:
+    def is_as_written(self, number: int, fd: int) -> bool:
         """Whether some samples of a shard lie where the index says: the first, one in the middle, the last.
 
         Its rows must be whole. True without a sample.
         """
-        entry, row = self.tables()[name]
-        some = {0, entry.samples // 2, entry.samples - 1} if entry.samples else set()
-        return all(self.lies_there(name, fd, row + i) for i in some)
+        rows, name = self.rows_of(number), self.shards.names[number]
+        some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
+        return all(self.lies_there(name, fd, row) for row in some)
 
     def lies_there(self, name: str, fd: int, row: int) -> bool:
         """Whether the headers of a sample, all of one key, say what the index does."""
@@ -198,16 +201,14 @@ class ShardIndex:
             return False
         return len(keys) == 1
 
-    def table(self, name: str) -> ShardTable:
+    def table(self, number: int) -> ShardTable:
         """The rows of one shard, which must be whole, to be written into another index."""
-        entry, row = self.tables()[name]
-        rows = slice(row, row + entry.samples)
-        starts, sizes = np.asarray(self.starts)[rows], self._sizes_of(rows)
-        assert sizes is not None, name
-        numbers = np.asarray(self.layout_of)[rows] if self.layout_of else np.zeros(entry.samples, dtype=np.uint32)
-        used, layout_of = np.unique(numbers, return_inverse=True)
+        rows = self.rows_of(number)
+        starts, sizes = np.asarray(self.starts)[rows.start : rows.stop], self._sizes_of(slice(rows.start, rows.stop))
+        assert sizes is not None, number
+        used, layout_of = np.unique(self._layouts_of(rows), return_inverse=True)
         return ShardTable(
-            entry,
+            self.shards[number],
             starts.tobytes(),
             0,
             [self._header.layouts[number] for number in used],
@@ -216,95 +217,51 @@ class ShardIndex:
         )
 
 
-def write_index(path: Path, tables: list[ShardTable]) -> None:
-    """Writes the index of these shards, in this order, in one step (see `replace_file`)."""
-    numbers: dict[LayoutParts, int] = {}
-    layout_of: list[NDArray[np.uint32]] = []
-    for table in tables:
-        ours = np.array([numbers.setdefault(layout, len(numbers)) for layout in table.layouts], dtype="<u4")
-        layout_of.append(ours[np.frombuffer(table.layout_of, "<u4")])
-    starts = _joined([np.frombuffer(table.starts, "<u8") for table in tables], "<u8")
-    sizes = _joined([np.frombuffer(table.sizes, "<u8") for table in tables], "<u8")
-    numbered = _joined(layout_of, "<u4")
-    wide = bool(len(sizes)) and int(sizes.max()) >= 1 << 32
-    lengths = np.array([len(layout) for layout in numbers], dtype="<u8")
-    alike = len(set(lengths.tolist())) == 1
-    firsts = np.array([], dtype="<u8") if alike else _begins(lengths[numbered])
-    arrays = [
-        starts,
-        numbered if len(numbers) > 1 else np.array([], dtype="<u4"),
-        firsts,
-        sizes.astype("<u8" if wide else "<u4"),
-    ]
-    header = _Header(
-        [table.entry for table in tables],
-        _checks(tables, arrays, lengths[numbered]),
-        list(numbers),
-        int(lengths[0]) if alike else 0,
-        8 if wide else 4,
-        len(sizes),
-    )
-    encoded = msgspec.msgpack.encode(header)
-    begin = len(encoded).to_bytes(8, "little") + encoded
-    begin += bytes(-(16 + len(begin)) % _ALIGN)
-    digest = xxh3_64_intdigest(begin).to_bytes(8, "little")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, [_MAGIC, digest, begin, *(_aligned(array.tobytes()) for array in arrays)])
-
-
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _checks(tables: list[ShardTable], arrays: list[NDArray[Any]], lengths: NDArray[Any]) -> list[int]:
-    """A checksum of the rows of each shard, as they are written."""
-    starts, layout_of, _, sizes = arrays
-    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    row, checks = 0, []
-    for table in tables:
-        end = row + table.entry.samples
-        checks.append(_check_of(starts[row:end].data, layout_of[row:end].data, sizes[ends[row] : ends[end]].data))
-        row = end
-    return checks
-
-
-def _check_of(starts: Buffer, layout_of: Buffer, sizes: Buffer) -> int:
+def check_of(starts: NDArray[Any], layout_of: NDArray[Any], sizes: NDArray[Any]) -> int:
+    """A checksum of the rows of a shard, however wide their sizes are written."""
     digest = xxh3_64()
-    for array in (starts, layout_of, sizes):
-        digest.update(array)
+    for array, kind in ((starts, "<u8"), (layout_of, "<u4"), (sizes, "<u8")):
+        digest.update(np.ascontiguousarray(array, dtype=kind).data)
     return digest.intdigest()
 
 
-def _joined(arrays: list[NDArray[Any]], kind: str) -> NDArray[Any]:
-    return np.concatenate([np.array([], dtype=kind), *arrays])
-
-
-def _begins(lengths: NDArray[Any]) -> NDArray[Any]:
-    return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<u8") if len(lengths) else lengths
-
-
-def _aligned(raw: bytes) -> bytes:
-    return raw + bytes(-len(raw) % 8)
-
-
-def _read_header(path: Path, view: memoryview) -> tuple[_Header, int]:
+def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], int]:
+    """The header, its checksum, the shards, the checksums of their rows, and where the rows begin."""
     length = int.from_bytes(view[16:24], "little")
-    end = 24 + length + -(24 + length) % _ALIGN
-    if bytes(view[:8]) != _MAGIC or end > len(view):
+    if bytes(view[:8]) != MAGIC or 24 + length > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
-    if xxh3_64_intdigest(view[16:end]) != int.from_bytes(view[8:16], "little"):
-        raise ShardError(f"{path}: the index is damaged: its checksum does not match")
     try:
-        header = msgspec.msgpack.decode(view[24 : 24 + length], type=_Header)
-    except msgspec.DecodeError as error:
+        header = msgspec.msgpack.decode(view[24 : 24 + length], type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardError(f"{path}: the index is damaged: {error}") from error
-    if len(header.checks) != len(header.shards) or header.size_bytes not in (4, 8) or not all(header.layouts):
+    columns = aligned(24 + length)
+    names = columns + header.shards * NUMBERS_BYTES
+    end = aligned(names + header.names)
+    if end > len(view):
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    identity = bytes(view[8:16])
+    if xxh3_64_intdigest(view[16:end]) != int.from_bytes(identity, "little"):
+        raise ShardError(f"{path}: the index is damaged: its checksum does not match")
+    numbers = np.frombuffer(view, "<u8", header.shards * 5, offset=columns).reshape(5, header.shards)
+    ends, sizes, samples = numbers[:3].view("<i8")
+    shards = ShardList(ShardNames(view[names : names + header.names], ends), sizes, samples, numbers[3], header.faults)
+    fits = header.size_bytes in (4, 8) and all(header.layouts) and all(n < header.shards for n in header.faults)
+    if not fits or not shards.names.is_whole() or (header.shards and min(sizes.min(), samples.min()) < 0):
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
-    outside = next((entry.name for entry in header.shards if not is_inside(entry.name)), None)
+    outside = shards.names.first_outside()
     if outside is not None:
         raise ShardError(f"{path}: the index is damaged: it names {outside!r}, which lies outside of the dataset")
-    return header, end
+    return header, identity, shards, numbers[4], end
+
+
+def aligned(offset: int) -> int:
+    """Where what follows this offset begins."""
+    return offset + -offset % _ALIGN
 
 
 def _array(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:

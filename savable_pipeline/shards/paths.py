@@ -67,19 +67,20 @@ def find_shards(
     *,
     missing_too: bool = False,
     unlistable: Callable[[ShardError], None] = raise_it,
+    visited: Callable[[str], None] = lambda folder: None,
 ) -> tuple[Path, list[str]]:
     """The root of the dataset and the names of its shards relative to it, sorted.
 
     The root is the given folder, or the deepest folder that holds all the shards. Raises `ShardError` if there is no
     shard, if one is named twice, and if a named file does not exist unless `missing_too`. `unlistable` is called with
-    the error of each folder that cannot be listed.
+    the error of each folder that cannot be listed, `visited` with each folder below a given one, relative to it.
     """
     specs = spelled_out(shards)
     if not specs:
         raise ShardError("the list of shards is empty")
     if len(specs) == 1 and Path(specs[0]).is_dir():
         root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
-        return root, with_handles(partial(_files_below, root, kind, unlistable))
+        return root, with_handles(partial(_files_below, root, kind, unlistable, visited))
     paths = [path for spec in specs for path in _expand(spec, kind, missing_too, unlistable)]
     if len(set(paths)) < len(paths):
         twice = Counter(paths).most_common(1)[0][0]
@@ -168,17 +169,24 @@ def is_inside(name: str) -> bool:
     return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
 
 
-def _files_below(root: Path, kind: ShardKind, unlistable: Callable[[ShardError], None]) -> list[str]:
+def _files_below(
+    root: Path,
+    kind: ShardKind,
+    unlistable: Callable[[ShardError], None],
+    visited: Callable[[str], None] = lambda folder: None,
+) -> list[str]:
     names = []
     compressed = []
     for folder, folders, files in os.walk(root, onerror=lambda error: unlistable(_unlistable(error))):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         here = Path(folder).relative_to(root)
+        visited(here.as_posix())
         for name in folders:
             if (root / here / name).is_symlink():
                 log.warning("%s: a link to a folder is left out: name it beside the folder it lies in", here / name)
         wanted = [name for name in files if name.endswith(kind.suffixes) and name[0] != "." and not kind.left_out(name)]
-        names += [(here / name).as_posix() for name in wanted]
+        prefix = "" if here == Path() else f"{here.as_posix()}/"
+        names += [prefix + name for name in wanted]
         compressed += [name for name in files if name.endswith(kind.refused)]
     if not names:
         also = f"; {len(compressed)} {kind.compressed[1]} are there: {kind.cure} them" if compressed else ""

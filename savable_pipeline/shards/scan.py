@@ -12,7 +12,8 @@ from xxhash import xxh3_64
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import LayoutParts, ShardEntry, ShardTable
+from savable_pipeline.shards.index_file import LayoutParts, ShardTable
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.shards.tar import BLOCK, Extent, members, samples
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from xxhash import xxh3_64
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 
 Subset: TypeAlias = "float | int | tuple[float, float]"
 _SHARDS_KEPT = 512  # shards whose selected rows are kept in memory

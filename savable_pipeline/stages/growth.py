@@ -18,8 +18,8 @@ import numpy as np
 
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.shards.index_file import Rows
 from savable_pipeline.shards.selection import Selection
+from savable_pipeline.shards.shard_list import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from savable_pipeline.core.on_error import OnError
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.pinned_shards import pin
 from savable_pipeline.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample, skip_counters
+from savable_pipeline.dataset.shard_digests import summary
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.shards.selection import Subset
 from savable_pipeline.stages.dealt_order import DealtOrder
@@ -396,7 +397,8 @@ class RecordReader(SampleStage):
         self.lane.restore_state(saved.lane)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument that changes the data; name, number of samples and index hash of each shard; the selection.
+        """Every argument that changes the data; name, number of samples and index hash of each shard, or hashes of
+        many (see shard_digests.py); the selection.
 
         `exclude` is a hash of the numbers of the excluded samples, absent if there are none.
         """
@@ -409,7 +411,7 @@ class RecordReader(SampleStage):
             "block_size": self.block_size,
             "window": self.window if self.shuffle and not self._deals else None,
             **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
-            "shards": self.dataset.manifest(),
+            "shards": summary(self.dataset.entries),
             **({"order": _ORDER} if self.epochs is not None or not self.shuffle else {}),
             **(
                 {"exclude": self.exclude_file.digest}

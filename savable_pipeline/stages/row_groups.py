@@ -9,7 +9,7 @@ import numpy as np
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.dataset.dataset import Dataset
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stages.growth import EpochSamples
 
 log = logging.getLogger(__name__)

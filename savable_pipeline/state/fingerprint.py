@@ -15,9 +15,12 @@ import msgspec
 
 from savable_pipeline.core.weights import reduced
 from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.dataset.shard_digests import begin_with, difference, grouped, kind_of_summary
 from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.shards.shard_list import ShardList
 from savable_pipeline.stages.join import Join
 from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.lane_state import decoded, pack_state, unpack_state
 
@@ -34,6 +37,7 @@ _FIXED = {
 _FIXED_OF_READERS = {"order": _OTHER_ORDER, "shards": "shards were added, removed or rewritten since"}
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
 _JOINS = "joins"  # a field that a whole stage may add: see `fingerprint`
+_SHARDS = "shards"  # of readers: see shard_digests.py
 _EXCLUDE = "exclude"  # a field that readers have only where a sample is excluded
 _SHORT = {
     ("Batcher", "size"): "batch_size",
@@ -47,9 +51,8 @@ _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "sources": list[str],
     "weights": dict[str, int],
 }
-_LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed: a million shards take half of it
+_LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed: older states list each of a million shards
 _PASSWORD = re.compile(r"//[^/]*@")  # and the user's name, in a URL
-_SHOWN = 5  # shards listed in a message before the rest is only counted
 
 
 class Fingerprint(msgspec.Struct):
@@ -63,7 +66,13 @@ class Fingerprint(msgspec.Struct):
     addresses: dict[str, str] = {}
 
 
-def fingerprint(stage: Stage, *, seed: int, lanes: int) -> Fingerprint:
+class FingerprintHere(Fingerprint):
+    """The fingerprint of a pipeline that is at hand; `shards`, by field, are not packed: a state keeps less of them."""
+
+    shards: dict[str, ShardList] = {}
+
+
+def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     """The fingerprint of a pipeline in a run with this seed and number of lanes.
 
     A `Join` has neither state nor random numbers: it is a field, not one of the stages, so that one can be added.
@@ -72,6 +81,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> Fingerprint:
     names = [_in_branch(branch, name) for branch, name, step in path if not isinstance(step, Join)]
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
     addresses: dict[str, str] = {}
+    shards: dict[str, ShardList] = {}
     for branch, name, step in path:
         lies_at = step.addresses()
         for setting, value in step.settings().items():
@@ -79,7 +89,9 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> Fingerprint:
             fields[field] = _plain(field, value)
             if setting in lies_at:
                 addresses[field] = _PASSWORD.sub("//", lies_at[setting])
-    return Fingerprint(fields, _environment(), addresses)
+            if setting == _SHARDS and isinstance(step, RecordReader):
+                shards[field] = step.dataset.entries
+    return FingerprintHere(fields, _environment(), addresses, shards)
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
@@ -92,7 +104,7 @@ def are_of_one_run(left: bytes, right: bytes) -> bool:
 
 def pack_fingerprint(found: Fingerprint) -> bytes:
     """A fingerprint as compressed, checksummed bytes. Raises ValueError for settings too large to be read back."""
-    plain = msgspec.msgpack.encode(found)
+    plain = msgspec.msgpack.encode(Fingerprint(found.fields, found.environment, found.addresses))
     if len(plain) > _LARGEST:
         largest = max(found.fields, key=lambda name: len(msgspec.msgpack.encode(found.fields[name])))
         raise ValueError(
@@ -121,18 +133,24 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
 def _check_known_fields(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if _base(name) in _KINDS:
-            _converted(name, value, _KINDS[_base(name)])
+            _check_kind(name, value, _KINDS[_base(name)])
 
 
-def _converted(name: str, value: Any, kind: Any) -> Any:
-    """A field that is compared by its parts. Raises `StateError` where it is of another type."""
+def _check_kind(name: str, value: Any, kind: Any) -> None:
+    """Raises `StateError` where a field that is compared by its parts is of another type."""
     try:
-        return msgspec.convert(value, kind)
+        msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise StateError(f"fingerprint: {name}: {error}; use another copy of the checkpoint") from error
 
 
-def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) -> list[str]:
+def check_shards(saved: Fingerprint, here: FingerprintHere) -> None:
+    """Raises `StateError` where what a state keeps of the shards of a reader that is here is damaged."""
+    for name in here.shards.keys() & saved.fields.keys():
+        _check_kind(name, saved.fields[name], kind_of_summary(saved.fields[name]))
+
+
+def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()) -> list[str]:
     """The names of the fields that differ, all of which must be in `allow`.
 
     "TarShardReader.shuffle" in `allow` also covers that field inside a source of a `Blend`, such as
@@ -143,8 +161,9 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
     name in `allow` that is unknown or may never differ.
     """
     allowed = _allowed(allow, saved.fields.keys() | here.fields.keys())
+    check_shards(saved, here)
     before, after = _of_shared_sources(saved.fields, here.fields), _of_shared_sources(here.fields, saved.fields)
-    differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, here))
     if "stages" in differing:  # leave out the settings of stages that only one side has
         kept = set(before) & set(after)
         differing = [name for name in differing if name in kept]
@@ -152,7 +171,7 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
     refused = [name for name in differing if not {name, _base(name), _COVERED.get(_base(name))} & allowed]
     if refused:
         lines = [
-            f"  {name}: {_difference(name, before.get(name), after.get(name))}{_places(name, saved, here)}"
+            f"  {name}: {_difference(name, before.get(name), after.get(name), here)}{_places(name, saved, here)}"
             for name in refused
         ]
         may_differ = not any(_fixed(name) for name in refused)
@@ -164,13 +183,19 @@ def compare(saved: Fingerprint, here: Fingerprint, allow: Iterable[str] = ()) ->
         log.warning(
             "restoring although %s differs: %s",
             name,
-            _difference(name, before.get(name), after.get(name)),
+            _difference(name, before.get(name), after.get(name), here),
         )
     for name in saved.environment.keys() | here.environment.keys():
         old, new = saved.environment.get(name), here.environment.get(name)
         if old != new:
             log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, old, new)
     return differing
+
+
+def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
+    if name in here.shards and name in before and name in after:
+        return grouped(before[name]) != grouped(after[name])
+    return bool(before.get(name) != after.get(name))
 
 
 def _follows(name: str, differing: list[str]) -> bool:
@@ -254,12 +279,13 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
     return name
 
 
-def _difference(name: str, saved: Any, here: Any) -> str:
+def _difference(name: str, saved: Any, value: Any, here: FingerprintHere) -> str:
     cause = f" ({_fixed(name)})" if _fixed(name) else ""
-    if _base(name).endswith("Reader.shards"):
-        sides = [_converted(name, side or [], list[tuple[str, int, int]]) for side in (saved, here)]
-        return _shards(*sides) + (f" ({_JOINING})" if sides[1][: len(sides[0])] == sides[0] else cause)
-    return f"saved {saved!r}, here {here!r}{cause}"
+    if name in here.shards:
+        shards = here.shards[name]
+        cause = f" ({_JOINING})" if begin_with(shards, saved or []) else cause
+        return difference(saved or [], shards) + cause
+    return f"saved {saved!r}, here {value!r}{cause}"
 
 
 def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
@@ -268,21 +294,6 @@ def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
     if now is None:
         return ""
     return f"; here {now}" if before is None else f"; saved on {before}, here {now}"
-
-
-def _shards(saved: list[tuple[str, int, int]], here: list[tuple[str, int, int]]) -> str:
-    before = {name: rest for name, *rest in saved}
-    now = {name: rest for name, *rest in here}
-    groups = {
-        "added": sorted(now.keys() - before.keys()),
-        "removed": sorted(before.keys() - now.keys()),
-        "rewritten": sorted(name for name in now.keys() & before.keys() if now[name] != before[name]),
-    }
-    return "; ".join(
-        f"{change}: {', '.join(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        for change, names in groups.items()
-        if names
-    )
 
 
 def _environment() -> dict[str, str]:

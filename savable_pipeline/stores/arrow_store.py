@@ -13,8 +13,8 @@ import numpy as np
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shards.index_file import Rows
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.arrow_file import (
     ARROW,
     Batches,

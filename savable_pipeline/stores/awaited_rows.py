@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 
 _MOST = 4_000_000  # rows awaited, beyond which those awaited before are forgotten: they were passed over
 Group: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it

@@ -20,7 +20,7 @@ from savable_pipeline.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.remote.downloader import Downloader, Urgency
 from savable_pipeline.remote.remote_files import RemotePlace
 from savable_pipeline.remote.shard_cache import LEFT_OUT, USED, WANTED
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.download_blocks import DownloadBlocks
 from savable_pipeline.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.stores.file_bytes import FileBytes

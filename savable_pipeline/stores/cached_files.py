@@ -18,7 +18,7 @@ from savable_pipeline.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.remote.downloader import Urgency
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.download_blocks import Block, DownloadBlocks
 from savable_pipeline.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.stores.indexed_shards import IndexedShards

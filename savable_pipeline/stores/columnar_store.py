@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
 from savable_pipeline.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.stores.file_format import FileFormat

@@ -12,7 +12,7 @@ import numpy as np
 
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.shard_cache import ShardCache
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 
 Block: TypeAlias = tuple[int, int]  # rows of one shard: the first, and the one after the last
 _ROWS_KEPT = 1 << 18  # whose blocks are remembered

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.paths import ShardKind
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.stores.file_bytes import FileBytes, opened
 from savable_pipeline.stores.place_index import FileTable
 

@@ -21,12 +21,12 @@ from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
 from savable_pipeline.remote.remote_files import RemotePlace
 from savable_pipeline.remote.urls import is_remote
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.index_place import in_first_place, index_places
 from savable_pipeline.shards.indexing import check_none_gone
 from savable_pipeline.shards.paths import Shards, find_shards, raise_it, spelled_out
 from savable_pipeline.shards.processes import Answer, EachShard, do, each_shard
 from savable_pipeline.shards.scan import check_utf8
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.stores.downloads import check_address
 from savable_pipeline.stores.file_bytes import opened
 from savable_pipeline.stores.file_format import FileFormat

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from savable_pipeline.errors import SavableError, ShardError
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.cached_blocks import CachedBlocks
 from savable_pipeline.stores.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.stores.file_format import FileFormat

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Layout, Rows, ShardIndex
+from savable_pipeline.shards.index_file import Layout, ShardIndex
 from savable_pipeline.shards.part_types import find_part
+from savable_pipeline.shards.shard_list import Rows
 
 
 class IndexedShards:
-    """The shards `names` of an index. Sample `i` is the `i`-th when these shards are read one after the other.
+    """The shards `names` of an index, None: all. Sample `i` is the `i`-th when they are read one after the other.
 
     Raises `ShardError` if they hold no sample.
     """
 
-    def __init__(self, index: ShardIndex, index_path: Path, names: list[str], address: str) -> None:
+    def __init__(self, index: ShardIndex, index_path: Path, names: Sequence[str] | None, address: str) -> None:
         self.index = index
         self.index_path = index_path
         self.address = address
-        tables = index.tables()
-        self.entries = [tables[name][0] for name in names]
-        self.first_rows = np.array([tables[name][1] for name in names], dtype=np.int64)  # (shards,)
-        self.firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])  # int64 (shards + 1,)
+        numbers = None if names is None else index.numbers(names)
+        if numbers is None or np.array_equal(numbers, np.arange(len(index.shards))):
+            self.entries = index.shards
+            self._numbers = np.arange(len(index.shards))  # in the index, int64 (shards,)
+            self.first_rows = index.shard_rows[:-1]  # int64 (shards,)
+        else:
+            self.entries = index.shards.take(numbers)
+            self._numbers = numbers
+            self.first_rows = index.shard_rows[numbers]
+        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
             raise ShardError(
-                f"{address}: no sample in {len(names)} shards; a sample's files are named KEY.EXTENSION in the tar"
+                f"{address}: no sample in {len(self.entries)} shards; a sample's files are named KEY.EXTENSION in the "
+                "tar"
             )
-        self.sizes_in_bytes = np.array([entry.size for entry in self.entries], dtype=np.int64)  # (shards,)
+        self.sizes_in_bytes = self.entries.sizes
         self.mean_bytes = int(self.sizes_in_bytes.sum()) / self.count  # of a sample, with its headers
 
     def locate(self, indices: Rows) -> tuple[Rows, Rows]:
@@ -81,19 +90,19 @@ class IndexedShards:
 
     def part_sizes(self) -> dict[str, Rows]:
         """The sizes in bytes of all parts, by extension; shards whose rows in the index are damaged are left out."""
-        whole = [i for i, entry in enumerate(self.entries) if entry.samples and self.index.is_whole(entry.name)]
-        rows = [np.arange(self.first_rows[i], self.first_rows[i] + self.entries[i].samples) for i in whole]
+        full = np.flatnonzero(self.entries.samples).tolist()
+        whole = [shard for shard in full if self.index.is_whole(int(self._numbers[shard]))]
+        rows = [np.arange(self.firsts[i], self.firsts[i + 1]) - self.firsts[i] + self.first_rows[i] for i in whole]
         return self.index.part_sizes(np.concatenate(rows)) if rows else {}
 
     def check_rows(self, shard: int) -> None:
         """Raises `ShardError` unless the shard's rows in the index are as they were written."""
-        name = self.entries[shard].name
-        if not self.index.is_whole(name):
-            raise self.damaged(name)
+        if not self.index.is_whole(int(self._numbers[shard])):
+            raise self.damaged(self.entries.names[shard])
 
     def is_as_written(self, shard: int, descriptor: int) -> bool:
         """Whether some samples of an open shard lie where the index says."""
-        return self.index.is_as_written(self.entries[shard].name, descriptor)
+        return self.index.is_as_written(int(self._numbers[shard]), descriptor)
 
     def damaged(self, shard: str) -> ShardError:
         """The error for a damaged index; `shard` names the shard that it was needed for."""

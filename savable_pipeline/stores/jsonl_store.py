@@ -8,9 +8,9 @@ import numpy as np
 
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import human_bytes
-from savable_pipeline.shards.index_file import Rows
 from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.stores.file_store import FileStore
 from savable_pipeline.stores.jsonl_file import JSONL, LONGEST_LINE

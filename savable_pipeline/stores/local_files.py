@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows, ShardEntry
+from savable_pipeline.shards.fresh_mark import forget_mark
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.stores.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.stores.pins import Pins
 from savable_pipeline.stores.shard_files import ShardFiles
@@ -22,7 +23,7 @@ class Indexed(Protocol):
     """What an index says of shards: what they must be when they are opened."""
 
     @property
-    def entries(self) -> list[ShardEntry]: ...
+    def entries(self) -> Sequence[ShardEntry]: ...
     @property
     def index_path(self) -> Path: ...
     def check_rows(self, shard: int) -> None:
@@ -68,7 +69,9 @@ class LocalFiles(ShardFiles):
             ) from error
         try:
             self._check(shard, descriptor, path)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ShardError):
+                forget_mark(self._shards.index_path)
             os.close(descriptor)
             raise
         return descriptor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.indexed_shards import IndexedShards
 from savable_pipeline.stores.local_files import LocalFiles
 from savable_pipeline.stores.readahead import readahead

@@ -12,8 +12,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.paths import ShardKind
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.stores.file_bytes import FileBytes
 from savable_pipeline.stores.file_format import FileFormat, scan_file
 from savable_pipeline.stores.place_index import FileTable

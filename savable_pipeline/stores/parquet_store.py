@@ -9,8 +9,8 @@ import numpy as np
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shards.index_file import Rows
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.columnar_store import ColumnarStore
 from savable_pipeline.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files

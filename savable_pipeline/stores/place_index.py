@@ -22,8 +22,8 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Count, ShardEntry
 from savable_pipeline.shards.paths import is_inside
+from savable_pipeline.shards.shard_list import Count, ShardEntry
 
 _MAGIC = b"SAVPLC01"
 _ALIGN = 64

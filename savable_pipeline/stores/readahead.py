@@ -13,7 +13,7 @@ import os
 import numpy as np
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.indexed_shards import IndexedShards
 from savable_pipeline.stores.shard_files import ShardFiles
 

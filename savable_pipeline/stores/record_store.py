@@ -13,6 +13,7 @@ have; everything else below has a default, which a store replaces where it can d
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.shards.index_file import Rows, ShardEntry
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 
 
 class RecordStore(Protocol):
@@ -50,7 +51,7 @@ class RecordStore(Protocol):
     """
 
     address: str
-    entries: list[ShardEntry]
+    entries: Sequence[ShardEntry]
     unit: str = "row"
     root: Path | None = None
     key_column: str | None = None

@@ -15,9 +15,9 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.remote.lookup import METADATA_FOLDER
 from savable_pipeline.remote.remote_files import IndexKind, RemotePlace, RemoteVersion, looked_up_files, remote_version
 from savable_pipeline.remote.urls import RemoteShards
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.indexing import Progress, check_none_gone
 from savable_pipeline.shards.paths import Shards
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.stores.cached_blocks import CachedBlocks, CachedBytes
 from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.place_index import FileTable, PlaceIndex, write_place_index

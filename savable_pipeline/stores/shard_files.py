@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.open_files import keep_below, most_kept, register, with_handles
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows
+from savable_pipeline.shards.shard_list import Rows
 
 OPEN_SHARDS = 256  # descriptors kept open by one dataset in one process
 

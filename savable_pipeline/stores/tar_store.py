@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.stores.indexed_shards import IndexedShards
 from savable_pipeline.stores.shard_files import ShardFiles
 from savable_pipeline.stores.tar_parts import TarParts, key_at
@@ -25,7 +27,8 @@ class TarStore:
         self.root = root
         self.files = files
         self._shards = shards
-        self.address, self.entries = shards.address, shards.entries
+        self.address = shards.address
+        self.entries: Sequence[ShardEntry] = shards.entries
         self.rows, self.part_sizes = shards.rows, shards.part_sizes
         self.offset, self.extensions, self.sizes = shards.offset, shards.extensions, shards.sizes
         self.prefetch, self.request, self.verify = files.prefetch, files.request, files.verify

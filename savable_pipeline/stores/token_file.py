@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from savable_pipeline.shards.index_file import ShardEntry
 from savable_pipeline.shards.paths import ShardKind
+from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.stores.file_bytes import FileBytes, opened
 from savable_pipeline.stores.file_format import FileFormat, scan_file
 from savable_pipeline.stores.place_index import FileTable

@@ -13,9 +13,9 @@ from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Rows, ShardEntry
 from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.stores.file_store import FileStore
 from savable_pipeline.stores.token_file import (

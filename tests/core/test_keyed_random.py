@@ -54,6 +54,15 @@ def test_permutations_are_what_they_were() -> None:
     assert permutation(7, 10).tolist() == [1, 8, 5, 7, 0, 9, 4, 6, 3, 2]
 
 
+@pytest.mark.parametrize("n", [0, 1, 2, keys._MANY - 1, keys._MANY, keys._MANY + 1, 100_003])
+@pytest.mark.parametrize("alike", [0, 1, 30, 48, 64])
+def test_words_are_sorted_in_the_one_right_order(n: int, alike: int) -> None:
+    """Also words that are equal in their highest or lowest bits, or at all."""
+    drawn = words(3, 0, n)
+    for left in (drawn >> np.uint64(alike), drawn << np.uint64(alike)) if alike < 64 else (drawn * np.uint64(0),):
+        assert np.array_equal(keys.sorted_order(left), np.argsort(left, kind="stable"))
+
+
 LIMIT = keys._TABLE_LIMIT
 
 

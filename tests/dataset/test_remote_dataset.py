@@ -27,7 +27,7 @@ from savable_pipeline.dataset.sample import REF, RefArray
 from savable_pipeline.remote.cache_space import bytes_in_use
 from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.remote.remote_index import index_remote
-from savable_pipeline.shards.index_file import write_index
+from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.scan import scan
 from savable_pipeline.stores import presence
 from savable_pipeline.stores.cached_files import CachedFiles

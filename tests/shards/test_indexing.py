@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
@@ -19,7 +20,8 @@ from savable_pipeline.core import files
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards import indexing
 from savable_pipeline.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.shards.index_file import ShardIndex, write_index
+from savable_pipeline.shards.index_file import ShardIndex
+from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.indexing import index_shards, open_index
 from savable_pipeline.shards.scan import scan
 from tests.conftest import write_tar
@@ -37,10 +39,10 @@ def write_pax(path: Path, members: list[tuple[str, bytes]]) -> None:
 def contents(root: Path, index: ShardIndex) -> dict[str, list[dict[str, bytes]]]:
     """Every part of every sample by shard, read at the places that the index gives."""
     found: dict[str, list[dict[str, bytes]]] = {}
-    for name, (entry, first) in index.tables().items():
+    for number, name in enumerate(index.shards.names):
         raw = (root / name).read_bytes()
         found[name] = []
-        for row in range(first, first + entry.samples):
+        for row in index.rows_of(number):
             layout = index.layout(row)
             places = {e: index.place(row, member, layout) for e, member in layout.position.items()}
             found[name].append({e: raw[offset : offset + size] for e, (offset, size) in places.items()})
@@ -158,7 +160,7 @@ def test_only_what_is_new_or_rewritten_is_scanned_again(mixed: Any, scanned: lis
     (root / "a.tar").unlink()
     index = open_index(root, ["b.tar", "c.tar", "d.tar", "e.tar"])
     assert scanned == ["c.tar"]
-    assert sorted(index.tables()) == ["b.tar", "c.tar", "d.tar", "e.tar"]
+    assert list(index.shards.names) == ["b.tar", "c.tar", "d.tar", "e.tar"]
     assert contents(root, index)["c.tar"] == [{"txt": b"rewritten"}, {"txt": b"x" * 20_000}]
     assert contents(root, index)["d.tar"] == expected["d.tar"]
 
@@ -197,7 +199,7 @@ def test_an_index_with_any_byte_damaged_or_cut_off_is_noticed_before_it_is_used(
                 ShardIndex(path)
         elif flipped[position] != 0x10:  # not in the padding between two arrays
             index = ShardIndex(path)
-            damaged = [name for name in NAMES if not index.is_whole(name)]
+            damaged = [number for number in range(len(NAMES)) if not index.is_whole(number)]
             assert damaged or contents(root, index) == expected
         if position:
             path.write_bytes(whole[:position])
@@ -214,7 +216,7 @@ def test_an_index_that_is_damaged_is_made_again(mixed: Any, caplog: Any) -> None
     open_index(root, NAMES)
     path = root / INDEX_NAME
     whole = path.read_bytes()
-    for damaged in (b"", b"SAVIDX02", whole[:-8], whole + bytes(8), whole[:30] + b"?" + whole[31:]):
+    for damaged in (b"", b"SAVIDX03", whole[:-8], whole + bytes(8), whole[:30] + b"?" + whole[31:]):
         path.write_bytes(damaged)
         with caplog.at_level(logging.WARNING):
             assert contents(root, open_index(root, NAMES)) == expected
@@ -354,7 +356,6 @@ def test_who_is_stopped_while_indexing_goes_on_from_there(
     mixed: Any, scanned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, expected = mixed
-    monkeypatch.setattr(indexing, "_WRITE_EVERY_S", -1.0)
 
     def stop(done: int, total: int) -> None:
         if done == 3:
@@ -365,7 +366,7 @@ def test_who_is_stopped_while_indexing_goes_on_from_there(
     assert scanned == NAMES[:3]
     scanned.clear()
     assert contents(root, open_index(root, NAMES)) == expected
-    assert scanned == NAMES[2:]
+    assert scanned == NAMES[3:]
 
 
 def test_offsets_that_another_program_wrote_later_are_left_as_they_are(mixed: Any, caplog: Any) -> None:
@@ -416,15 +417,18 @@ def test_a_url_is_an_error_that_says_how_it_is_indexed() -> None:
 def full_below(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     """Disks that are full: a file there can be begun, and no byte of it written."""
 
-    def replace(path: Path, parts: Any, **settings: Any) -> None:
-        def broken() -> Any:
+    @contextlib.contextmanager
+    def replacing(path: Path, **settings: Any) -> Any:
+        with files.replacing(path, **settings) as file:
             if any(folder in path.parents for folder in folders):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            yield from parts
+            yield file
 
-        files.replace_file(path, broken(), **settings)
+    def replace(path: Path, parts: Any, **settings: Any) -> None:
+        with replacing(path, **settings) as file:
+            file.writelines(parts)
 
-    monkeypatch.setattr("savable_pipeline.shards.index_file.replace_file", replace)
+    monkeypatch.setattr("savable_pipeline.shards.index_writer.replacing", replacing)
     monkeypatch.setattr("savable_pipeline.shards.indexing.replace_file", replace)
 
 
@@ -437,7 +441,7 @@ def test_where_the_datasets_disk_is_full_the_index_lies_in_the_users_cache(
     assert open_index(tmp_path / "data", ["a.tar"]).shards[0].samples == 1
     assert "No space left on device; the index cannot be written there" in caplog.text
     assert len(list((tmp_path / "cache").rglob("*.index"))) == 1
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert not [*tmp_path.rglob("*.tmp"), *tmp_path.rglob("*.scanned")]
     full_below(monkeypatch, tmp_path)
     write_tar(tmp_path / "data/b.tar", [("k.txt", b"x")])
     with pytest.raises(ShardError, match=r"no place to write an index: .*No space left.*; .*No space left"):

@@ -431,7 +431,7 @@ def test_other_libraries_or_processors_are_a_warning_and_no_error(
 
 def test_a_fingerprint_is_the_same_after_it_was_packed(shards: Path) -> None:
     here = fingerprint(toy_pipeline(str(shards), sp.Lane()), seed=3, lanes=12)
-    assert unpack_fingerprint(pack_fingerprint(here)) == here
+    assert unpack_fingerprint(pack_fingerprint(here)) == Fingerprint(here.fields, here.environment, here.addresses)
 
 
 def test_a_fingerprint_of_a_thousand_shards_stays_small() -> None:

@@ -135,7 +135,7 @@ def test_a_shard_that_comes_before_the_others_is_named(data: Path) -> None:
         next(made)
         made.close()
         add(data, 0)
-        with pytest.raises(sp.ShardError, match=r"0000\.tar was added or rewritten, and of the 2 .* 0 are not here"):
+        with pytest.raises(sp.ShardError, match=r"other shards than the 2 that this run began with: added: 0000\.tar"):
             next(made)
 
 
@@ -144,7 +144,7 @@ def test_a_worker_names_a_shard_that_comes_before_the_others(data: Path) -> None
     with loader(data, num_workers=1, multiprocessing_context="spawn") as made:
         made.state_dict()
         add(data, 0)
-        with pytest.raises(sp.ShardError, match=r"0000\.tar was added or rewritten"):
+        with pytest.raises(sp.ShardError, match=r"added: 0000\.tar"):
             next(made)
 
 
