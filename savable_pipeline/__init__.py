@@ -34,26 +34,26 @@ if TYPE_CHECKING:
     from savable_pipeline.loader.open_metrics import open_metrics
     from savable_pipeline.loader.savable_loader import SavableLoader
     from savable_pipeline.loader.stateful_dataset import StatefulDataset
+    from savable_pipeline.packing.balance import Balance
+    from savable_pipeline.packing.packer import OnlinePacker
+    from savable_pipeline.readers.arrow_reader import ArrowReader
+    from savable_pipeline.readers.join import Join
+    from savable_pipeline.readers.jsonl_reader import JsonlReader
+    from savable_pipeline.readers.parquet_reader import ParquetReader
+    from savable_pipeline.readers.reader import RecordReader
+    from savable_pipeline.readers.tar_reader import TarShardReader
+    from savable_pipeline.readers.token_reader import TokenReader
     from savable_pipeline.shards.part_types import IMAGE_PARTS
     from savable_pipeline.shards.shard_list import ShardEntry
-    from savable_pipeline.stages.arrow_reader import ArrowReader
-    from savable_pipeline.stages.balance import Balance
     from savable_pipeline.stages.batcher import Batcher
     from savable_pipeline.stages.bucket_batcher import BucketBatcher
     from savable_pipeline.stages.cost import attention_cost
     from savable_pipeline.stages.decoded import Decoded
     from savable_pipeline.stages.encode import Encode
     from savable_pipeline.stages.item_ref import ItemRef, as_ref
-    from savable_pipeline.stages.join import Join
-    from savable_pipeline.stages.jsonl_reader import JsonlReader
-    from savable_pipeline.stages.packer import OnlinePacker
-    from savable_pipeline.stages.parquet_reader import ParquetReader
-    from savable_pipeline.stages.reader import RecordReader
     from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
     from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage
-    from savable_pipeline.stages.tar_reader import TarShardReader
     from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
-    from savable_pipeline.stages.token_reader import TokenReader
     from savable_pipeline.state.state_dict import merge_states
     from savable_pipeline.stores.record_store import RecordStore
 
@@ -116,8 +116,8 @@ __all__ = [
 # Where each name lies: a program imports what it uses, and `savable convert` starts at once.
 _PLACES = {
     "IMAGE_PARTS": "shards.part_types",
-    "ArrowReader": "stages.arrow_reader",
-    "Balance": "stages.balance",
+    "ArrowReader": "readers.arrow_reader",
+    "Balance": "packing.balance",
     "BatchStage": "stages.stage",
     "Batcher": "stages.batcher",
     "Blend": "blending.blend",
@@ -128,14 +128,14 @@ _PLACES = {
     "EncodeError": "errors",
     "ItemRef": "stages.item_ref",
     "ItemStage": "stages.stage",
-    "Join": "stages.join",
-    "JsonlReader": "stages.jsonl_reader",
+    "Join": "readers.join",
+    "JsonlReader": "readers.jsonl_reader",
     "Lane": "core.lane",
     "Mixture": "blending.mixture",
-    "OnlinePacker": "stages.packer",
-    "ParquetReader": "stages.parquet_reader",
+    "OnlinePacker": "packing.packer",
+    "ParquetReader": "readers.parquet_reader",
     "PassThrough": "stages.stage",
-    "RecordReader": "stages.reader",
+    "RecordReader": "readers.reader",
     "RecordStore": "stores.record_store",
     "Ref": "dataset.sample",
     "RemoteError": "errors",
@@ -153,9 +153,9 @@ _PLACES = {
     "Stage": "stages.stage",
     "StateError": "errors",
     "StatefulDataset": "loader.stateful_dataset",
-    "TarShardReader": "stages.tar_reader",
+    "TarShardReader": "readers.tar_reader",
     "TaskEncoder": "stages.task_encoder",
-    "TokenReader": "stages.token_reader",
+    "TokenReader": "readers.token_reader",
     "WorkerError": "errors",
     "as_ref": "stages.item_ref",
     "attention_cost": "stages.cost",

@@ -9,13 +9,13 @@ from typing import Any
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
 from savable_pipeline.dataset.kinds import kind_of
+from savable_pipeline.readers.arrow_reader import ArrowReader
+from savable_pipeline.readers.jsonl_reader import JsonlReader
+from savable_pipeline.readers.parquet_reader import ParquetReader
+from savable_pipeline.readers.reader import RecordReader
+from savable_pipeline.readers.tar_reader import TarShardReader
+from savable_pipeline.readers.token_reader import TokenReader
 from savable_pipeline.shards.paths import Shards
-from savable_pipeline.stages.arrow_reader import ArrowReader
-from savable_pipeline.stages.jsonl_reader import JsonlReader
-from savable_pipeline.stages.parquet_reader import ParquetReader
-from savable_pipeline.stages.reader import RecordReader
-from savable_pipeline.stages.tar_reader import TarShardReader
-from savable_pipeline.stages.token_reader import TokenReader
 
 _READERS: dict[str, Any] = {
     "tar": TarShardReader,

@@ -12,8 +12,8 @@ import msgspec
 
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.dataset.sample import Sample
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.stages.encode import Encode, EncodeCall
-from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 
 

@@ -20,9 +20,9 @@ from savable_pipeline.core.lane import Growth
 from savable_pipeline.dataset.shard_digests import Summary, begin_with, count
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.loader.local_lanes import LocalLanes
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.shards.shard_list import ShardList
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.fingerprint import Fingerprint, FingerprintHere, check_shards, stage_field
 from savable_pipeline.state.lane_state import LaneState, pack_state

@@ -9,9 +9,9 @@ from savable_pipeline.core.lane import Growth, PinnedShards
 from savable_pipeline.dataset.exclude_file import ExcludeFile
 from savable_pipeline.engine.lane_runner import LaneRunner
 from savable_pipeline.engine.messages import Job
+from savable_pipeline.loader.pipeline_hints import log_hints
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.pipeline_hints import log_hints
-from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.lane_state import LaneState
 

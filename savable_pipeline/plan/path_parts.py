@@ -9,12 +9,12 @@ from typing import Any
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.engine.lane_runner import LaneRunner
 from savable_pipeline.loader.settings import LoaderSettings
-from savable_pipeline.stages.balance import Balance
+from savable_pipeline.packing.balance import Balance
+from savable_pipeline.packing.packer import OnlinePacker
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.encode import Encode
-from savable_pipeline.stages.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage
 

@@ -11,10 +11,10 @@ from savable_pipeline.dataset.sample import REF, TAG_SHIFT
 from savable_pipeline.loader.settings import LoaderSettings
 from savable_pipeline.plan.lengths import Lengths
 from savable_pipeline.plan.path_parts import LaneBuilder, PathParts
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.shards.shard_list import Rows
-from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import ItemStage
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.stages.balance import Balance
+from savable_pipeline.packing.balance import Balance
+from savable_pipeline.packing.packer import OnlinePacker
 from savable_pipeline.stages.cost import Cost, Size, waiting_share
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
-from savable_pipeline.stages.packer import OnlinePacker
 from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State
 from savable_pipeline.stages.task_encoder import TaskEncoder
 

@@ -1,1 +1,1 @@
-"""The data path: one stage per file, from `TarShardReader` to `Batcher`, and the protocol they follow."""
+"""The protocol of stages, and those between the readers and the batch: buffers, encoding, batching."""

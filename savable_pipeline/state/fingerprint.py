@@ -17,10 +17,10 @@ from savable_pipeline.core.weights import reduced
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.dataset.shard_digests import begin_with, difference, grouped, kind_of_summary
 from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.readers.join import Join
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.shards.shard_list import ShardList
-from savable_pipeline.stages.join import Join
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.lane_state import decoded, pack_state, unpack_state
 

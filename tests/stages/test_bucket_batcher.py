@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
-from tests.stages.test_packer import Items, Packs
+from tests.packing.test_packer import Items, Packs
 from tests.support.toy_pipelines import ToyEncoder
 
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.stages.dealt_order import DealtOrder
-from savable_pipeline.stages.read_order import EpochOrder, lane_span
+from savable_pipeline.readers.dealt_order import DealtOrder
+from savable_pipeline.readers.read_order import EpochOrder, lane_span
 
 ROW = 1000  # bytes
 

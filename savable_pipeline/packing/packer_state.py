@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from savable_pipeline.packing.packing_policies import Piece
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
-from savable_pipeline.stages.packing_policies import Piece
 
 
 class Placed(msgspec.Struct, array_like=True):

@@ -7,10 +7,10 @@ import os
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.dataset.opening import open_dataset
+from savable_pipeline.readers.reader import RecordReader
+from savable_pipeline.readers.reader_settings import ReaderSettings
 from savable_pipeline.shards.paths import Shards, as_names
 from savable_pipeline.shards.selection import Subset
-from savable_pipeline.stages.reader import RecordReader
-from savable_pipeline.stages.reader_settings import ReaderSettings
 
 
 class TarShardReader(RecordReader):

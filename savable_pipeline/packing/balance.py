@@ -10,7 +10,7 @@ import numpy as np
 
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.balance_rule import PAST, RankRule, Waiting
+from savable_pipeline.packing.balance_rule import PAST, RankRule, Waiting
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes

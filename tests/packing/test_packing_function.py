@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.stages.packing_function import check_groups
+from savable_pipeline.packing.packing_function import check_groups
 from savable_pipeline.testing import assert_exact_resume
-from tests.stages.test_packer import LENGTHS, packer
+from tests.packing.test_packer import LENGTHS, packer
 from tests.support.toy_pipelines import ToyEncoder
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from savable_pipeline.stages.read_order import (
+from savable_pipeline.readers.read_order import (
     EpochOrder,
     batches_span,
     lane_span,

@@ -9,8 +9,8 @@ import numpy as np
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.dataset.dataset import Dataset
+from savable_pipeline.readers.growth import EpochSamples
 from savable_pipeline.shards.shard_list import Rows
-from savable_pipeline.stages.growth import EpochSamples
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.core.lane import Growth
-from savable_pipeline.stages.growth import GrowingSamples
+from savable_pipeline.readers.growth import GrowingSamples
 from tests.support.toy_dataset import NumberDataset, drained, first
 
 SIZES = st.lists(st.integers(0, 30), min_size=3, max_size=9).filter(lambda sizes: sizes[0] > 0)

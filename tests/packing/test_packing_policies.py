@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from savable_pipeline.packing.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.cost import Costing
-from savable_pipeline.stages.packing_policies import OpenPack, Packing, Piece, Policy, make_packing
 
 POLICIES = get_args(Policy)
 SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3)), max_size=80)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from savable_pipeline.stages.read_order import EpochOrder, Positions
+from savable_pipeline.readers.read_order import EpochOrder, Positions
 
 
 class DealtOrder:

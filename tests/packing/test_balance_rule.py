@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
-from savable_pipeline.stages.balance_rule import RankRule, Waiting
+from savable_pipeline.packing.balance_rule import RankRule, Waiting
 
 
 def plainly(key: int, hold: int, costs: list[int]) -> list[int]:

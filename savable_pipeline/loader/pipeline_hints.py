@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import BatchStage, Stage
 

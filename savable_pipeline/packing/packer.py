@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 
 from savable_pipeline.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.packing.packer_state import PackerState, Placed, piece_ref, placed
+from savable_pipeline.packing.packing_function import ByFunction, PackingFunction
+from savable_pipeline.packing.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
-from savable_pipeline.stages.packer_state import PackerState, Placed, piece_ref, placed
-from savable_pipeline.stages.packing_function import ByFunction, PackingFunction
-from savable_pipeline.stages.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.stages.user_function import check_function, function_settings

@@ -17,7 +17,7 @@ def said_of(pipeline: Callable[[sp.Lane], Any], caplog: pytest.LogCaptureFixture
     """What is said of a pipeline in the log, from its loader's first batch on."""
     caplog.clear()
     with (
-        caplog.at_level(logging.INFO, "savable_pipeline.stages.pipeline_hints"),
+        caplog.at_level(logging.INFO, "savable_pipeline.loader.pipeline_hints"),
         sp.SavableLoader(pipeline, seed=0, lanes=1, **settings) as own,
     ):
         next(own)

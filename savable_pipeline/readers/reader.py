@@ -19,13 +19,10 @@ from savable_pipeline.dataset.pinned_shards import pin
 from savable_pipeline.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample, skip_counters
 from savable_pipeline.dataset.shard_digests import summary
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.shards.selection import Subset
-from savable_pipeline.stages.dealt_order import DealtOrder
-from savable_pipeline.stages.excluded_samples import ExcludedSamples, read_exclude_file
-from savable_pipeline.stages.growth import EpochSamples, GrowingSamples
-from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.pass_length import check_epochs, pass_length
-from savable_pipeline.stages.read_order import (
+from savable_pipeline.readers.dealt_order import DealtOrder
+from savable_pipeline.readers.growth import EpochSamples, GrowingSamples
+from savable_pipeline.readers.pass_length import check_epochs, pass_length
+from savable_pipeline.readers.read_order import (
     EpochOrder,
     Positions,
     batches_span,
@@ -33,8 +30,11 @@ from savable_pipeline.stages.read_order import (
     sequential_count,
     sequential_positions,
 )
-from savable_pipeline.stages.reader_settings import ReaderSettings
-from savable_pipeline.stages.row_groups import BLOCK, RowGroups, row_groups
+from savable_pipeline.readers.reader_settings import ReaderSettings
+from savable_pipeline.readers.row_groups import BLOCK, RowGroups, row_groups
+from savable_pipeline.shards.selection import Subset
+from savable_pipeline.stages.excluded_samples import ExcludedSamples, read_exclude_file
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state
 from savable_pipeline.stores.record_store import RecordStore
 

@@ -159,7 +159,7 @@ def test_wrong_settings(data: Path, wrong: dict[str, Any], message: str) -> None
 
 
 def test_keys_made_in_another_way_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("savable_pipeline.stages.join.max_empty_samples", lambda population: 50)
+    monkeypatch.setattr("savable_pipeline.readers.join.max_empty_samples", lambda population: 50)
     write_tar(tmp_path / "0.tar", [("shards/s000001.txt", b"x")])
     with pytest.raises(sp.ShardError, match=r"of 50 samples in a row 'captions' has none, the last with the key"):
         next(sp.Join(reader(data), {"captions": tmp_path}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from savable_pipeline.stages.columnar_reader import ColumnarReader
+from savable_pipeline.readers.columnar_reader import ColumnarReader
 from savable_pipeline.stores.parquet_store import ParquetStore
 
 

@@ -16,7 +16,7 @@ from operator import index
 from typing import Any, TypeAlias
 
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.packing_policies import OpenPack, Packing, Piece
+from savable_pipeline.packing.packing_policies import OpenPack, Packing, Piece
 from savable_pipeline.stages.user_function import function_name
 
 PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]

@@ -8,10 +8,10 @@ from typing import Any
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.dataset.opening import dataset_of
+from savable_pipeline.readers.reader import RecordReader
+from savable_pipeline.readers.reader_settings import ReaderSettings
 from savable_pipeline.shards.paths import Shards, as_names
 from savable_pipeline.shards.selection import Subset
-from savable_pipeline.stages.reader import RecordReader
-from savable_pipeline.stages.reader_settings import ReaderSettings
 from savable_pipeline.stores.jsonl_store import JsonlStore
 
 
