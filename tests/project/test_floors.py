@@ -1,0 +1,17 @@
+"""The page that lists the folders of the library names those that the contract of its floors names, in their order."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_table_of_folders_is_the_contract_of_the_floors() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors = next(each["layers"] for each in contracts if each["type"] == "layers")
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \| ", page.partition("| folder | for |")[2], re.MULTILINE)
+    assert [re.findall(r"`(\w+)`", row) for row in rows[: len(floors)]] == [floor.split(" | ") for floor in floors]
