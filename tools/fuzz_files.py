@@ -25,6 +25,7 @@ from savable_pipeline.shards.energon_metadata import (
     read_split,
     split_names,
 )
+from savable_pipeline.shards.index_file import NUMBERS_BYTES, Header, aligned
 from savable_pipeline.shards.scan import scan
 
 
@@ -47,20 +48,24 @@ def indexes(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[
 
 
 def _changed_index(raw: bytes, draw: random.Random) -> bytes:
+    """An index with one change, and a checksum that says that it is as it was written."""
     length = int.from_bytes(raw[16:24], "little")
-    end = 24 + length + -(24 + length) % 64
-    header, arrays = raw[24 : 24 + length], raw[end:]
+    known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
+    end = aligned(columns + known.shards * NUMBERS_BYTES + known.names)
+    header, shards, rows = raw[24 : 24 + length], raw[columns:end], raw[end:]
     what = draw.random()
-    if what < 0.4:
+    if what < 0.3:
         header = encoded(changed(msgspec.msgpack.decode(header), draw))
-    elif what < 0.7:
+    elif what < 0.5:
         header = changed_bytes(header, draw)
+    elif what < 0.75:
+        shards = changed_bytes(shards, draw)
     else:
-        arrays = changed_bytes(arrays, draw)
+        rows = changed_bytes(rows, draw)
     said = len(header) if draw.random() < 0.95 else draw.choice([0, 7, 2**40, 2**64 - 1])
-    begin = said.to_bytes(8, "little") + header
-    begin += bytes(-(16 + len(begin)) % 64)
-    return raw[:8] + xxh3_64_intdigest(begin).to_bytes(8, "little") + begin + arrays
+    signed = said.to_bytes(8, "little") + header
+    signed += bytes(-(16 + len(signed)) % 64) + shards
+    return raw[:8] + xxh3_64_intdigest(signed).to_bytes(8, "little") + signed + rows
 
 
 def _read_with_index(shards: Path, raw: bytes) -> Callable[[], None]:

@@ -61,7 +61,8 @@ def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Calla
     context.set_forkserver_preload(["savable_pipeline.convert.writer_processes"])
     stop = context.Event()
     done = context.Array("Q", 2)  # samples, bytes
-    with _sigterm_as_exit(), ProcessPoolExecutor(workers, context, _begin_worker, (work, stop, done)) as pool:
+    given = work, dict(os.environ), stop, done
+    with _sigterm_as_exit(), ProcessPoolExecutor(workers, context, _begin_worker, given) as pool:
         waiting = {pool.submit(_write, job) for job in jobs}
         try:
             while waiting:
@@ -103,10 +104,14 @@ _stop: Event
 _done: SynchronizedArray[int]
 
 
-def _begin_worker(work: Path, stop: Event, done: SynchronizedArray[int]) -> None:
-    """Begin a worker: ignore Ctrl-C, which is the parent's, share the folder's lock, and exit when the parent does."""
+def _begin_worker(work: Path, environ: dict[str, str], stop: Event, done: SynchronizedArray[int]) -> None:
+    """Begin a worker: ignore Ctrl-C, which is the parent's, share the folder's lock, and exit when the parent does.
+
+    (It has the parent's `environ`, with credentials: the server that forks it may have begun before they were set.)
+    """
     global _stop, _done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(environ)
     _stop, _done = stop, done
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # open until the process ends
     parent = multiprocessing.parent_process()

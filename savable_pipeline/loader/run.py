@@ -190,7 +190,7 @@ class Run:
         if after.previous is None or after.slot:  # an endless run goes on where its epoch is over
             self.prefetcher.prefetch(after)
         if self._ledger is not None:
-            self._ledger.given(self.position, delivery, self.local.last_stage, self._fingerprint[1])
+            self._ledger.given(self.position, delivery, self.local.last_stage, self._packed_fingerprint)
         self.stats.add(time.perf_counter() - started, delivery)
         self.position = after  # last: a step that fails or is interrupted before has given nothing
         return batch
@@ -214,7 +214,7 @@ class Run:
         if self.position.told:
             self.position = self.position.begun()
         if slots and self._ledger is not None:
-            self._ledger.skipping(self.position, self.local.last_stage, self._fingerprint[1])
+            self._ledger.skipping(self.position, self.local.last_stage, self._packed_fingerprint)
         if self.settings.epoch_slots is not None:
             slots = min(slots, self.position.left_of_epoch(self.settings.epoch_slots))
         over = self.position.previous  # the epoch whose last batch was given, which its iterator has yet to say
@@ -273,7 +273,7 @@ class Run:
         """Raise ValueError for ranks that were others, `CheckpointMismatchError` for ranks that read other shards."""
         self.ranks.check_world()
         if self._asks_ranks and self.ranks.can_talk:
-            check_same_data(self.ranks, self._fingerprint[0])
+            check_same_data(self.ranks, self._fingerprint)
         self._ranks_checked = True
 
     @property
@@ -351,6 +351,7 @@ class Run:
             self._ledger.close()
         self.prefetcher.close()
         self.local.close()
+        self.__dict__.pop("_fingerprint", None)
 
     def __enter__(self) -> Run:
         return self
@@ -367,7 +368,7 @@ class Run:
     def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
         """The state dict at a position where this run was, or `lag` batches before."""
         before = position.before(lag)
-        return before.flat(self._changed_fingerprint if before.changed else self._fingerprint[1])
+        return before.flat(self._changed_fingerprint if before.changed else self._packed_fingerprint)
 
     def global_state(
         self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0
@@ -407,8 +408,8 @@ class Run:
         saved = unpack_fingerprint(state["fingerprint"])
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         allowed = {allow} if isinstance(allow, str) else set(allow)
-        new = NewShards(saved, self._fingerprint[0], self.local) if NEW_SHARDS in allowed else None
-        differing = compare(new.before if new else saved, self._fingerprint[0], allowed - {NEW_SHARDS})
+        new = NewShards(saved, self._fingerprint, self.local) if NEW_SHARDS in allowed else None
+        differing = compare(new.before if new else saved, self._fingerprint, allowed - {NEW_SHARDS})
         state = new.join(state) if new else state
         lanes = read_lanes(state, self.position.lanes)
         loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=self.settings.pad)
@@ -426,15 +427,19 @@ class Run:
         self.position = loaded.with_changes() if changed or (differing and state["slot"]) else loaded
 
     @cached_property
-    def _fingerprint(self) -> tuple[FingerprintHere, bytes]:
-        """What a state must agree on, and the same as bytes."""
-        found = fingerprint(self.local.last_stage, seed=self.settings.seed, lanes=self.settings.lanes)
-        return found, pack_fingerprint(found)
+    def _fingerprint(self) -> FingerprintHere:
+        """What a state must agree on. It holds the index of the shards open."""
+        return fingerprint(self.local.last_stage, seed=self.settings.seed, lanes=self.settings.lanes)
+
+    @cached_property
+    def _packed_fingerprint(self) -> bytes:
+        """The same as bytes."""
+        return pack_fingerprint(self._fingerprint)
 
     @cached_property
     def _changed_fingerprint(self) -> bytes:
         """The same in an epoch that was begun with other settings."""
-        found = self._fingerprint[0]
+        found = self._fingerprint
         return pack_fingerprint(replace(found, environment={**found.environment, _CHANGED: "yes"}))
 
     def trace(self, lag: int = 0) -> Trace:

@@ -29,6 +29,7 @@ NOT_RUN = {
     "docs/many-machines.md": 3,
     "docs/model-parallel.md": 1,
     "docs/operations.md": 1,
+    "docs/read-in-place.md": 1,
     "docs/several-machines.md": 2,
     "docs/trainers/accelerate.md": 1,
     "docs/trainers/composer.md": 1,

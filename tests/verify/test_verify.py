@@ -88,6 +88,7 @@ def test_of_an_image_there_is_a_picture_of_both_and_their_difference(folder: Pat
 
 
 def test_a_loader_that_cannot_run_is_an_error_of_one_line(folder: Path) -> None:
+    (folder / "gone").mkdir()  # for pictures; there are no shards
     done = run(folder / "gone", "tests.support.toy_impure:good")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no such shard or folder" in done.stderr.splitlines()[-1]
