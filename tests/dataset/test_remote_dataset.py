@@ -491,8 +491,9 @@ def test_a_disk_without_room_for_the_flags_of_a_cache_is_an_error(
 
 
 def test_a_process_killed_in_the_middle_of_fetching_leaves_nothing_broken(
-    server: ToyServer, expected: list[Any]
+    server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SAVABLE_RETRY_S", "4")
     for kill_at in (6, 12):
         loader = loader_of(f"{server.url}/shards/", num_workers=2, cache_bytes=200_000)
         seen = server.requests

@@ -196,11 +196,22 @@ class Interrupt:
         return frame.f_code.co_filename == device.__file__ and line == "return batch"
 
 
-@pytest.mark.parametrize("name,before", [("endless", 0), ("endless", 2), ("with a length", 12), ("evaluation", 2)])
-def test_an_interrupt_at_any_line_loses_no_batch_and_gives_none_twice(shards: str, name: str, before: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "before", "every"),
+    [
+        ("endless", 0, 4),
+        pytest.param("endless", 0, 1, marks=pytest.mark.long),
+        pytest.param("endless", 2, 1, marks=pytest.mark.long),
+        ("with a length", 12, 1),
+        ("evaluation", 2, 1),
+    ],
+)
+def test_an_interrupt_at_any_line_loses_no_batch_and_gives_none_twice(
+    shards: str, name: str, before: int, every: int
+) -> None:
     make = streams(shards)[name]
     expected = take(make(), before + 3)
-    for at in range(1, 1000):
+    for at in range(1, 1000, every):
         ahead, resumed = OnDevice(make(), "cpu"), make()
         assert take(ahead, before) == expected[:before]
         interrupt = Interrupt(at)
