@@ -71,7 +71,7 @@ main_folder()
         ),
         (UNDER_THE_GUARD, "forkserver", "cannot import the pipeline: AttributeError: Can't get attribute 'pipeline'"),
         (FAILS_AGAIN, "spawn", "FileExistsError: [Errno 17]"),
-        (FAILS_AGAIN, "forkserver", "FileExistsError: [Errno 17]"),
+        pytest.param(FAILS_AGAIN, "forkserver", "FileExistsError: [Errno 17]", marks=pytest.mark.long),
         pytest.param(ENDS_ITSELF, "spawn", "SystemExit: no folder given", marks=pytest.mark.long),
     ],
     ids=[
