@@ -43,7 +43,6 @@ class ColumnarStore(FileStore):
         self._me = object()  # in the cache's keys: a number could be another store's, later
         self.awaited = AwaitedRows()
         self._last: tuple[int, int, Any, int] = -1, 0, None, 0  # shard, row, rows and place of the row found last
-        self._firsts = np.cumsum([0, *(entry.samples for entry in self.entries)])
         self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
         if columns is not None or key is not None:
             self._check_columns_of_first()
@@ -147,9 +146,9 @@ class ColumnarStore(FileStore):
         super().prefetch(indices)
         if self.row_groups(0) is None:
             return
-        shards = np.searchsorted(self._firsts, indices, side="right") - 1
+        shards = np.searchsorted(self.firsts, indices, side="right") - 1
         for shard in np.unique(shards).tolist():
-            rows = indices[shards == shard] - self._firsts[shard]
+            rows = indices[shards == shard] - self.firsts[shard]
             self.awaited.announce(shard, rows, self.group_ends(shard))
 
     def _decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
