@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import signal
@@ -21,6 +22,25 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 MakeShards = Callable[..., Path]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage goes through it again, here or in a forked process."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end of the process all of it is garbage."""
+    gc.unfreeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each process runs tests that follow each other, so that what a file's tests share is made once, not by each."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:

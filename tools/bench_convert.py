@@ -52,10 +52,16 @@ def pairs(folder: Path) -> Iterator[tuple[str, bytes, str]]:
         yield path.stem, path.read_bytes(), path.with_suffix(".txt").read_text()
 
 
-def ours(source: Path, target: Path) -> None:
+def ours(source: Path, target: Path, *options: str) -> None:
     from savable_pipeline.cli.main import app
 
-    app(["convert", "--workers", "1", str(source), str(target)], prog_name="savable", standalone_mode=False)
+    words = ["convert", "--workers", "1", *options, str(source), str(target)]
+    app(words, prog_name="savable", standalone_mode=False)
+
+
+def unchecked(source: Path, target: Path) -> None:
+    """As the other writers, which take images as they are."""
+    ours(source, target, "--no-check-images")
 
 
 def tar_writer(source: Path, target: Path) -> None:
@@ -99,6 +105,7 @@ def hugging_face(source: Path, target: Path) -> None:
 
 WRITERS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "ours": ("savable convert", ours),
+    "unchecked": ("the same, --no-check-images", unchecked),
     "tar": ("webdataset's ShardWriter", tar_writer),
     "litdata": ("LitData's optimize", litdata),
     "mds": ("Mosaic's MDSWriter", mds),

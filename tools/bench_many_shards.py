@@ -3,6 +3,7 @@
     python tools/bench_many_shards.py                            1,000 to 1,000,000 shards of 1,000 samples, then 2.
     python tools/bench_many_shards.py open --shards 1000000      only these; --rounds 5
     python tools/bench_many_shards.py write --shards 100000      an index of 10**8 samples: time and memory
+    python tools/bench_many_shards.py remote --shards 1000000    behind a web server of this machine, an empty cache
     python tools/bench_many_shards.py ranks                      16,384 ranks, on paper
 
 The shards are empty files of the right size, 1,000 a folder. Their index is written straight, its rows a hole: nothing
@@ -28,6 +29,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the server of the tests
 
 COUNTS = [1_000, 10_000, 100_000, 1_000_000]
 SAMPLES = 1_000  # of a shard
@@ -60,11 +63,14 @@ def shard_name(shard: int) -> str:
 def make_dataset(root: Path, shards: int) -> None:
     """Empty files, with an index that says they hold samples of one part."""
     from savable_pipeline.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.shards.index_file import check_of
     from savable_pipeline.shards.index_writer import Columns, index_begin
     from savable_pipeline.shards.shard_list import ShardEntry
 
     columns, draw = Columns(), np.random.default_rng(0)
-    for shard, (digest, check) in enumerate(draw.integers(0, 1 << 63, (shards, 2)).tolist()):
+    zeros = np.zeros(SAMPLES, "<u8")
+    check = check_of(zeros, zeros, zeros)  # of rows that are a hole
+    for shard, digest in enumerate(draw.integers(0, 1 << 63, shards).tolist()):
         path = root / shard_name(shard)
         if not shard % IN_FOLDER:
             path.parent.mkdir(parents=True)
@@ -78,7 +84,7 @@ def make_dataset(root: Path, shards: int) -> None:
     os.truncate(root / INDEX_NAME, len(begin) + shards * SAMPLES * 8 + sizes + -sizes % 8)
 
 
-def open_one(root: Path) -> Numbers:
+def open_one(root: str) -> Numbers:
     """Opens a dataset in this process."""
     import savable_pipeline as sp
 
@@ -119,7 +125,7 @@ def write_one(folder: Path, shards: int) -> Numbers:
     return {"write": time.perf_counter() - began, "memory": peak() - before}
 
 
-def in_a_process(what: str, folder: Path, shards: int = 0) -> Numbers:
+def in_a_process(what: str, folder: Path | str, shards: int = 0) -> Numbers:
     """What this program finds, called for one round."""
     words = [sys.executable, __file__, what, "--shards", str(shards), "--one", str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -155,6 +161,33 @@ def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
     console.print(table)
 
 
+def bench_remote(counts: list[int], rounds: int, folder: Path) -> None:
+    """Each round begins with an empty cache; "next open" finds in it what the first has fetched."""
+    from savable_pipeline.shards.energon_metadata import INDEX_NAME
+    from tests.support.toy_server import serving
+
+    columns = ("index", "open", "first refs", "fetched of it", "next open", "memory")
+    table = Table("shards", *columns, title="behind a web server", title_justify="left")
+    for shards in counts:
+        make_dataset(folder / str(shards), shards)
+        size = (folder / str(shards) / INDEX_NAME).stat().st_size
+        rows: list[Numbers] = []
+        with serving(folder) as server:
+            for i in range(rounds):
+                os.environ["SAVABLE_CACHE"] = str(folder / f"cache{shards}_{i}")
+                before = server.sent(INDEX_NAME)
+                first = in_a_process("remote", f"{server.url}/{shards}/")
+                sent = server.sent(INDEX_NAME) - before
+                for changed in folder.glob("cache*/*/changed"):
+                    changed.unlink()  # shards of no samples, which the first one has begun to fetch
+                again = in_a_process("remote", f"{server.url}/{shards}/")
+                rows.append({**first, "fetched of it": sent, "next open": again["open"]})
+        times = {name: [row[name] for row in rows] for name in columns[1:]}
+        cells = [f"{times[name][0] / 1e6:,.1f} MB" if "fetched" in name else shown(name, times[name]) for name in times]
+        table.add_row(f"{shards:,}", f"{size / 1e6:,.1f} MB", *cells)
+    console.print(table)
+
+
 def bench_write(counts: list[int], rounds: int, folder: Path) -> None:
     table = Table("shards", "samples", "write", "memory", title="an index, least (median)", title_justify="left")
     for shards in counts:
@@ -177,15 +210,16 @@ def bench_ranks(counts: list[int], rounds: int, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benches = {"open": bench_open, "write": bench_write, "ranks": bench_ranks}
+    benches = {"open": bench_open, "write": bench_write, "remote": bench_remote, "ranks": bench_ranks}
     parser.add_argument("what", nargs="*", default=["open", "ranks"], choices=[*benches, []])
     parser.add_argument("--shards", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path.cwd())
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        one = open_one(arguments.one) if "open" in arguments.what else write_one(arguments.one, arguments.shards[0])
+        writes = "write" in arguments.what
+        one = write_one(Path(arguments.one), arguments.shards[0]) if writes else open_one(arguments.one)
         print(json.dumps(one))
         return
     for what in arguments.what:

@@ -51,7 +51,7 @@ def main() -> None:
             "starts": lambda: starts(shards, {"fork": 50, "spawn": 4} if quick else {"fork": 1000, "spawn": 50}),
             "trainer": lambda: trainer(shards, folder / "trainer", 8 if quick else 100),
             "losses": lambda: losses(shards, folder / "losses"),
-            "elastic": lambda: elastic(shards, folder / "elastic", cuts=4 if quick else 20, kills=2 if quick else 10),
+            "elastic": lambda: elastic(shards, folder / "elastic", cuts=4 if quick else 20, kills=2 if quick else 50),
             "fuzz": lambda: fuzz(folder / "fuzz", 500 if quick else 20_000),
         }
         for proof in args.proofs or PROOFS:

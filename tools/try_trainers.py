@@ -31,13 +31,14 @@ ENVIRONMENTS = {
     "fabric": [".[lightning]"],
     "lightning": [".[lightning]"],
     "hf": [".[hf]"],
+    "trl": [".[hf]", "trl"],
     "deepspeed": [".[deepspeed]"],
     "torchtitan": [".[torchtitan]"],
     "megatron": [".", "megatron-core>=0.16"],
     "composer": [".[composer]"],
 }
 REFUSALS = "what it refuses"  # tests/trainers/refusals, for those that have a file there
-_TESTS = ["pytest", "hypothesis"]  # what the tests' own modules import
+_TESTS = ["pytest", "pytest-timeout", "hypothesis"]  # what the tests' own modules import, and a limit of their time
 
 
 def environment(trainer: str, folder: Path) -> str:

@@ -102,7 +102,7 @@ def _find(shards: Shards) -> _Dataset:
         found, metadata, indexed = look_up(shards) if form is None else look_up_files(shards, form)
         folder = isinstance(shards, str) and shards.rstrip("/") == found.root
         task = _CHECK_REMOTE if form is None else _CHECK_REMOTE_FILE
-        return _Dataset(found.root, found.names, folder, metadata, indexed, task)
+        return _Dataset(found.root, list(found.names), folder, metadata, indexed, task)
     problems: list[Problem] = []
     root, names = find_shards(
         shards if form is None else data_files(shards),

@@ -21,9 +21,10 @@ from savable_pipeline.convert.sources import WORDS
 
 def convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="SRC", help="Folder of files, .jsonl, .json, .csv, MDS, LitData, Parquet, Arrow, or tars."
+            metavar="SRC",
+            help="Folder of files, .jsonl, .json, .csv, MDS, LitData, Parquet, Arrow, or tars; or a URL of some.",
         ),
     ],
     target: Annotated[
@@ -89,8 +90,11 @@ def convert(
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
     stopped, the same command goes on with it, and ends with the same bytes.
 
-    With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must be storage
-    that all nodes share, or DST a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
+    SRC may lie behind a URL (s3, gs, az, http): JSONL, JSON and CSV, tars, Parquet and Arrow. It is read through the
+    cache (SAVABLE_CACHE).
+
+    With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must each be
+    storage that all nodes share, or a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
     """
     with errors_as_lines():
         if no_files and file_field:

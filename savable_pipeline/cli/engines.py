@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 if TYPE_CHECKING:
-    from savable_pipeline.convert.engine import Engine
+    from savable_pipeline.core.job_engine import Engine
 
 ENGINES = ("local", "ray")
 EngineOption: TypeAlias = Annotated[

@@ -66,24 +66,28 @@ def index(
 
     What the parts of sp.ShardWriter wrote is joined, without reading the shards again.
 
-    With --engine ray the nodes of a Ray cluster read, each shard a task; PATH must be storage that all nodes share.
+    With --engine ray the nodes of a Ray cluster read, each shard a task. PATH must be storage that all nodes share, or
+    a URL: then each node downloads what it reads, and keeps none of it.
     """
     from savable_pipeline.convert.describe import describe_indexed, is_written
     from savable_pipeline.convert.elsewhere import each_shard_by
     from savable_pipeline.dataset.kinds import format_of
     from savable_pipeline.remote.remote_index import index_remote
     from savable_pipeline.remote.urls import is_remote
+    from savable_pipeline.stores.remote_indexing import index_remote_files
 
     with errors_as_lines():
         with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
-            if is_remote(path) and cluster is not None:
-                raise ValueError(f"{path}: a URL: --engine {engine} indexes storage that all nodes share")
-            if is_remote(path) and format_of(path) is None:
-                place, faults = index_remote(path, progress)
+            if is_remote(path):
+                form = format_of(path)
+                if form is None:
+                    place, faults = index_remote(path, progress, cluster)
+                else:
+                    place, faults = index_remote_files(path, form, progress, cluster)
             else:
                 each = None if cluster is None else each_shard_by(cluster)
                 place, faults = _index_files(path, workers, each, progress)
-                if not is_remote(path) and is_written(Path(path)) and not faults:
+                if is_written(Path(path)) and not faults:
                     describe_indexed(Path(path), place)
         print_index(out, place, faults)
     if faults:
@@ -93,7 +97,7 @@ def index(
 def _index_files(
     path: str, workers: int | None, each: EachShard | None, progress: Callable[[int, int], None]
 ) -> tuple[Path, list[ShardEntry]]:
-    """Index files of whichever kind, unless they are tars behind a URL; see `index`."""
+    """Index files of whichever kind on a disk; see `index`."""
     from savable_pipeline.dataset.kinds import format_of
     from savable_pipeline.shards.indexing import index_shards
     from savable_pipeline.stores.file_indexing import index_files

@@ -50,7 +50,7 @@ def _changed(tar: Path, plan: Plan, shard: PlannedShard, moved: bool, mirror: Mi
         for sample in samples:
             yield from _mended(sample, plan.input.reader.read(sample), plan.options.check_images)
         return
-    suspects = _suspects(samples, Path(plan.input.root), tar, moved)
+    suspects = _suspects(samples, plan.input.root, tar, moved)
     if not suspects:
         return
     if mirror is not None:
@@ -68,15 +68,22 @@ def _changed(tar: Path, plan: Plan, shard: PlannedShard, moved: bool, mirror: Mi
         os.close(fd)
 
 
-def _suspects(samples: list[Files], root: Path, tar: Path, moved: bool) -> list[Files]:
-    """The samples with a file that may have been changed since the shard was written."""
+def _suspects(samples: list[Files], root: str, tar: Path, moved: bool) -> list[Files]:
+    """The samples with a file that may have been changed since the shard was written.
+
+    (Of what lies behind a URL the place has the stamps: it is `moved` then.)
+    """
+    behind_url = "://" in root
 
     @functools.cache
     def newer(path: str) -> bool:
         folder = "" if path.startswith("/") else path.rpartition("/")[0]
-        return is_newer(root / path, tar) or (bool(folder) and newer(folder))
+        return is_newer(Path(root, path), tar) or (bool(folder) and newer(folder))
 
-    return [sample for sample in samples if any(moved or newer(part.path) for part in _whole_files(sample))]
+    def may_have_changed(path: str) -> bool:
+        return moved or (not behind_url and newer(path))
+
+    return [sample for sample in samples if any(may_have_changed(part.path) for part in _whole_files(sample))]
 
 
 def _members(fd: int, extent: Extent) -> dict[str, bytes]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from savable_pipeline.convert.source_file import name_of, open_source
+
 _CHUNK = 1 << 17
 ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 
@@ -21,9 +23,12 @@ class DamagedError(Exception):
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file to read the content of `path` from. Raises `DamagedError` in the block, ValueError without zstandard."""
-    with _opener(path) as file, _damage_told():
+def opened(path: Path | str) -> Iterator[IO[bytes]]:
+    """A file to read the content of `path` from, or of a URL.
+
+    Raises `DamagedError` in the block, ValueError without zstandard; of a URL `ShardError`, `RemoteError`.
+    """
+    with open_source(path) as packed, _opener(name_of(path), packed) as file, _damage_told():
         yield file
 
 
@@ -52,17 +57,17 @@ def _damage_told() -> Iterator[None]:
         raise DamagedError(str(error)) from error
 
 
-def _opener(path: Path) -> Any:
-    name = path.name.lower()
+def _opener(name: str, packed: BinaryIO) -> Any:
+    name = name.lower()
     if name.endswith((".gz", ".tgz")):
-        return gzip.GzipFile(path)
+        return gzip.GzipFile(fileobj=packed)
     if name.endswith(".bz2"):
-        return bz2.BZ2File(path)
+        return bz2.BZ2File(packed)
     if name.endswith(".xz"):
-        return lzma.LZMAFile(path)
+        return lzma.LZMAFile(packed)
     if name.endswith(".zst"):
-        return _zstd_file(path.open("rb"))
-    return path.open("rb")
+        return _zstd_file(packed)
+    return packed
 
 
 def _zstd_file(packed: BinaryIO) -> BinaryIO:

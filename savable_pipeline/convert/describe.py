@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from savable_pipeline.convert.energon import energon_files
+from savable_pipeline.convert.shard_job import room_on
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.shards.energon_metadata import META
+from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
 from savable_pipeline.shards.index_file import ShardIndex
-from savable_pipeline.shards.indexing import WRITTEN, index_shards
+from savable_pipeline.shards.indexing import WRITTEN, index_shards, write_tar_idx
+from savable_pipeline.shards.scan import scan
 
 
 def describe(folder: Path) -> ShardIndex:
-    """Index the shards that are new, and write Energon's files beside the index. Raises `ShardError`, OSError."""
-    place, _ = index_shards(folder)
-    return describe_indexed(folder, place)
+    """Index the shards that are new, and write Energon's files beside the index.
+
+    Raises `ShardError`, OSError, and `SavableError` if the index has no room beside the shards.
+    """
+    with room_on(folder):
+        for stale in folder.rglob("*.tar.idx.*.tmp"):  # of a process that was killed: nobody else writes here
+            stale.unlink(missing_ok=True)
+        place, _ = index_shards(folder)
+        if place.resolve() != (folder / INDEX_NAME).resolve():  # but in this user's cache, where others do not look
+            raise OSError(errno.ENOSPC, f"no room for {INDEX_NAME}")
+        index = describe_indexed(folder, place)
+        for entry in index.shards:
+            offsets = folder / f"{entry.name}.idx"
+            if not entry.fault and not offsets.exists():  # the disk was full when it was indexed
+                write_tar_idx(folder / entry.name, scan(folder, entry.name))
+                if not offsets.exists():
+                    raise OSError(errno.ENOSPC, f"no room for {offsets.name}")
+        return index
 
 
 def describe_indexed(folder: Path, index_path: Path) -> ShardIndex:

@@ -20,9 +20,10 @@ from uuid import uuid4
 
 import msgspec
 
-from savable_pipeline.convert.engine import Engine
+from savable_pipeline.convert.remote_part import close_part
 from savable_pipeline.convert.shard_job import Job, Written, make_hole, read_written, write_shard
 from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.processes import Answer, EachShard, Task, do
 
@@ -37,7 +38,7 @@ def write_elsewhere(engine: Engine, jobs: list[Job], work: Path, progress: Calla
     done, size = 0, 0
     with (
         attempts_in(work) as aside,
-        closing(engine.each(attempt, [replace(job, aside=aside) for job in jobs])) as finished,
+        closing(engine.each(attempt, (_sent(job, aside) for job in jobs))) as finished,
     ):
         for job, made in finished:
             if job.bucket is None:
@@ -47,6 +48,10 @@ def write_elsewhere(engine: Engine, jobs: list[Job], work: Path, progress: Calla
             done += len(job.samples)
             size += sum(part.size for sample in job.samples for part in sample.parts)
             progress(done, size)
+
+
+def _sent(job: Job, aside: Path) -> Job:
+    return replace(job, aside=aside, reader=job.reader.elsewhere(job.samples))
 
 
 @contextmanager
@@ -80,6 +85,7 @@ def attempt(job: Job) -> Made:
         written = write_shard(replace(job, target=own, work=own, aside=own), lambda sample_bytes: None)
         return Made(written, (own / f"{job.name}.index").read_bytes() if written.samples else b"")
     finally:
+        close_part()
         shutil.rmtree(own, ignore_errors=True)
 
 

@@ -1,37 +1,57 @@
-"""Reads samples whose parts are files, or stretches of files."""
+"""Reads samples whose parts are files, or stretches of a file of records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from savable_pipeline.convert.model import Files, Part
-from savable_pipeline.errors import SavableError
+from savable_pipeline.convert.model import Files, Part, SampleReader
+from savable_pipeline.convert.source_file import object_at, stamp_of
+from savable_pipeline.convert.stretches import RecordFile, changed
 
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """A `SampleReader` of files below `root`."""
+    """A `SampleReader` of files below `root`, and of stretches of `records`, or of the object `url` with this stamp."""
 
     root: str
+    records: RecordFile | None = None
+    url: str = ""
+    stamp: str = ""
+
+    def expect(self, samples: list[Files]) -> None:
+        """See `SampleReader.expect`."""
+        parts = [part for sample in samples for part in sample.parts]
+        stretches = [(part.offset, part.size) for part in parts if self.url and part.offset is not None]
+        if stretches:
+            object_at(self.url, self.stamp).expect(stretches)
+
+    def elsewhere(self, samples: list[Files]) -> FileReader:
+        """See `SampleReader.elsewhere`."""
+        return self
 
     def read(self, sample: Files) -> dict[str, bytes]:
-        """The parts of a sample by extension. Raises `SavableError` for a file of another size than planned."""
+        """The parts of a sample by extension. Raises `SavableError` for files that are not as planned.
+
+        Files of another size than planned are not, and records that were written since.
+        """
         return {part.extension: self._read(part) for part in sample.parts}
 
     def _read(self, part: Part) -> bytes:
+        if part.offset is not None and self.url:
+            return object_at(self.url, self.stamp).read(part.offset, part.size)
+        if part.offset is not None:
+            assert self.records is not None, part.path
+            return self.records.content().part(part.offset, part.size).read()
         path = Path(self.root, part.path)
         with path.open("rb", buffering=0) as file:
-            file.seek(part.offset or 0)
-            data = file.read() if part.offset is None else file.read(part.size)
+            data = file.read()
         if len(data) != part.size:
             raise changed(path, f"expected {part.size} bytes, found {len(data)}")
         return data
 
 
-def changed(path: Path, found: str) -> SavableError:
-    """The error for a file that is not what the plan was made from."""
-    return SavableError(
-        f"{path}: {found}: it changed while it was converted; leave the input as it is while converting, and convert "
-        "into another folder"
-    )
+def records_behind(url: str, reader: SampleReader) -> FileReader:
+    """The reader of records that were copied to a URL, for machines that do not see their file."""
+    assert isinstance(reader, FileReader), reader
+    return replace(reader, records=None, url=url, stamp=stamp_of(url))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,18 @@ def look_into(folder: Path) -> FolderMarks:
     saved = (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     marks.saved_to_disk = saved or (folder / "dataset_dict.json").is_file()
     marks.hub = any((folder / name).exists() for name in (".gitattributes", ".cache/huggingface", ".huggingface"))
+    add_names(marks, _files_below(folder))
+    indexes = [name for name in marks.names if name.endswith("/index.json") and index_format(folder / name)]
+    marks.below = [name.removesuffix("/index.json") for name in indexes]
+    return marks
+
+
+def add_names(marks: FolderMarks, names: Iterable[str]) -> None:
+    """Add the files with these names to the marks of a folder, or of what lies below a URL."""
     groups: dict[str, list[str]] = {}
-    for name in sorted(_files_below(folder)):
+    for name in sorted(names):
         marks.names.append(name)
         marks.suffixes[os.path.splitext(name)[1].lower()] += 1  # noqa: PTH122  # a Path per name is slow
-        if name.endswith("/index.json") and index_format(folder / name):
-            marks.below.append(name.removesuffix("/index.json"))
         here, _, base = name.rpartition("/")
         groups.setdefault(f"{here}/{base.partition('.')[0]}", []).append(name)
     marks.lone = [names[0] for names in groups.values() if len(names) == 1]
@@ -83,7 +89,6 @@ def look_into(folder: Path) -> FolderMarks:
     marks.token_files = [
         names[1] for names in groups.values() if [name.rpartition(".")[2] for name in names] == ["bin", "idx"]
     ]
-    return marks
 
 
 def _beside_tars(name: str, group: list[str]) -> bool:

@@ -12,11 +12,13 @@ import msgspec
 
 from savable_pipeline.convert.jsonl import BOM, Lines, read_records
 from savable_pipeline.convert.model import Input
+from savable_pipeline.convert.source_file import open_source
 
 
 def read_json_array(lines: Lines) -> Input:
     """The samples of a file that holds one list. Raises OSError, and ValueError if it is not one to its end."""
-    data = lines.path.read_bytes()
+    with open_source(lines.path) as file:
+        data = file.read()
     found = read_records(lines, _elements(lines.name, data))
     found.digest = hashlib.sha256(data).hexdigest()
     return found

@@ -21,6 +21,8 @@ from savable_pipeline.convert.file_reader import FileReader
 from savable_pipeline.convert.folder import add_sample
 from savable_pipeline.convert.model import Input, Options, Part, Reject
 from savable_pipeline.convert.names import outside, printable
+from savable_pipeline.convert.source_file import open_source, stamp_of
+from savable_pipeline.convert.stretches import RecordFile
 from savable_pipeline.core.wording import human_bytes
 
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
@@ -43,9 +45,10 @@ class _FaultError(Exception):
 class Lines:
     """Where records lie, and how they are read."""
 
-    path: Path  # of the file that holds them
+    path: Path | str  # of the file that holds them, or its URL
+    file: RecordFile | None  # the same, as it was before it was read; None behind a URL
     name: str  # by which rejects call that file
-    root: str  # a real path: of the files that fields name
+    root: str  # a real path: of the files that fields name; "" where there can be none
     options: Options
     fields: list[tuple[str, str]]  # name in the object, name of the part or ""
     keys: dict[str, int]  # seen so far, with their lines; only with a key field: the numbers of lines are unique
@@ -55,27 +58,35 @@ class Lines:
         """The line at which a record begins, counted from 1 as the records are."""
         return number if self.begins is None else self.begins[number - 1]
 
+    @property
+    def address(self) -> str:
+        """The file that holds the records, as parts name it."""
+        return str(self.path.absolute()) if isinstance(self.path, Path) else self.path
+
     def place(self, number: int) -> str:
         """A record as rejects name it: file and line."""
         return f"{self.name}:{self.line(number)}"
 
 
 def lines_of(
-    path: Path,
+    path: Path | str,
     name: str,
-    root: Path,
+    root: Path | None,
     options: Options,
     fields: Iterable[str] | None = None,
     begins: Sequence[int] | None = None,
 ) -> Lines:
     """The settings for reading the records in `path`, which rejects call `name`; `fields` name files.
 
-    (None: those of the options, or the usual ones.)
+    (None: those of the options, or the usual ones.) Raises OSError.
     """
     if fields is None:
         fields = FILE_FIELDS if options.file_fields is None else options.file_fields
     pairs = [field.partition("=") for field in fields]
-    return Lines(path, name, os.path.realpath(root), options, [(field, part) for field, _, part in pairs], {}, begins)
+    named = [(field, part) for field, _, part in pairs]
+    real = "" if root is None else os.path.realpath(root)
+    file = RecordFile.at(path.absolute()) if isinstance(path, Path) else None
+    return Lines(path, file, name, real, options, named, {}, begins)
 
 
 def read_jsonl(lines: Lines) -> Input:
@@ -88,7 +99,9 @@ def read_jsonl(lines: Lines) -> Input:
 
 def read_records(lines: Lines, records: Iterable[tuple[int, bytes, int]]) -> Input:
     """The samples of records: number, JSON, and where it begins in the file."""
-    found = Input(lines.root, FileReader(lines.root))
+    found = Input(lines.root, FileReader(lines.root, lines.file))
+    if isinstance(lines.path, str):
+        found.reader = FileReader(lines.root, None, lines.path, stamp_of(lines.path))
     texts = set(TEXT_FIELDS)
     for number, raw, start in records:
         texts &= _add_line(found, lines, number, raw, start)
@@ -98,10 +111,10 @@ def read_records(lines: Lines, records: Iterable[tuple[int, bytes, int]]) -> Inp
     return found
 
 
-def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[int, bytes, int]]:
+def _lines(path: Path | str, update: Callable[[bytes], None]) -> Iterator[tuple[int, bytes, int]]:
     """The lines that are not blank, each with its number and offset; `update` is given every byte."""
     offset = 0
-    with path.open("rb") as file:
+    with open_source(path) as file:
         for number, line in enumerate(file, 1):
             update(line)
             mark = len(BOM) if number == 1 and line.startswith(BOM) else 0
@@ -154,7 +167,7 @@ def _add_line(found: Input, lines: Lines, number: int, raw: bytes, start: int) -
         return set(TEXT_FIELDS)
     body = raw.strip()
     offset = start + len(raw) - len(raw.lstrip())
-    parts.append((Part("json", str(lines.path.absolute()), len(body), offset), ""))
+    parts.append((Part("json", lines.address, len(body), offset), ""))
     if not add_sample(found, key, sorted(parts, key=lambda pair: pair[0].extension)):
         found.rejected[-1] = _at_line(found.rejected[-1], lines, number)
         return set(TEXT_FIELDS)
@@ -165,7 +178,7 @@ def _add_line(found: Input, lines: Lines, number: int, raw: bytes, start: int) -
 
 def _at_line(reject: Reject, lines: Lines, number: int) -> Reject:
     """The same reject with its line in the place of the file, which may be right for another line."""
-    detail = reject.detail if reject.file == str(lines.path.absolute()) else f"{reject.file}: {reject.detail}"
+    detail = reject.detail if reject.file == lines.address else f"{reject.file}: {reject.detail}"
     return Reject(lines.place(number), reject.key, reject.reason, detail.removesuffix(": "))
 
 
@@ -211,6 +224,11 @@ def _file_part(lines: Lines, field: str, name: str, prefix: str) -> tuple[Part, 
     where = f"the field {field!r} names {name[:200]!r}"
     if is_url(name):
         raise _FaultError(f"{_URL}: {where}")
+    if not lines.root:
+        raise ValueError(
+            f"{lines.name}: {where}, and files beside a URL are not read: copy them to a disk and give --files-from "
+            "FOLDER; with --no-files the fields stay what they are, text"
+        )
     path = PurePosixPath(name)
     if len(path.suffix) < 2:
         raise _FaultError(f"no extension: {where}")

@@ -1,9 +1,9 @@
-"""Reading the chunks of LitData: index.json names them, and the format of each leaf of an item; each item is
+"""Reading LitData: index.json names the chunks, and the format of each leaf of an item; each item is
 
     size uint32, of each leaf │ leaf │ leaf │ …
 
 `data_spec` says which leaf has which place in the dicts and lists of an item. Formats of pickles are refused:
-unpickling runs what the data name.
+unpickling runs what the data name. How the items lie in a chunk: `litdata_chunks`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.convert.fields import Blob, Value, array, pixels, raw, scalar, several
+from savable_pipeline.convert.litdata_chunks import items_of
 from savable_pipeline.convert.litdata_json import loads
 from savable_pipeline.convert.model import Input, Options
-from savable_pipeline.convert.records import Numbered, read_numbered
+from savable_pipeline.convert.records import read_numbered
 from savable_pipeline.convert.stretches import RecordError, RecordFile, Stretch
 from savable_pipeline.shards.paths import is_inside
 
@@ -48,7 +49,7 @@ _TORCH = {
     19: "?",
     20: "u2",
 }
-_ARROW_END = b"LDARW01\0"
+_LEVELS = (None, "chunk", "batch", "sample")
 _INSTEAD = "write it again without, or iterate over it with LitData and write its samples with sp.ShardWriter"
 _LEAF = None
 
@@ -63,7 +64,6 @@ class _Config(msgspec.Struct):
     data_spec: str | None = None
     compression: str | None = None
     compression_level: str | None = None
-    ipc_compression: str | None = None
     encryption: Any = None
     item_loader: str | None = None
 
@@ -145,12 +145,11 @@ def read_litdata(root: Path, options: Options) -> Input:
     tree = Tree(tuple(index.config.data_format), spec)
     if len(tree.names()) != len(tree.formats):
         raise ValueError(f"{path}: {len(tree.formats)} formats for {len(tree.names())} leaves; the index is damaged")
-    files, first = [], 0
-    for chunk in index.chunks:
-        files.append(Numbered(_file(root, chunk, index.config), tree, first, chunk.chunk_size))
-        first += chunk.chunk_size
+    files = [_file(root, chunk, index.config) for chunk in index.chunks]
+    counts = [chunk.chunk_size for chunk in index.chunks]
     stable = msgspec.json.encode((index.chunks, index.config))  # without the time of writing
-    return read_numbered(root, stable, files, options, _check_no_arrow)
+    level = index.config.compression_level or ""
+    return read_numbered(root, stable, items_of(files, counts, tree, level), options)
 
 
 def _spec(loaded: Any) -> Any:
@@ -180,8 +179,7 @@ def _check_config(path: Path, config: _Config) -> None:
         "encryption": config.encryption is not None,
         f"the item loader {config.item_loader}": config.item_loader not in (None, "PyTreeLoader"),
         f"the compression {config.compression}": (config.compression or "zstd").partition(":")[0] != "zstd",
-        f"compression by {config.compression_level}": config.compression_level not in (None, "chunk"),
-        "rows in Arrow": config.ipc_compression is not None,
+        f"compression by {config.compression_level}": config.compression_level not in _LEVELS,
     }
     for what, is_refused in refused.items():
         if is_refused:
@@ -196,12 +194,6 @@ def _check_config(path: Path, config: _Config) -> None:
             raise ValueError(f"{path}: the format {kind!r} is not read: {_INSTEAD}")
 
 
-def _check_no_arrow(numbered: Numbered) -> None:
-    content = numbered.file.content()
-    if content.size >= len(_ARROW_END) and content.rest(content.size - len(_ARROW_END)).read() == _ARROW_END:
-        raise ValueError(f"{numbered.file.path}: rows in Arrow is not read: {_INSTEAD}")
-
-
 def _file(root: Path, chunk: _Chunk, config: _Config) -> RecordFile:
     """The file of a chunk; LitData's own reader leaves compressed ones decompressed, under a shorter name."""
     path = root / chunk.filename
@@ -209,7 +201,7 @@ def _file(root: Path, chunk: _Chunk, config: _Config) -> RecordFile:
         raise ValueError(f"{path}: named by index.json, and not in its folder")
     plain = path.with_name(path.name.replace(f".{config.compression}.", "."))
     if path.is_file():
-        return RecordFile.at(path, "zst" if config.compression else "")
+        return RecordFile.at(path, "zst" if path != plain else "")
     if plain.is_file():
         return RecordFile.at(plain)
     raise ValueError(f"{path}: named by index.json, and not there; copy the whole folder")

@@ -26,7 +26,7 @@ from savable_pipeline.shards.paths import is_inside
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
-_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # its compressions that are read here, and their names
+_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst", "br": "br", "snappy": "snappy"}  # its compressions, as called here
 _INSTEAD = "write the samples again with columns of other encodings, or with sp.ShardWriter"
 
 
@@ -82,7 +82,7 @@ def read_mds(root: Path, options: Options) -> Input:
     for shard in shards:
         files.append(Numbered(_file(root, shard), _columns(path, shard), first, shard.samples))
         first += shard.samples
-    return read_numbered(root, index, files, options, lambda numbered: None)
+    return read_numbered(root, index, files, options)
 
 
 def _columns(path: Path, shard: _Shard) -> Columns:
@@ -102,20 +102,21 @@ def _columns(path: Path, shard: _Shard) -> Columns:
 
 def _file(root: Path, shard: _Shard) -> RecordFile:
     """The file of a shard: as it is, else compressed. Raises ValueError for one that is gone or of another size."""
-    info, packed = shard.raw_data, ""
+    info, packed, content_size = shard.raw_data, "", None
     if not (root / info.basename).exists() and shard.zip_data is not None:
         kind = (shard.compression or "").partition(":")[0]
         if kind not in _PACKED:
             raise ValueError(
-                f"{root / shard.zip_data.basename}: compressed with {kind!r}, which is not read; decompress it"
+                f"{root / shard.zip_data.basename}: compressed with {kind!r}, which is not read, where "
+                f"{', '.join(_PACKED)} are: decompress it to {info.basename}, and keep both names in index.json"
             )
-        info, packed = shard.zip_data, _PACKED[kind]
+        info, packed, content_size = shard.zip_data, _PACKED[kind], info.bytes
     path = root / info.basename
     if not is_inside(info.basename) or not path.is_file():
         raise ValueError(f"{path}: named by index.json, and not there; copy the whole folder")
     if path.stat().st_size != info.bytes:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, but {info.bytes} by index.json; copy it again")
-    return RecordFile.at(path, packed)
+    return RecordFile.at(path, packed, content_size)
 
 
 def _column(name: str, encoding: str, data: Stretch) -> list[Value | Blob]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from savable_pipeline.convert.plan import MANIFEST, WORK
+from savable_pipeline.convert.plan import MANIFEST, RECORDS, WORK
 from savable_pipeline.convert.shard_job import make_hole
 from savable_pipeline.convert.writer_processes import claimed
 from savable_pipeline.errors import SavableError
@@ -45,7 +45,8 @@ class Mirror:
     def pull(self) -> None:
         """Make the folder what the bucket is."""
         found = self.bucket.listing()
-        self.bucket.fetch([each for each in found if each.name.startswith(f"{META}/")], self.folder)
+        metadata = [each for each in found if each.name.startswith(f"{META}/") and each.name != RECORDS]
+        self.bucket.fetch(metadata, self.folder)
         self.pulled.update(self._metadata())
         for each in found:
             if each.name.endswith(".tar"):

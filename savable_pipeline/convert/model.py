@@ -81,6 +81,12 @@ class Files:
 class SampleReader(Protocol):
     """Reads the samples of a source, in any process: it is pickled into those that write shards."""
 
+    def expect(self, samples: list[Files], /) -> None:
+        """Announces that these samples are read next, in this order."""
+
+    def elsewhere(self, samples: list[Files], /) -> SampleReader:
+        """The reader of these samples for another machine, which sees what all of them see."""
+
     def read(self, sample: Files, /) -> dict[str, bytes]:
         """The parts of a sample by extension. Raises `SavableError` if the source is not as it was when planned."""
 
@@ -97,3 +103,4 @@ class Input:
     digest: str = ""  # of what does not show in the names and sizes of parts
     texts: frozenset[str] = frozenset()  # JSON fields that are a text in every sample
     warnings: list[str] = field(default_factory=list)
+    place: str = ""  # of a source behind a URL: see `place_of`

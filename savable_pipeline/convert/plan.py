@@ -22,6 +22,7 @@ from savable_pipeline.shards.tar_writer import room_in, sample_bytes
 
 MANIFEST = f"{META}/savable.convert.json"
 WORK = f"{META}/savable.convert"  # below it lies what is unfinished
+RECORDS = f"{WORK}/records.jsonl"  # of a source whose records must be unpacked
 _VERSION = 1  # of the plan: to be raised when the same input would give other bytes
 
 
@@ -72,7 +73,7 @@ def make_plan(found: Input, options: Options) -> Plan:
         shards=len(shards),
         input=_digest(found),
         options=options,
-        place=place_of(Path(found.root)),
+        place=found.place or place_of(Path(found.root)),
     )
     return Plan(found, options, shards, manifest)
 

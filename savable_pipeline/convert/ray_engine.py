@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from savable_pipeline.convert.engine import J, R
-from savable_pipeline.errors import SavableError, WorkerError
+from savable_pipeline.core.job_engine import J, R
+from savable_pipeline.errors import RemoteError, SavableError, WorkerError
 
 _RETRIES = 20  # after that many lost nodes or killed processes a shard is given up
 _CONNECT_S = 10.0
@@ -124,5 +124,7 @@ def _on_node(function: Callable[[J], R], job: J, expected: dict[str, str]) -> R:
         raise SavableError(f"node {node} has {_versions()}, and who converts has {expected}: install the same on both")
     try:
         return function(job)
+    except RemoteError as error:
+        raise RemoteError(f"node {node}: {error}") from error
     except OSError as error:
         raise SavableError(f"node {node}: {error}; source and target must be storage that all nodes share") from error

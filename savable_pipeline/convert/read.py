@@ -17,11 +17,16 @@ from savable_pipeline.convert.folder import read_folder
 from savable_pipeline.convert.json_array import read_json_array
 from savable_pipeline.convert.jsonl import Lines, lines_of, read_jsonl
 from savable_pipeline.convert.litdata import read_litdata
+from savable_pipeline.convert.litdata_chunks import close_frames
+from savable_pipeline.convert.litdata_rows import close_rows
 from savable_pipeline.convert.mds import read_mds
 from savable_pipeline.convert.model import Input, Options
+from savable_pipeline.convert.plan import place_of
+from savable_pipeline.convert.source_file import close_objects, name_of, place_behind, stamp_of
 from savable_pipeline.convert.sources import STORED, Source
 from savable_pipeline.convert.stored import close_stores, read_stored
 from savable_pipeline.convert.stretches import close_files
+from savable_pipeline.remote.scratch import close_scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +39,24 @@ class Reading:
     aside: Path
 
     @property
-    def path(self) -> Path:
-        """Where the source lies."""
+    def path(self) -> Path | str:
+        """Where the source lies: a file, a folder, or a URL."""
         return self.source.path
 
     @property
-    def root(self) -> Path:
-        """The folder of the files that records name."""
-        return self.files_from or self.path.parent
+    def folder(self) -> Path:
+        """Where a source lies of a kind that is not read behind a URL."""
+        assert isinstance(self.source.path, Path)
+        return self.source.path
 
-    def lines(self, path: Path, fields: list[str] | None = None, begins: Sequence[int] | None = None) -> Lines:
+    @property
+    def root(self) -> Path | None:
+        """The folder of the files that records name; None if they lie behind a URL."""
+        return self.files_from or (self.path.parent if isinstance(self.path, Path) else None)
+
+    def lines(self, path: Path | str, fields: list[str] | None = None, begins: Sequence[int] | None = None) -> Lines:
         """Records in `path`, of which rejects speak by the name of the source."""
-        return lines_of(path, self.path.name, self.root, self.options, fields, begins)
+        return lines_of(path, name_of(self.path), self.root, self.options, fields, begins)
 
 
 def read_source(reading: Reading) -> Input:
@@ -64,6 +75,10 @@ def close_sources() -> None:
     """Close what this process has open of any source."""
     close_stores()
     close_files()
+    close_frames()
+    close_rows()
+    close_objects()
+    close_scratch()
 
 
 def _check_options(reading: Reading) -> None:
@@ -82,34 +97,42 @@ def _check_options(reading: Reading) -> None:
 
 
 def _folder(reading: Reading) -> Input:
-    return read_folder(reading.path, reading.options)
+    return read_folder(reading.folder, reading.options)
 
 
 def _jsonl(reading: Reading) -> Input:
-    return read_jsonl(reading.lines(_plain(reading)))
+    return _placed(reading, read_jsonl(reading.lines(_plain(reading))))
 
 
 def _json(reading: Reading) -> Input:
-    return read_json_array(reading.lines(_plain(reading)))
+    return _placed(reading, read_json_array(reading.lines(_plain(reading))))
+
+
+def _placed(reading: Reading, found: Input) -> Input:
+    """Note which object the records of a source behind a URL were read from, and where the files are."""
+    if isinstance(reading.path, str):
+        files = [] if reading.files_from is None else [place_of(reading.files_from)]
+        found.place = place_behind(reading.path, [stamp_of(reading.path), *files])
+    return found
 
 
 def _csv(reading: Reading) -> Input:
-    name = reading.path.name
+    name = name_of(reading.path)
     with opened(reading.path) as file, reading.aside.open("wb") as target:
         table = write_as_jsonl(file, name, target)
     fields: list[str] | None = None
     warnings: list[str] = []
-    if reading.options.file_fields is None:
+    if reading.options.file_fields is None and reading.root is not None:
         fields, warnings = file_columns(table.head, reading.root, name)
     found = read_jsonl(reading.lines(reading.aside, fields, table.begins))
     found.rejected[:0] = table.rejected
     found.warnings += warnings
-    return found
+    return _placed(reading, found)
 
 
-def _plain(reading: Reading) -> Path:
+def _plain(reading: Reading) -> Path | str:
     """The file itself, or its content, decompressed, aside."""
-    if not reading.path.name.lower().endswith(ENDINGS):
+    if not name_of(reading.path).lower().endswith(ENDINGS):
         return reading.path
     with opened(reading.path) as packed, reading.aside.open("wb") as target:
         shutil.copyfileobj(packed, target, 1 << 20)
@@ -122,7 +145,7 @@ _READERS: dict[str, _Reader] = {
     "jsonl": _jsonl,
     "json": _json,
     "csv": _csv,
-    "mds": lambda reading: read_mds(reading.path, reading.options),
-    "litdata": lambda reading: read_litdata(reading.path, reading.options),
+    "mds": lambda reading: read_mds(reading.folder, reading.options),
+    "litdata": lambda reading: read_litdata(reading.folder, reading.options),
     **dict.fromkeys(STORED, lambda reading: read_stored(reading.path)),
 }

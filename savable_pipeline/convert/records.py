@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,105 +29,125 @@ class Schema(Protocol):
         """The fields of a record. Raises `RecordError`."""
 
 
+class Records(Protocol):
+    """A file of records, and the number of its first one; pickled into the processes that write shards."""
+
+    @property
+    def file(self) -> RecordFile:
+        """The file that holds them."""
+
+    @property
+    def first(self) -> int:
+        """The number of the first one in the source."""
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+
+    def check(self) -> None:
+        """Raises ValueError if the file is not what the index says, or cannot be read at all."""
+
+    def fields(self, number: int, /) -> list[Value | Blob]:
+        """The fields of a record by its number in the source. Raises `RecordError`, `SavableError` if it changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A file of records, its schema, and the number of its first record."""
+    """Records that offsets tell, and their schema; `packed` is the compression of each by itself: zst, or none."""
 
     file: RecordFile
     schema: Schema
     first: int
     count: int
+    packed: str = ""
 
-    def record(self, number: int) -> Stretch:
-        """A record by its number in the source."""
+    def check(self) -> None:
+        """See `Records.check`."""
+        check_count(self.file, number_at(self.file, 0), self.count)
+
+    def fields(self, number: int) -> list[Value | Blob]:
+        """See `Records.fields`."""
         content = self.file.content()
         begin, end = content.uint32s(4 + 4 * (number - self.first), 2)
-        return content.part(begin, end - begin)
+        record = content.part(begin, end - begin)
+        return self.schema.fields(record.inflated(self.packed) if self.packed else record)
+
+
+def number_at(file: RecordFile, offset: int) -> int:
+    """A number of 32 bits in a file. Raises ValueError if it is too short."""
+    try:
+        return file.content().uint32s(offset, 1)[0]
+    except RecordError as error:
+        raise ValueError(f"{file.path}: too short to hold records; copy it again") from error
+
+
+def check_count(file: RecordFile, there: int, count: int) -> None:
+    """Raises ValueError if a file holds another number of records than the index says."""
+    if there != count:
+        raise ValueError(f"{file.path}: holds {there} records, but {count} by the index; copy it again")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordReader:
     """A `SampleReader` of numbered records."""
 
-    files: tuple[Numbered, ...]
+    files: tuple[Records, ...]
+
+    def expect(self, samples: list[Files]) -> None:
+        """See `SampleReader.expect`; a disk needs no word of it."""
+
+    def elsewhere(self, samples: list[Files]) -> RecordReader:
+        """See `SampleReader.elsewhere`."""
+        return self
 
     def read(self, sample: Files) -> dict[str, bytes]:
         """The parts of a sample by extension. Raises `SavableError` if its file changed."""
         place = bisect.bisect(self.files, sample.record, key=lambda file: file.first) - 1
-        numbered = self.files[place]
+        records = self.files[place]
         try:
-            parts = parts_of(numbered.schema.fields(numbered.record(sample.record)))
+            parts = parts_of(records.fields(sample.record))
             return {part.extension: parts[part.extension].load() for part in sample.parts}
         except (RecordError, KeyError) as error:
-            raise SavableError(
-                f"{numbered.file.path}, record {sample.record}: cannot be read again: {error}"
-            ) from error
+            raise SavableError(f"{records.file.path}, record {sample.record}: cannot be read again: {error}") from error
 
 
-def read_numbered(
-    root: Path, index: bytes, files: list[Numbered], options: Options, check: Callable[[Numbered], None]
-) -> Input:
-    """The samples of files of records; `check` raises ValueError for a file that cannot be read at all."""
-    found = Input(str(root), RecordReader(tuple(files)))
+def read_numbered(root: Path, index: bytes, files: Iterable[Records], options: Options) -> Input:
+    """The samples of files of records, in their order. Raises ValueError for a file that cannot be read at all."""
     digest = hashlib.sha256(index)
     seen: set[str] = set()
-    for numbered in files:
-        path = Path(numbered.file.path)
-        (count,) = numbered.file.content().uint32s(0, 1)
-        if count != numbered.count:
-            raise ValueError(f"{path}: holds {count} records, but {numbered.count} by the index; copy it again")
-        check(numbered)
-        digest.update(f"{path.name}\0{numbered.file.size}\n".encode())
-        for number, stretch in _records(numbered):
-            record = _Record(path.relative_to(root).as_posix(), number, stretch)
-            _add(found, record, numbered.schema, options.key_field, seen)
+    taken: list[Records] = []
+    found = Input(str(root), RecordReader(()))
+    for records in files:
+        path = Path(records.file.path)
+        records.check()
+        taken.append(records)
+        digest.update(f"{path.name}\0{records.file.size}\n".encode())
+        for number in range(records.first, records.first + records.count):
+            _add(found, path.relative_to(root).as_posix(), records, number, options.key_field, seen)
+    found.reader = RecordReader(tuple(taken))
     found.digest = digest.hexdigest()
     return found
 
 
-def _records(numbered: Numbered) -> Iterator[tuple[int, Stretch | RecordError]]:
-    content = numbered.file.content()
-    for i, (begin, end) in enumerate(pairwise(content.uint32s(4, numbered.count + 1))):
-        try:
-            yield numbered.first + i, content.part(begin, end - begin)
-        except RecordError as error:
-            yield numbered.first + i, error
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A record, or why it has none, the file that it is in, and its number."""
-
-    path: str
-    number: int
-    stretch: Stretch | RecordError
-
-    @property
-    def place(self) -> str:
-        return f"{self.path}, record {self.number}"
-
-
-def _add(found: Input, record: _Record, schema: Schema, key_field: str | None, seen: set[str]) -> None:
-    """Add the sample of a record, or its reject."""
-    key = f"{record.number:09d}"
+def _add(found: Input, path: str, records: Records, number: int, key_field: str | None, seen: set[str]) -> None:
+    """Add the sample of a record of the file at `path`, or its reject."""
+    key, place = f"{number:09d}", f"{path}, record {number}"
     try:
-        if isinstance(record.stretch, RecordError):
-            raise record.stretch
-        fields = schema.fields(record.stretch)
+        fields = records.fields(number)
         if key_field is not None:
             key = _key(fields, key_field, seen)
-        parts = [(Part(extension, record.path, blob.size), "") for extension, blob in parts_of(fields).items()]
+        parts = [(Part(extension, path, blob.size), "") for extension, blob in parts_of(fields).items()]
         if not parts:
             raise RecordError("no field: a record without any")
     except RecordError as error:
         reason, _, detail = str(error).partition(": ")
-        found.rejected.append(Reject(record.place, printable(key), reason, printable(detail)))
+        found.rejected.append(Reject(place, printable(key), reason, printable(detail)))
         return
-    if add_sample(found, key, parts, record.number):
+    if add_sample(found, key, parts, number):
         seen.add(key)
     else:
         last = found.rejected[-1]
-        found.rejected[-1] = Reject(record.place, last.key, last.reason, last.detail)
+        found.rejected[-1] = Reject(place, last.key, last.reason, last.detail)
 
 
 def _key(fields: list[Value | Blob], name: str, seen: set[str]) -> str:

@@ -24,11 +24,12 @@ from savable_pipeline.convert.changed import check_unchanged
 from savable_pipeline.convert.choose import keep_keys, keep_parts
 from savable_pipeline.convert.elsewhere import write_elsewhere
 from savable_pipeline.convert.energon import energon_files
-from savable_pipeline.convert.engine import Engine
+from savable_pipeline.convert.file_reader import records_behind
 from savable_pipeline.convert.mirror import Mirror, mirrored
 from savable_pipeline.convert.model import Input, Options, Reject
 from savable_pipeline.convert.plan import (
     MANIFEST,
+    RECORDS,
     WORK,
     Manifest,
     Plan,
@@ -40,10 +41,11 @@ from savable_pipeline.convert.plan import (
 )
 from savable_pipeline.convert.read import Reading, close_sources, read_source
 from savable_pipeline.convert.repack import digest_of, packed_tars, repack
-from savable_pipeline.convert.shard_job import Job, Written, read_written, room_on
+from savable_pipeline.convert.shard_job import Job, ShardPlace, Written, read_written, room_on
 from savable_pipeline.convert.sources import Source, recognize
 from savable_pipeline.convert.writer_processes import claimed, write_shards
 from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
 from savable_pipeline.shards.index_file import ShardIndex
@@ -68,7 +70,7 @@ class Report:
 
 
 def convert(
-    source: Path | Source,
+    source: Path | str | Source,
     target: Path | str,
     options: Options,
     *,
@@ -81,15 +83,15 @@ def convert(
 ) -> Report:
     """Write the samples of a source as shards into `target`, a folder or a URL; or re-pack compressed tars.
 
-    `source` is told by its marks (`recognize`). `files_from` is the folder that fields of records are relative to
-    (None: that of the source), `keys` are those of the samples to take (None: all), and `reshard` is needed to write
-    tars again, which are read as they are. `workers` is the number of processes (None: one per core, but one for less
-    than 100 MB); with an `engine` its machines write instead, on storage that they share with this one. `progress` is
-    called with the samples done, all of them, and the bytes done.
+    `source` is a file, a folder or a URL, told by its marks (`recognize`). `files_from` is the folder that fields of
+    records are relative to (None: that of the source), `keys` are those of the samples to take (None: all), and
+    `reshard` is needed to write tars again, which are read as they are. `workers` is the number of processes (None: one
+    per core, but one for less than 100 MB); with an `engine` its machines write instead, on storage that they share
+    with this one. `progress` is called with the samples done, all of them, and the bytes done.
 
     Damaged samples are left out and reported. Raises ValueError for a wrong source or setting, `SavableError` if
     `target` holds anything but this conversion or its disk is full, OSError for files that cannot be read or written,
-    `RemoteError` for a bucket that cannot.
+    `RemoteError` for a bucket or a web server that cannot.
     """
     how = _How(options, files_from, keys, reshard, workers, engine, progress)
     source = source if isinstance(source, Source) else recognize(source)
@@ -97,8 +99,6 @@ def convert(
         raise ValueError(f"{target}: a Path cannot hold a URL; give it as a str")
     if "://" not in str(target):
         return _convert(source, Path(target), how, None)
-    if source.kind == "packed":
-        raise ValueError(f"{source.path}: compressed tars: re-pack them into a folder, and copy that to the URL")
     with mirrored(str(target)) as mirror:
         return _convert(source, mirror.folder, how, mirror)
 
@@ -122,22 +122,19 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
         raise ValueError(f"workers must be 1 or more, not {workers}")
     if engine is not None:  # whose machines have other current folders
         target = target.absolute()
-        source = source if source.kind == "packed" else replace(source, path=source.path.absolute())
+        if isinstance(source.path, Path) and source.kind != "packed":
+            source = replace(source, path=source.path.absolute())
         files_from = None if files_from is None else files_from.absolute()
     check_reshard(source, options, how.reshard, keys is not None)
     if source.kind == "packed":
         _check_repack(source, options, files_from=files_from, workers=workers if engine is None else None)
-    _check_apart(source.path, target)
+    _check_apart(source.path, target if mirror is None else mirror.bucket.url)
     _refuse_other_shards(target)
-    with room_on(target), _work_in(target) as work:
+    with room_on(target), _work_in(target):
         if source.kind == "packed":
-            return _repack(source.path, target, options, engine, how.progress)
-        found = read_source(Reading(source, options, files_from, work / "records.jsonl"))
-        if engine is not None and mirror is not None and (work / "records.jsonl").exists():
-            raise ValueError(
-                f"{source.path}: {source.words}, whose records are unpacked on this machine alone: with an engine, "
-                "convert it into a folder that all machines share, and copy that to the URL"
-            )
+            assert isinstance(source.path, Path)  # `recognize` refuses others
+            return _repack(source.path, target, how, mirror)
+        found = read_source(Reading(source, options, files_from, target / RECORDS))
         if options.only:
             keep_parts(found, options.only)
         if keys is not None:
@@ -206,24 +203,26 @@ def _warnings(found: Input) -> list[str]:
     return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
 
 
-def _repack(source: Path, target: Path, options: Options, engine: Engine | None, progress: Progress) -> Report:
-    """Write compressed tars as plain ones; `progress` counts tars."""
+def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Report:
+    """Write compressed tars as plain ones; progress counts tars."""
     tars = packed_tars(source)
     manifest = Manifest(
         version=1,
         samples=len(tars),
         shards=len(tars),
         input=digest_of(source, tars),
-        options=options,
+        options=how.options,
         place=place_of(source),
     )
     there = read_manifest(target)
     if there is None:
-        replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
+        _begin(target, manifest, mirror)
     else:
         check_manifest(target, manifest, there)
     moved = there is not None and there.place != manifest.place
-    rejected, index = repack(source, tars, target, target / WORK, engine, progress, moved=moved)
+    bucket = None if mirror is None else mirror.bucket
+    place = ShardPlace(name="", target=target, work=target / WORK, aside=target / WORK, bucket=bucket)
+    rejected, index = repack(source, tars, place, how.engine, how.progress, moved=moved)
     if moved:
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
@@ -231,7 +230,13 @@ def _repack(source: Path, target: Path, options: Options, engine: Engine | None,
     return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)
 
 
-def _check_apart(source: Path, target: Path) -> None:
+def _check_apart(source: Path | str, target: Path | str) -> None:
+    if isinstance(source, str) and isinstance(target, str):
+        inner, outer = f"{source.rstrip('/')}/", f"{target.rstrip('/')}/"
+        if inner.startswith(outer) or outer.startswith(inner):
+            raise ValueError(f"{source} and {target} lie one within the other; convert to a URL beside the source")
+    if isinstance(source, str) or isinstance(target, str):
+        return
     if source.is_dir() and (source.resolve() == target.resolve() or _within(source, target) or _within(target, source)):
         raise ValueError(f"{source} and {target} lie one within the other; convert into a folder beside the source")
 
@@ -264,7 +269,7 @@ def _finished(target: Path, plan: Plan, mirror: Mirror | None) -> Report | None:
     """
     there = read_manifest(target)
     if there is None:
-        _begin(target, plan, mirror)
+        _begin(target, plan.manifest, mirror)
         return None
     check_manifest(target, plan.manifest, there)
     if not there.done:
@@ -274,15 +279,15 @@ def _finished(target: Path, plan: Plan, mirror: Mirror | None) -> Report | None:
     rejected = [msgspec.json.decode(line, type=Reject) for line in (target / REJECTED).open("rb")]
     entries = ShardIndex(target / INDEX_NAME).shards if (target / INDEX_NAME).exists() else []
     if not all((target / e.name).exists() and (target / e.name).stat().st_size == e.size for e in entries):
-        _begin(target, plan, mirror)
+        _begin(target, plan.manifest, mirror)
         return None
     _check_unchanged(target, plan, there, plan.shards, mirror)
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
     return Report(samples, len(entries), size, rejected, plan.input.hidden)
 
 
-def _begin(target: Path, plan: Plan, mirror: Mirror | None) -> None:
-    replace_file(target / MANIFEST, [_pretty(plan.manifest)], sync=True)
+def _begin(target: Path, manifest: Manifest, mirror: Mirror | None) -> None:
+    replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     if mirror is not None:
         mirror.bucket.upload(MANIFEST, target / MANIFEST)
 
@@ -300,14 +305,26 @@ def _check_unchanged(
 def _write(
     target: Path, plan: Plan, workers: int, engine: Engine | None, mirror: Mirror | None, progress: Progress
 ) -> None:
-    work = target / WORK
+    work, reader = target / WORK, plan.input.reader
     jobs = []
     bucket = None if mirror is None else mirror.bucket
+    if engine is not None and bucket is not None and (target / RECORDS).exists():
+        bucket.upload(RECORDS, target / RECORDS)
+        reader = records_behind(f"{bucket.url}/{RECORDS}", reader)
     for shard in plan.shards:
         if read_written(target, work, shard.name) is None:
             samples = plan.input.samples[shard.first : shard.last]
             jobs.append(
-                Job(shard.name, samples, plan.input.reader, target, work, work, plan.options.check_images, bucket)
+                Job(
+                    name=shard.name,
+                    target=target,
+                    work=work,
+                    aside=work,
+                    bucket=bucket,
+                    samples=samples,
+                    reader=reader,
+                    check_images=plan.options.check_images,
+                )
             )
     total = len(plan.input.samples)
     before = total - sum(len(job.samples) for job in jobs)

@@ -38,21 +38,27 @@ class Written(msgspec.Struct, frozen=True):
     rejected: list[Reject]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One shard to write: into `target`, and what is known of it into `work`, all by way of the folder `aside`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlace:
+    """Where a shard is written: into `target`, and what is known of it into `work`, all by way of the folder `aside`.
 
     With a `bucket` the files are written there; in `target` a hole of the shard's size stands for it.
     """
 
     name: str
-    samples: list[Files]
-    reader: SampleReader
     target: Path
     work: Path
     aside: Path
-    check_images: bool
     bucket: Bucket | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(ShardPlace):
+    """One shard to write, of these samples."""
+
+    samples: list[Files]
+    reader: SampleReader
+    check_images: bool
 
 
 def read_written(target: Path, work: Path, name: str) -> Written | None:
@@ -72,6 +78,7 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
     """
     aside = job.aside / job.name
     rejected: list[Reject] = []
+    job.reader.expect(job.samples)
     with room_on(job.target), ShardFile(aside, job.name) as shard:
         for sample in job.samples:
             tick(sum(part.size for part in sample.parts))
@@ -81,7 +88,7 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
         table = shard.finish()
         written = Written(shard.samples, shard.size if shard.samples else 0, rejected)
         if shard.samples:
-            _put_in_place(job, table)
+            put_in_place(job, table)
         else:
             aside.unlink()
         record = f"{job.name}.json"
@@ -104,22 +111,24 @@ def room_on(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _put_in_place(job: Job, table: ShardTable) -> None:
-    index, offsets = f"{job.name}.index", f"{job.name}.idx"
-    write_index(job.aside / index, [table])
-    write_tar_idx(job.aside / job.name, table)
-    _move(job, index, WORK, job.work)
-    _move(job, offsets, "", job.target)
-    _move(job, job.name, "", job.target)
+def put_in_place(place: ShardPlace, table: ShardTable) -> None:
+    """Put a shard that was written aside in its place, after its rows of the index and its offsets."""
+    index, offsets = f"{place.name}.index", f"{place.name}.idx"
+    write_index(place.aside / index, [table])
+    write_tar_idx(place.aside / place.name, table)
+    _move(place, index, WORK, place.work)
+    _move(place, offsets, "", place.target)
+    _move(place, place.name, "", place.target)
 
 
-def _move(job: Job, name: str, below: str, folder: Path) -> None:
+def _move(place: ShardPlace, name: str, below: str, folder: Path) -> None:
     """Put a file in its place: in `folder`, and before that `below` the bucket's URL."""
-    if job.bucket is not None:
-        job.bucket.upload(f"{below}/{name}".removeprefix("/"), job.aside / name)
-        if name == job.name:
-            make_hole(job.aside / name, (job.aside / name).stat().st_size)
-    (job.aside / name).replace(folder / name)
+    if place.bucket is not None:
+        place.bucket.upload(f"{below}/{name}".removeprefix("/"), place.aside / name)
+        if name == place.name:
+            make_hole(place.aside / name, (place.aside / name).stat().st_size)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (place.aside / name).replace(folder / name)
 
 
 def make_hole(path: Path, size: int) -> None:

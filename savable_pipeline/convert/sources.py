@@ -15,7 +15,8 @@
 | hf      | a folder that `save_to_disk` of HF datasets wrote             | stored        |
 | packed  | .tar.gz, .tgz, .tar.bz2, .tar.xz, .tar.zst, or a folder of them | repack      |
 
-Tables and JSON may be compressed: .gz, .bz2, .xz, .zst.
+Tables and JSON may be compressed: .gz, .bz2, .xz, .zst. Behind a URL lie jsonl, json, csv, tars, parquet and
+arrow; what lies below one is told by the names that a bucket lists, or by the indexes that a web server has.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
-from savable_pipeline.convert.folder_marks import FolderMarks, look_into
+from savable_pipeline.convert.folder_marks import FolderMarks, add_names, look_into
 from savable_pipeline.convert.jsonl import BOM
 from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar
+from savable_pipeline.convert.source_file import close_objects, name_of
 from savable_pipeline.core.wording import listed
+from savable_pipeline.remote.remote_files import names_behind
+from savable_pipeline.remote.urls import is_remote
+from savable_pipeline.shards.braces import expand_braces
+from savable_pipeline.shards.energon_metadata import INDEX_NAME
 
 WORDS = {
     "folder": "a folder of files",
@@ -44,10 +50,12 @@ WORDS = {
     "hf": "a folder that `save_to_disk` of HF datasets wrote",
     "hub": "a clone of a dataset of the HF hub, in Parquet",
 }
+BEHIND_URLS = ("jsonl", "json", "csv", "tars", "parquet", "arrow")
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
 
 _STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+_INDEXES = {INDEX_NAME: "tars", ".nv-meta/savable.parquet.index": "parquet", ".nv-meta/savable.arrow.index": "arrow"}
 _OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
 # Files that hold many samples, which nothing here reads.
 CONTAINERS = {
@@ -59,14 +67,15 @@ CONTAINERS = {
 _MEGATRON = b"MMIDIDX\0\0"
 _CHUNK = re.compile(r"(.*/)?chunk-[0-9]+-[0-9]+([.].+)?[.]bin")
 _PEEK, _HEAD = 1 << 20, 64  # bytes of a file that are looked at
+_PATTERN = "*?[{"
 _FEW = 16  # files that are opened to see what they hold
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is converted, and what it was taken for."""
+    """What is converted, and what it was taken for. A URL is a str, a file or a folder a `Path`."""
 
-    path: Path
+    path: Path | str
     kind: str
 
     @property
@@ -75,12 +84,18 @@ class Source:
         return WORDS[self.kind]
 
 
-def recognize(path: Path, kind: str | None = None) -> Source:
-    """Tell the kind of a source by its marks, unless it is given. Raises ValueError for what is not known, OSError."""
+def recognize(path: Path | str, kind: str | None = None) -> Source:
+    """Tell the kind of a source by its marks, unless it is given. A URL is a str.
+
+    Raises ValueError for what is not known, OSError; of a URL `ShardError`, `RemoteError`.
+    """
     if kind is not None and kind not in WORDS:
         raise ValueError(f"the kind of a source is one of {', '.join(WORDS)}, not {kind!r}")
+    if isinstance(path, str) and is_remote(path):
+        return Source(path, _behind_url(path, kind))
+    path = Path(path)
     if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
-        raise ValueError(f"{path}: a URL: copy what lies there to a disk, and convert that")
+        raise ValueError(f"{path}: a Path cannot hold a URL; give it as a str")
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     if kind is not None:
@@ -88,8 +103,50 @@ def recognize(path: Path, kind: str | None = None) -> Source:
     return Source(path, _of_folder(path, look_into(path)) if path.is_dir() else _of_file(path))
 
 
-def _of_file(path: Path) -> str:
-    name = path.name.lower()
+def _behind_url(url: str, kind: str | None) -> str:
+    """The kind of what lies behind a URL. Raises ValueError for what must be copied first."""
+    try:
+        found = kind or (_below_url(url) if _is_place(url) else _of_file(url))
+    finally:
+        close_objects()
+    if found not in BEHIND_URLS:
+        raise ValueError(
+            f"{url}: {WORDS[found]}: not read behind a URL: copy it to a disk, and convert that; what is read there: "
+            f"{', '.join(WORDS[each] for each in BEHIND_URLS)}"
+        )
+    if found not in STORED and any(c in url for c in _PATTERN):
+        raise ValueError(f"{url}: {WORDS[found]} is converted file by file: name one of them")
+    return found
+
+
+def _is_place(url: str) -> bool:
+    """Whether a URL names what lies below it, or matches it, and not one file."""
+    name = name_of(url)
+    return url.endswith("/") or any(c in url for c in _PATTERN) or not Path(name).suffix
+
+
+def _below_url(url: str) -> str:
+    if any(c in url for c in _PATTERN):
+        return _of_file(expand_braces(url)[0])
+    marks = FolderMarks()
+    names = names_behind(url.rstrip("/"), [*_INDEXES])
+    indexed = [kind for name, kind in _INDEXES.items() if name in names]
+    if indexed:
+        return indexed[0]
+    add_names(marks, (name for name in names if not any(part.startswith(".") for part in name.split("/"))))
+    if not marks.names:
+        raise ValueError(
+            f"{url}: nothing is found there; a web server cannot be listed: name the files, as in "
+            f"{url.rstrip('/')}/{{000..099}}.tar"
+        )
+    found = _of_names(url, marks)
+    if found is None and marks.count(".jsonl") + marks.count(".ndjson") == len(marks.names):
+        raise ValueError(f"{url}: several files of JSONL: convert them one by one: {listed(marks.names)}")
+    return found or "folder"
+
+
+def _of_file(path: Path | str) -> str:
+    name = name_of(path).lower()
     if is_tar(name):
         return "packed" if name.endswith(PACKED) else "tars"
     plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
@@ -109,7 +166,7 @@ def _of_file(path: Path) -> str:
     )
 
 
-def _of_json(path: Path) -> str:
+def _of_json(path: Path | str) -> str:
     try:
         with opened(path) as file:
             head = file.read(_PEEK).removeprefix(BOM).lstrip()
@@ -133,6 +190,14 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
         return "hf"
     if marks.below:
         raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(marks.below)}")
+    found = _of_names(path, marks)
+    if found is None:
+        _refuse_lone(path, marks)
+    return found or "folder"
+
+
+def _of_names(path: Path | str, marks: FolderMarks) -> str | None:
+    """The kind that the names of files tell; None for other files."""
     for suffix, kind in _STORED_FILES.items():
         if marks.count(suffix) and not marks.are_companions(suffix):
             found = "hub" if kind == "parquet" and marks.hub else kind
@@ -149,11 +214,10 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
     if marks.count(".tar") and not marks.others:
         _refuse_capitals(path, marks)
         return "tars"
-    _refuse_lone(path, marks)
-    return "folder"
+    return None
 
 
-def _refuse_others(path: Path, marks: FolderMarks, form: str, kind: str) -> None:
+def _refuse_others(path: Path | str, marks: FolderMarks, form: str, kind: str) -> None:
     """Refuse files of rows beside what would not be read with them, such as pictures."""
     suffixes = tuple(suffix for suffix, other in _STORED_FILES.items() if other == form)
     others = marks.beside_tables(suffixes)
@@ -166,7 +230,7 @@ def _refuse_others(path: Path, marks: FolderMarks, form: str, kind: str) -> None
         )
 
 
-def _refuse_capitals(path: Path, marks: FolderMarks) -> None:
+def _refuse_capitals(path: Path | str, marks: FolderMarks) -> None:
     unseen = [name for name in marks.names if is_tar(name) and not name.endswith(TAR_ENDINGS)]
     if unseen:
         raise ValueError(

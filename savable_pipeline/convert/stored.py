@@ -9,13 +9,19 @@ import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
-from savable_pipeline.convert.model import Files, Input, Part, Reject
+from savable_pipeline.convert.model import Files, Input, Part, Reject, SampleReader
 from savable_pipeline.convert.names import name_fault, printable
+from savable_pipeline.convert.remote_part import PartFile, PartReader
+from savable_pipeline.convert.source_file import place_behind
+from savable_pipeline.convert.stretches import changed
 from savable_pipeline.core.wording import listed
+from savable_pipeline.remote.remote_files import stamps_of
+from savable_pipeline.remote.scratch import shared_downloader
 
 if TYPE_CHECKING:
     from savable_pipeline.dataset.dataset import Dataset
@@ -23,23 +29,74 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreReader:
-    """A `SampleReader` of the files at `path`, of any kind that is read in place."""
+    """A `SampleReader` of the files at `path`, of any kind that is read in place, with this digest of their entries.
+
+    Behind a URL they have `stamps`, one a file; of files on a disk there are none, and `newest_ns` is when any of them
+    was changed last when the conversion was planned.
+    """
 
     path: str
+    digest: str
+    stamps: tuple[str, ...] = ()
+    newest_ns: int = 0
+
+    def expect(self, samples: list[Files]) -> None:
+        """See `SampleReader.expect`."""
+        self._dataset().store.prefetch(np.array([sample.record for sample in samples], dtype=np.int64))
+
+    def elsewhere(self, samples: list[Files]) -> SampleReader:
+        """See `SampleReader.elsewhere`: behind a URL, with what the index says of the files with these samples."""
+        if not self.stamps:
+            return self
+        from savable_pipeline.dataset.kinds import format_of
+
+        dataset, form = self._dataset(), format_of(self.path)
+        shards = np.unique(dataset.locate(np.array([sample.record for sample in samples]))[0]).tolist()
+        table: Any = dataset.store.table  # type: ignore[attr-defined]  # as all stores have that are read here
+        files = (
+            PartFile(
+                dataset.entries[shard].name,
+                self.stamps[shard],
+                int(dataset.firsts[shard]),
+                msgspec.msgpack.encode(table(shard)),
+            )
+            for shard in shards
+        )
+        return PartReader(dataset.address, "" if form is None else form.name, tuple(files))
 
     def read(self, sample: Files) -> dict[str, bytes]:
-        """The parts of a sample by extension. Raises `ShardError` if the files changed."""
-        dataset = _opened(self.path)
+        """The parts of a sample by extension. Raises `SavableError` if the files changed."""
+        dataset = self._dataset()
         shards, rows = dataset.locate(np.array([sample.record]))
         shard, row = int(shards[0]), int(rows[0])
-        return {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
+        file = Path(dataset.address, dataset.entries[shard].name)
+        self._check(file, dataset.entries[shard].size)  # before, since a map of a file that was cut ends the process
+        parts = {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
+        self._check(file, dataset.entries[shard].size)
+        return parts
+
+    def _check(self, file: Path, size: int) -> None:
+        if self.stamps:  # with which each byte is asked for
+            return
+        stat = file.stat()
+        if stat.st_size != size or stat.st_mtime_ns > self.newest_ns:
+            raise changed(file, f"{size} bytes when planned, {stat.st_size} now, written since")
+
+    def _dataset(self) -> Dataset:
+        dataset, digest = _opened(self.path)
+        if digest != self.digest:
+            raise changed(self.path, "it holds other files, or other samples in them, than when planned")
+        return dataset
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(path: str) -> Dataset:
+def _opened(path: str) -> tuple[Dataset, str]:
+    """The dataset there, and a digest of its entries."""
     from savable_pipeline.dataset.kinds import open_any  # imported here: other sources do without
 
-    return open_any(path)
+    dataset = open_any(path)
+    entries = [(entry.name, entry.size, entry.digest) for entry in dataset.entries]
+    return dataset, hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 def close_stores() -> None:
@@ -47,16 +104,17 @@ def close_stores() -> None:
     _opened.cache_clear()
 
 
-def read_stored(path: Path) -> Input:
+def read_stored(path: Path | str) -> Input:
     """The samples of files that are read in place, in their order.
 
     A key that occurs again gets the name of its shard before it.
     """
-    place = str(path.resolve())
+    place = str(path.resolve()) if isinstance(path, Path) else path
     close_stores()  # what was opened before may have changed since
-    dataset = _opened(place)
-    found = Input(dataset.address, StoreReader(place))
-    found.digest = hashlib.sha256(repr([(e.name, e.size, e.digest) for e in dataset.entries]).encode()).hexdigest()
+    dataset, digest = _opened(place)
+    stamps = () if isinstance(path, Path) else _stamps(dataset)
+    found = Input(dataset.address, StoreReader(place, digest, stamps, _newest_ns(dataset, path)), digest=digest)
+    found.place = place_behind(dataset.address, stamps) if stamps else ""
     seen: set[str] = set()
     again: list[str] = []
     for i, (shard, row) in enumerate(zip(*(a.tolist() for a in dataset.locate(np.arange(dataset.count))), strict=True)):
@@ -72,6 +130,19 @@ def read_stored(path: Path) -> Input:
             f"{len(again)} keys occur again, and got the name of their shard before them: {listed(again)}"
         )
     return found
+
+
+def _newest_ns(dataset: Dataset, path: Path | str) -> int:
+    """When a file on a disk was changed last."""
+    if isinstance(path, str):
+        return 0
+    return max((Path(dataset.address, entry.name).stat().st_mtime_ns for entry in dataset.entries), default=0)
+
+
+def _stamps(dataset: Dataset) -> tuple[str, ...]:
+    names = [entry.name for entry in dataset.entries]
+    found = stamps_of(dataset.address, names, shared_downloader())
+    return tuple(found[name][1] for name in names)
 
 
 def _key(key: str, shard: str) -> str:

@@ -8,32 +8,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from savable_pipeline.convert.compressed import DamagedError, inflated
-from savable_pipeline.convert.file_reader import changed
+from savable_pipeline.errors import SavableError
+
+_ARROW_CODECS = {"br": "brotli", "snappy": "snappy"}  # kinds of compression that pyarrow reads, by its names
 
 
 class RecordError(Exception):
     """Why a record cannot be converted: `reason: detail`."""
 
 
+def changed(path: Path | str, found: str) -> SavableError:
+    """The error for a file that is not what the plan was made from."""
+    return SavableError(
+        f"{path}: {found}: it changed while it was converted; leave the input as it is while converting, and convert "
+        "into another folder"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """A file of records as it was when the conversion was planned; `packed` is its compression: gz, bz2, xz, zst."""
+    """A file of records as it was when the conversion was planned.
+
+    `packed` is its compression, gz, bz2, xz, zst, br or snappy, and `content_size` the bytes that it holds then.
+    """
 
     path: str
     size: int
     modified_ns: int
     packed: str = ""
+    content_size: int | None = None  # None: not known; br and snappy need it
 
     @classmethod
-    def at(cls, path: Path, packed: str = "") -> RecordFile:
+    def at(cls, path: Path, packed: str = "", content_size: int | None = None) -> RecordFile:
         """The file as it is now. Raises OSError."""
         stat = path.stat()
-        return cls(str(path), stat.st_size, stat.st_mtime_ns, packed)
+        return cls(str(path), stat.st_size, stat.st_mtime_ns, packed, content_size)
 
     def content(self) -> Stretch:
         """All of it. Raises `SavableError` if it is not what it was, ValueError for damaged compression."""
         source = _open(self)
-        return Stretch(source, 0, len(source) if isinstance(source, bytes) else self.size, self.path)
+        if isinstance(source, bytes):
+            return Stretch(source, 0, len(source), self.path)
+        self.check(os.fstat(source.fd))  # each time: it may be overwritten while it is open
+        return Stretch(source, 0, self.size, self.path)
+
+    def check(self, stat: os.stat_result) -> None:
+        """Raises `SavableError` unless this is the file as it was."""
+        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.modified_ns):
+            raise changed(Path(self.path), f"{self.size} bytes when planned, {stat.st_size} now, written since")
 
 
 class _Descriptor:
@@ -55,15 +77,38 @@ def close_files() -> None:
 @functools.lru_cache(maxsize=2)
 def _open(file: RecordFile) -> bytes | _Descriptor:
     opened = _Descriptor(file.path)
-    stat = os.fstat(opened.fd)
-    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.modified_ns):
-        raise changed(Path(file.path), f"{file.size} bytes when planned, {stat.st_size} now, written since")
     if not file.packed:
         return opened
+    file.check(os.fstat(opened.fd))
     try:
-        return inflated(Path(file.path).read_bytes(), file.packed)
+        return _unpacked(Path(file.path).read_bytes(), file.packed, file.content_size)
     except DamagedError as error:
         raise ValueError(f"{file.path}: damaged: {error}") from error
+
+
+def _unpacked(data: bytes, kind: str, size: int | None) -> bytes:
+    """Decompressed data, of this size if it is known. Raises `DamagedError`, and ValueError without the library."""
+    if kind in _ARROW_CODECS and size is not None:
+        content = _by_arrow(data, _ARROW_CODECS[kind], size)
+    else:
+        content = inflated(data, kind)
+    if size is not None and len(content) != size:
+        raise DamagedError(f"{len(content)} bytes when decompressed, expected {size}")
+    return content
+
+
+def _by_arrow(data: bytes, codec: str, size: int) -> bytes:
+    try:
+        import pyarrow as pa  # imported here: it is needed for these compressions alone
+    except ImportError:
+        raise ValueError(
+            f'reading {codec} needs the package pyarrow: pip install "savable_pipeline[parquet]"'
+        ) from None
+    try:
+        content: bytes = pa.decompress(data, size, codec, asbytes=True)
+    except (pa.ArrowException, OSError, MemoryError) as error:
+        raise DamagedError(f"no {codec} of {size} bytes: {error}") from error
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +143,27 @@ class Stretch:
             raise changed(Path(self.path), f"expected {self.size} bytes at {self.offset}, found {len(data)}")
         return data
 
+    def inflated(self, kind: str, size: int | None = None) -> Stretch:
+        """Its content decompressed, of `size` bytes if that is known. Raises `RecordError` for damage."""
+        try:
+            return stretch_of(_unpacked(self.read(), kind, size), self.path)
+        except DamagedError as error:
+            raise RecordError(f"damaged record: {error}") from error
+
     def head(self, size: int) -> bytes:
         """Its first bytes, at most `size`."""
         return self.part(0, min(size, self.size)).read()
+
+    def tail(self, size: int) -> bytes:
+        """Its last bytes, at most `size`."""
+        return self.rest(max(0, self.size - size)).read()
 
     def uint32s(self, offset: int, count: int) -> list[int]:
         """Little-endian numbers of 32 bits, as the formats of records have them."""
         raw = self.part(offset, 4 * count).read()
         return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, 4 * count, 4)]
+
+
+def stretch_of(data: bytes, path: str) -> Stretch:
+    """Bytes that were made of what is in the file at `path`."""
+    return Stretch(data, 0, len(data), path)

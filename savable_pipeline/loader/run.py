@@ -70,9 +70,9 @@ class Run:
     ) -> None:
         self.settings = settings
         self.ranks = settings.find_ranks()
-        self.local = LocalLanes(settings.job, self.ranks.rank, pinned)
-        self.prefetcher = Prefetcher(settings, self.local)
-        self.stats = Stats(settings.num_workers, lambda: source_names(self.local.last_stage))
+        self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
+        self.prefetcher = Prefetcher(settings, local)
+        self.stats = Stats(settings.num_workers, lambda: source_names(local.last_stage))
         self._asks_ranks = agree is None
         self._agree = agree or partial(self.ranks.agree, smallest=not settings.pad)
         self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted

@@ -1,6 +1,6 @@
 """`CacheLayout`: what a row of the cache is. Of tar shards: a sample of the index. Of other files: a block of bytes.
 
-VERSION/index    tars: the index of the samples
+VERSION/index    tars: the index of the samples, or the parts of it that were needed: see `index_parts`
 VERSION/blocks   other files: their names and sizes, and the bytes of a block, which all have but the last of a file
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.index_parts import IndexParts, open_parts
 from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.shards.tar import padded
@@ -30,6 +31,7 @@ class CacheLayout(Protocol):
     shards: Sequence[ShardEntry]
     firsts: Rows  # the first row of each shard, then the number of all: int64 (shards + 1,)
     suffix: str  # of the names of the shards' files in the cache
+    parts: IndexParts | None  # which rows of the index are here; None: all
 
     def begins(self, rows: Rows, /) -> Rows:
         """The first byte of each of these rows in its shard: int64 of the same shape."""
@@ -49,8 +51,9 @@ class TarLayout:
 
     suffix = ".tar"
 
-    def __init__(self, path: Path) -> None:
-        self.index = ShardIndex(path)
+    def __init__(self, folder: Path) -> None:
+        self.index = ShardIndex(folder / "index")
+        self.parts: IndexParts | None = open_parts(folder, self.index)
         self.shards: Sequence[ShardEntry] = self.index.shards
         self.firsts = self.index.shard_rows
         self._starts = np.asarray(self.index.starts)
@@ -87,6 +90,7 @@ class BlockLayout:
     """Files in blocks of `block` bytes."""
 
     suffix = ".bytes"
+    parts: IndexParts | None = None
 
     def __init__(self, path: Path) -> None:
         try:
@@ -132,4 +136,4 @@ def write_blocks(folder: Path, sizes: dict[str, int]) -> None:
 def open_layout(folder: Path) -> CacheLayout:
     """The layout of the version in this folder. Raises OSError if there is none, `ShardError` if it is damaged."""
     blocks = folder / "blocks"
-    return BlockLayout(blocks) if blocks.exists() else TarLayout(folder / "index")
+    return BlockLayout(blocks) if blocks.exists() else TarLayout(folder)

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from savable_pipeline.remote.object_store import ObjectStore
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.request_queue import QueuedRequest, RequestQueue
 from savable_pipeline.remote.shard_cache import LEFT_OUT, ShardCache, runs
+from savable_pipeline.remote.shared_listing import Listing, shared_listing
 from savable_pipeline.remote.sparse_file import locked
+from savable_pipeline.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.shards.shard_list import ShardEntry
 
 _THREADS = 16
@@ -51,13 +54,14 @@ class Downloads:
     def __init__(self, cache: str, limit: int, retry_s: float) -> None:
         self._store = ObjectStore(retry_s)
         self.pace = self._store.pace
-        self._space = CacheSpace(Path(cache), limit)
+        self._cache = Path(cache)
+        self._space = CacheSpace(self._cache, limit)
         self._cached: dict[str, ShardCache] = {}
         self._lock = threading.Lock()
 
-    def listing(self, root: str) -> list[tuple[str, int, str]]:
-        """Name, size and stamp of every object below a URL."""
-        return self._store.listing(root)
+    def listing(self, root: str) -> Listing:
+        """Name, size and stamp of every object below a URL; one listing for processes that ask at the same time."""
+        return shared_listing(self._cache, root, self._store.listing)
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
         """Size and stamp of an object; None if there is none."""
@@ -74,13 +78,17 @@ class Downloads:
 
     def part(self, root: str, name: str, size: int, start: int, stop: int) -> bytes:
         """The bytes `start` to `stop - 1` of an object of `size` bytes, past the cache."""
+        return self.part_of(root, name, size, "", start, stop)[0]
+
+    def part_of(self, root: str, name: str, size: int, pin: str, start: int, stop: int) -> tuple[bytes, str]:
+        """The same of the server's version `pin` of an object, of any if that is empty; and the version."""
         raw = bytearray(stop - start)
 
         def keep(chunk: memoryview, offset: int) -> None:
             raw[offset - start : offset - start + len(chunk)] = chunk
 
-        self._store.copy(root, name, start, stop, size, keep)
-        return bytes(raw)
+        version = self._store.copy(root, name, start, stop, size, keep, pin)
+        return bytes(raw), version
 
     def whole(self, root: str, name: str, size: int, path: str) -> str:
         """Downloads an object of `size` bytes into a file; returns the server's version of it."""
@@ -88,6 +96,13 @@ class Downloads:
         self._space.reserve(size)
         with replacing(Path(path)) as file:
             return self._copy(root, ShardEntry(name, size, 0, 0), file.fileno(), 0, size, "")
+
+    def index_rows(self, root: str, folder: str, shards: list[int]) -> None:
+        """Fetches the rows of these shards of an index that is here in part."""
+        parts = self._version(folder).layout.parts
+        if parts is not None:
+            get = partial(self.part_of, root, INDEX_NAME, parts.bytes, parts.pin)
+            parts.fetch(root, shards, lambda start, stop: get(start, stop)[0], self._write)
 
     def dated(self, root: str) -> list[tuple[str, int, int]]:
         """Name, size and time of the last change of every object below a URL."""
@@ -149,6 +164,12 @@ class Downloads:
         behind = cached.layout.row_from(cached.shard_of(first), start + self.pace.request + 1)
         return first, max(first + 1, min(behind, end) - 1)
 
+    def forget(self, folder: str) -> None:
+        """Closes the versions in a folder that is about to be removed."""
+        with self._lock:
+            for version in [version for version in self._cached if Path(version).is_relative_to(folder)]:
+                del self._cached[version]
+
     def size_of(self, root: str, folder: str, row: int, stop: int, *_: Any) -> int:
         """The bytes that a request for rows is for."""
         start, past = self._version(folder).extent(row, stop)
@@ -194,16 +215,19 @@ class Downloads:
         """Copies bytes of a shard to the same offsets of a file; returns the server's version, all of one."""
 
         def write(chunk: memoryview, offset: int) -> None:
-            try:
-                write_at(fd, chunk, offset, self._space.release)
-            except OSError as error:
-                raise _cache_error(error) from error
+            self._write(fd, chunk, offset)
 
         while start < stop:
             end = min(start + self.pace.request, stop)
             version = self._store.copy(root, entry.name, start, end, entry.size, write, version)
             start = end
         return version
+
+    def _write(self, fd: int, data: memoryview | bytes, offset: int) -> None:
+        try:
+            write_at(fd, memoryview(data), offset, self._space.release)
+        except OSError as error:
+            raise _cache_error(error) from error
 
     def _version(self, folder: str) -> ShardCache:
         with self._lock:

@@ -6,23 +6,26 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import ShardError
+from savable_pipeline.remote import index_parts
 from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.remote.urls import RemoteShards, find_remote
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.paths import Shards
-from savable_pipeline.shards.shard_list import ShardEntry
+from savable_pipeline.shards.shard_list import ShardEntry, ShardNames
 
 log = logging.getLogger(__name__)
 
+_ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a part that is empty, or one or two dots, in a text of names
 METADATA_FOLDER = "metadata"  # a folder beside the versions of a dataset
 
 
@@ -62,10 +65,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _known_names(root: str, metadata: Path, version: Path | None) -> list[str]:
+def _known_names(root: str, metadata: Path, version: Path | None) -> Sequence[str]:
     """The sorted names of the shards in the dataset's own index, or in Energon's list. Raises `ShardError`."""
     if version is not None:
-        return list(ShardIndex(version / "index").shards.names)
+        return ShardIndex(version / "index").shards.names
     counts = read_counts(metadata)
     if counts is None:
         raise ShardError(
@@ -77,7 +80,8 @@ def _known_names(root: str, metadata: Path, version: Path | None) -> list[str]:
 
 def check_names(found: RemoteShards) -> None:
     """Raises `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
-    for name in found.names:
+    text = ShardNames.of(found.names).text
+    for name in found.names if _ODD_NAME.search(text) else ():
         if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
             raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
 
@@ -110,9 +114,13 @@ def _own_index(found: RemoteShards, folder: Path, downloader: Downloader) -> Pat
     if version is not None:
         return version
     fresh = folder / "downloaded.index"
-    downloader.call("whole", found.root, INDEX_NAME, size, str(fresh))
     try:
-        version = install_index(folder, fresh, folder / "own.json", stamp)
+        if size > index_parts.WHOLE_BYTES:
+            pin = index_parts.download_head(found.root, size, fresh, downloader)
+        else:
+            downloader.call("whole", found.root, INDEX_NAME, size, str(fresh))
+            pin = None
+        version = install_index(folder, fresh, folder / "own.json", stamp, pin=pin)
         for name in ("changed", "reindexed"):  # said of the index before
             (folder / name).unlink(missing_ok=True)
         return version
@@ -166,17 +174,35 @@ def newest_version(folder: Path, pointers: str) -> Path | None:
     return None
 
 
-def install_index(folder: Path, fresh: Path, pointer: Path, stamp: str) -> Path:
-    """Moves an index to the folder named by its checksum, and has the pointer name it. Raises `ShardError`."""
+def install_index(folder: Path, fresh: Path, pointer: Path, stamp: str, *, pin: str | None = None) -> Path:
+    """Moves an index to the folder named by its checksum, and has the pointer name it. Raises `ShardError`.
+
+    With a `pin` the file has its head alone, of this version on the server.
+    """
     index = ShardIndex(fresh)
-    damaged = [name for number, name in enumerate(index.shards.names) if not index.is_whole(number)]
+    damaged = [] if pin is not None else [n for n in range(len(index.shards)) if not index.is_whole(n)]
     if damaged:
-        raise ShardError(f"the part of {damaged[0]} is damaged")
+        raise ShardError(f"the part of {index.shards.names[damaged[0]]} is damaged")
     version = folder / _checksum(fresh)
     version.mkdir(exist_ok=True)
-    fresh.replace(version / "index")
+    if pin is not None:
+        replace_file(version / "parts.pin", [pin.encode()])
+    if pin is not None and _has(version / "index", index.identity):  # the same, with what was fetched of it
+        fresh.unlink()
+    else:
+        if pin is not None:
+            index_parts.begin_parts(version, len(index.shards))
+        fresh.replace(version / "index")
+        if pin is None:
+            (version / "parts").unlink(missing_ok=True)
     replace_file(pointer, [msgspec.json.encode(_Pointer(stamp, version.name))])
     return version
+
+
+def _has(path: Path, identity: bytes) -> bool:
+    with contextlib.suppress(OSError, ValueError, ShardError):
+        return ShardIndex(path).identity == identity
+    return False
 
 
 def _checksum(index: Path) -> str:

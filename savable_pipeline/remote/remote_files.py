@@ -128,7 +128,7 @@ def remote_version(
         named = folder / f"named-{_hash(as_names(files))}.json"
         before = _opened_before(named) if tolerant else None
         if before is None or not set(found.names) <= set(before.names):  # or with new files
-            names, version = found.names, _version_now(found, folder, beside, downloader)
+            names, version = list(found.names), version_now(found, folder, beside, downloader)
             replace_file(named, [msgspec.json.encode(_Named(version.name, names))])
         else:
             names, version = before.names, folder / before.version
@@ -141,6 +141,42 @@ def remote_version(
         yield RemoteVersion(place, names, looked_up.own_index, downloader)
 
 
+def stamps_of(url: str, names: list[str], downloader: Downloader) -> dict[str, tuple[int, str]]:
+    """Size and stamp of objects below a URL: by one listing of a bucket. Raises `ShardError` for one that is gone."""
+    if url.startswith("http"):
+        return _stats(RemoteShards(url, names, {}), downloader)
+    listed = {name: (size, stamp) for name, size, stamp in downloader.call("listing", url)}
+    gone = next((name for name in names if name not in listed), None)
+    if gone is not None:
+        raise _gone(url, gone)
+    return {name: listed[name] for name in names}
+
+
+def place_of_object(url: str, downloader: Downloader) -> tuple[RemotePlace, str]:
+    """The place of one object, of any kind, in the cache, and its stamp. Raises `ShardError`, `RemoteError`."""
+    root, _, name = url.rpartition("/")
+    cache = cache_folder(None)
+    folder = cache / hashlib.sha256(f"{url} object".encode()).hexdigest()[:32]
+    with locked_folder(folder):
+        size, found = _stats(RemoteShards(root, [name], {}), downloader)[name]
+        version = version_now(RemoteShards(root, [name], {name: size}, {name: found}), folder, ("", ""), downloader)
+        create_flags(version)
+        cached = ShardCache(version)
+        _forget_changed(cached, folder)
+        cached.hold()
+    return RemotePlace(root, cached, cache, cache_bytes(None, cache)), found
+
+
+def check_stamp(url: str, stamp: str, found: str) -> None:
+    """Raises `ShardError` if an object is another than the one with this stamp."""
+    if stamp != found:
+        raise ShardError(
+            f"{url}: it was replaced since it was looked at first ({stamp} then, {found} now); leave it as it is "
+            "meanwhile, and start again",
+            reason="changed shard",
+        )
+
+
 def names_behind(url: str, index_names: list[str]) -> list[str]:
     """The names of the objects below a URL; below one of a web server, those of these indexes that are there."""
     folder = cache_folder(None)
@@ -151,7 +187,7 @@ def names_behind(url: str, index_names: list[str]) -> list[str]:
         return [name for name, ticket in tickets.items() if downloader.result(ticket) is not None]
 
 
-def _version_now(found: RemoteShards, dataset: Path, beside: tuple[str, str], downloader: Downloader) -> Path:
+def version_now(found: RemoteShards, dataset: Path, beside: tuple[str, str], downloader: Downloader) -> Path:
     """The version of what the files are now."""
     stats = _stats(found, downloader)
     with_suffix, suffix = beside
@@ -172,8 +208,12 @@ def _stats(found: RemoteShards, downloader: Downloader, *, needed: bool = True) 
     asked = {name: downloader.result(ticket) for name, ticket in tickets.items()}
     gone = next((name for name, stat in asked.items() if stat is None), None)
     if gone is not None and needed:
-        raise ShardError(f"{found.root}/{gone}: no such object on the server", reason=NOT_THERE)
+        raise _gone(found.root, gone)
     return {**listed, **{name: stat for name, stat in asked.items() if stat is not None}}
+
+
+def _gone(root: str, name: str) -> ShardError:
+    return ShardError(f"{root}/{name}: no such object on the server", reason=NOT_THERE)
 
 
 def _own_index(root: str, index_name: str, dataset: Path, downloader: Downloader) -> Path | None:

@@ -9,12 +9,16 @@ import os
 import shutil
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.cache_layout import TarLayout
 from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.remote.lookup import (
@@ -25,6 +29,7 @@ from savable_pipeline.remote.lookup import (
     note_reindexed,
     pointed_version,
 )
+from savable_pipeline.remote.scratch import RemoteObject, scan_object
 from savable_pipeline.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.remote.urls import RemoteShards
 from savable_pipeline.shards.index_file import ShardIndex, ShardTable
@@ -32,7 +37,7 @@ from savable_pipeline.shards.index_writer import write_index
 from savable_pipeline.shards.indexing import Progress, check_none_gone
 from savable_pipeline.shards.paths import NOT_THERE, Shards
 from savable_pipeline.shards.scan import scan
-from savable_pipeline.shards.shard_list import ShardEntry
+from savable_pipeline.shards.shard_list import ShardEntry, ShardNames
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +51,15 @@ def open_remote(
     *,
     tolerant: bool,
     anew: bool = False,
+    engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[RemoteShards, ShardCache]:
     """The shards of these URLs, and the cache's version of them with its index; their metadata is downloaded too.
 
     Shards that were found to be other than indexed are indexed again, unless `tolerant`; with `anew` in any case, and
-    the server is asked for the size of each. `progress` is told of shards that are downloaded to be indexed. Raises
-    `RemoteError`, and `ShardError`, also for a damaged shard, or one gone from an indexed prefix, unless `tolerant`.
+    the server is asked for the size of each. `progress` is told of shards that are downloaded to be indexed: here, or
+    by the machines of an `engine`. Raises `RemoteError`, and `ShardError`, also for a damaged shard, or one gone from
+    an indexed prefix, unless `tolerant`.
     """
     with (
         contextlib.closing(Downloader(cache, limit)) as downloader,
@@ -64,25 +71,31 @@ def open_remote(
             found = _with_missing(found, version, tolerant)
         changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
         if version is None or not _knows(version, found, tolerant, ever):
-            version = _made_index(found, folder, version, downloader, limit, tolerant, changed, progress)
+            version = _made_index(found, folder, version, downloader, limit, tolerant, changed, progress, engine)
         create_flags(version)
         return found, ShardCache(version)
 
 
-def index_remote(shards: Shards, progress: Progress = lambda done, total: None) -> tuple[Path, list[ShardEntry]]:
-    """Indexes shards behind a URL, in the cache, unless the index beside them fits.
+def index_remote(
+    shards: Shards, progress: Progress = lambda done, total: None, engine: Engine | None = None
+) -> tuple[Path, list[ShardEntry]]:
+    """Indexes shards behind a URL, in the cache, unless the index beside them fits; with an `engine` its machines read.
 
     Returns the path of the index in the cache, and the shards that could not be read to their end.
     """
     cache = cache_folder(None)
-    found, cached = open_remote(shards, cache, cache_bytes(None, cache), tolerant=True, anew=True, progress=progress)
+    limit = cache_bytes(None, cache)
+    found, cached = open_remote(shards, cache, limit, tolerant=True, anew=True, engine=engine, progress=progress)
     names = set(found.names)
     return cached.folder / "index", [entry for entry in cached.index.shards if entry.fault and entry.name in names]
 
 
 def _with_missing(found: RemoteShards, version: Path, tolerant: bool) -> RemoteShards:
     """The shards of a prefix, with those of its index that are gone. Raises `ShardError` for them unless `tolerant`."""
-    gone = set(ShardIndex(version / "index").shards.names).difference(found.names)
+    indexed = ShardIndex(version / "index").shards.names
+    if ShardNames.of(found.names).text == indexed.text:
+        return found
+    gone = set(indexed).difference(found.names)
     if not tolerant:
         check_none_gone(found.root, gone)
     return RemoteShards(found.root, sorted({*found.names, *gone}), found.sizes)
@@ -99,11 +112,20 @@ def _sizes(found: RemoteShards, downloader: Downloader) -> dict[str, int]:
 
 def _knows(version: Path, found: RemoteShards, tolerant: bool, changed: set[str]) -> bool:
     """Whether an index has all the shards, at their present sizes, and unless `tolerant` without a fault."""
-    entries = ShardIndex(version / "index").shards
-    known = {entry.name: entry.size for entry in entries if tolerant or not entry.fault}
-    if not changed.isdisjoint(found.names):
+    index = ShardIndex(version / "index")
+    if changed and not changed.isdisjoint(found.names):
         return False
-    return all(name in known and found.sizes.get(name, known[name]) == known[name] for name in found.names)
+    try:
+        numbers = index.numbers(found.names)
+    except KeyError:
+        return False
+    if not tolerant and index.shards.faults and not index.shards.faults.keys().isdisjoint(numbers.tolist()):
+        return False
+    known = index.shards.sizes[numbers]
+    if not found.sizes:
+        return True
+    now = np.fromiter((found.sizes.get(name, -1) for name in found.names), np.int64, len(numbers))
+    return bool(((now == known) | (now == -1)).all())
 
 
 def _made_index(
@@ -115,8 +137,11 @@ def _made_index(
     tolerant: bool,
     changed: set[str],
     progress: Progress,
+    engine: Engine | None,
 ) -> Path:
     """The version of an index made from shards downloaded whole; they stay in the cache if all of them fit.
+
+    (Those that the machines of an `engine` downloaded do not.)
 
     Of those that an index in the cache has as they are, its tables are taken.
     """
@@ -125,14 +150,16 @@ def _made_index(
     version = pointed_version(pointer, names)
     if version is not None and _knows(version, found, tolerant, changed):
         return version
-    known = _known_tables(own or version, found, changed)
+    before = own or version
+    known = _known(before, found, changed, downloader)
     if not known:  # an index made of fewer shards, to which others were added since
         sized = RemoteShards(found.root, found.names, _sizes(found, downloader))
-        known = _known_tables(newest_version(folder, "made-*.json"), sized, changed)
+        before = newest_version(folder, "made-*.json")
+        known = _known(before, sized, changed, downloader)
     to_scan = RemoteShards(found.root, [name for name in found.names if name not in known], found.sizes)
     sizes = _sizes(to_scan, downloader)
     sizes = {name: sizes[name] for name in to_scan.names}
-    keep = sum(sizes.values()) <= limit
+    keep = engine is None and sum(sizes.values()) <= limit
     log.warning(
         "%s has no index of %d shards (%.3g GB): they are downloaded to make one; make it where they lie to avoid that",
         found.root,
@@ -141,24 +168,44 @@ def _made_index(
     )
     fresh = folder / "downloaded.index"
     versions: dict[str, str] = {}
-    tables = _tables(found.root, sizes, folder / "scan", downloader, keep, tolerant, progress, versions)
-    write_index(fresh, sorted([*known.values(), *tables], key=lambda table: table.entry.name))
+    scanned = folder / "scan"
+    if engine is None:
+        tables = _tables(found.root, sizes, scanned, downloader, keep, tolerant, progress, versions)
+    else:
+        tables = _tables_elsewhere(engine, found.root, sizes, scanned, tolerant, progress, versions)
+    write_index(fresh, _in_order(before, known, tables))
     version = install_index(folder, fresh, pointer, names)
     create_flags(version)
-    _pin(ShardCache(version), changed, versions, folder / "scan", keep)
+    _pin(ShardCache(version), changed, versions, scanned, keep)
     note_reindexed(folder)
-    shutil.rmtree(folder / "scan", ignore_errors=True)
+    shutil.rmtree(scanned, ignore_errors=True)
     return version
 
 
-def _known_tables(version: Path | None, found: RemoteShards, changed: set[str]) -> dict[str, ShardTable]:
-    """The tables in an index of shards that have not changed, by name."""
+def _known(version: Path | None, found: RemoteShards, changed: set[str], downloader: Downloader) -> dict[str, int]:
+    """The numbers in an index of shards that have not changed, by name; their rows are here."""
     if version is None:
         return {}
-    index, wanted = ShardIndex(version / "index"), set(found.names) - changed
+    layout, wanted = TarLayout(version), set(found.names) - changed
+    index = layout.index
     entries = [(number, e) for number, e in enumerate(index.shards) if e.name in wanted and not e.fault]
     same = [(number, e.name) for number, e in entries if found.sizes.get(e.name, e.size) == e.size]
-    return {name: index.table(number) for number, name in same if index.is_whole(number)}
+    if layout.parts is not None and same:
+        create_flags(version)
+        absent = layout.parts.absent(np.array([number for number, _ in same], dtype=np.int64))
+        downloader.call("index_rows", found.root, str(version), absent.tolist())
+    return {name: number for number, name in same if index.is_whole(number)}
+
+
+def _in_order(before: Path | None, known: dict[str, int], tables: list[ShardTable]) -> Iterator[ShardTable]:
+    """These tables and those of the `known` shards of an index, in the order of their names."""
+    scanned = {table.entry.name: table for table in tables}
+    index = ShardIndex(before / "index") if before is not None and known else None
+    for name in sorted({*scanned, *known}):
+        if index is not None and name in known:
+            yield index.table(known[name])
+        else:
+            yield scanned[name]
 
 
 def _size_of(root: str, name: str, stat: tuple[int, str] | None) -> int:
@@ -201,10 +248,42 @@ def _tables(
             (scanned / name).unlink()
             raise ShardError(f"{root}/{table.entry.fault}")
         if not keep:
-            replace_file(scanned / f"{name}.table", [msgspec.msgpack.encode(table)])
+            _leave(scanned, name, table)
             (scanned / name).unlink(missing_ok=True)
         tables.append(table)
         progress(len(tables), len(sizes))
+
+
+def _tables_elsewhere(
+    engine: Engine,
+    root: str,
+    sizes: dict[str, int],
+    scanned: Path,
+    tolerant: bool,
+    progress: Progress,
+    versions: dict[str, str],
+) -> list[ShardTable]:
+    """`_tables`, by the machines of an engine, each of which downloads what it scans."""
+    left = {name: _left(scanned, name, size, keep=False) for name, size in sizes.items()}
+    tables = [table for table in left.values() if table is not None]
+    jobs = [RemoteObject(root, name, size) for name, size in sizes.items() if left[name] is None]
+    progress(len(tables), len(sizes))
+    with contextlib.closing(engine.each(scan_object, jobs)) as finished:
+        for job, (table, version) in finished:
+            if table.entry.fault and not tolerant:
+                raise ShardError(f"{root}/{table.entry.fault}")
+            versions[job.name] = version
+            _leave(scanned, job.name, table)
+            tables.append(table)
+            progress(len(tables), len(sizes))
+    return tables
+
+
+def _leave(scanned: Path, name: str, table: ShardTable) -> None:
+    """Write the table of a shard aside, for `_left`."""
+    path = scanned / f"{name}.table"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, [msgspec.msgpack.encode(table)])
 
 
 def _left(scanned: Path, name: str, size: int, keep: bool) -> ShardTable | None:

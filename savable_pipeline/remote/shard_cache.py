@@ -266,8 +266,9 @@ def create_flags(folder: Path) -> None:
         if file.read(_BOOT) == boot:
             return
     cached = ShardCache(folder)
+    unknown = set() if layout.parts is None else set(layout.parts.check())
     for shard in range(len(layout.shards)):
-        if not cached.synced[shard]:
+        if not cached.synced[shard] or shard in unknown:
             cached.present[int(cached.firsts[shard]) : int(cached.firsts[shard + 1])] = 0
             cached.path(shard).unlink(missing_ok=True)
     with path.open("r+b") as file:

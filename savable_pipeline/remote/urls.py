@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import posixpath
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -20,13 +21,13 @@ _Listed: TypeAlias = dict[str, tuple[int, str]]  # by name: size in bytes, and s
 
 @dataclass(frozen=True, slots=True)
 class RemoteShards:
-    """Shards behind one URL: names relative to `root`, sorted, and sizes in bytes and stamps if the server listed them.
+    """Shards behind one URL: names relative to `root`, in order; sizes in bytes and stamps if the server listed them.
 
     A stamp changes when the shard is replaced.
     """
 
     root: str
-    names: list[str]
+    names: Sequence[str]
     sizes: dict[str, int]
     stamps: dict[str, str] = field(default_factory=dict, compare=False)
 

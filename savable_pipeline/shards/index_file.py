@@ -19,8 +19,9 @@ its shards, whose numbers and names are used where they lie.
 from __future__ import annotations
 
 import bisect
+import itertools
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ from savable_pipeline.shards.tar import BLOCK, members, of_samples
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
 
 MAGIC = b"SAVIDX03"
+_FIRST = 24  # bytes, that tell how long the header is
 _ALIGN = 64
 NUMBERS_BYTES = 40  # of the five numbers of a shard
 
@@ -91,12 +93,13 @@ class ShardIndex:
         self.members = self._header.members
         count = int(self.shard_rows[-1])
         wide = self._header.size_bytes == 8
-        self.starts, offset = _array(path, view, offset, "Q", count)
-        self.layout_of, offset = _array(path, view, offset, "I", count if len(self.layouts) > 1 else 0)
-        self.firsts, offset = _array(path, view, offset, "Q", 0 if self.members else count)
-        self.sizes, offset = _array(path, view, offset, "Q" if wide else "I", self._header.sizes)
-        if offset != len(view):
-            raise ShardError(f"{path}: {len(view)} bytes, but the header says {offset}")
+        self.starts, at_layouts = _array(path, view, offset, "Q", count)
+        self.layout_of, at_firsts = _array(path, view, at_layouts, "I", count if len(self.layouts) > 1 else 0)
+        self.firsts, at_sizes = _array(path, view, at_firsts, "Q", 0 if self.members else count)
+        self.sizes, end = _array(path, view, at_sizes, "Q" if wide else "I", self._header.sizes)
+        if end != len(view):
+            raise ShardError(f"{path}: {len(view)} bytes, but the header says {end}")
+        self._places = offset, at_layouts, at_firsts, at_sizes
 
     def number(self, name: str) -> int:
         """The number of a shard. Raises KeyError without it."""
@@ -177,6 +180,43 @@ class ShardIndex:
         fits = bool((firsts[1:] == ends[:-1]).all()) and ends[-1] <= len(self.sizes)
         return self.sizes[int(firsts[0]) : int(ends[-1])] if fits else None
 
+    def rows_from(self, get: Callable[[int, int], bytes], shards: range) -> list[tuple[int, bytes]]:
+        """The rows of some shards from a whole copy of this file: the offset of each array's part, and its bytes.
+
+        `get` gives the copy's bytes from one offset to before another. Raises `ShardError` unless the rows match their
+        checksums here.
+        """
+        found: list[tuple[int, bytes]] = []
+
+        def part(number: int, kind: str, first: int, count: int) -> NDArray[Any]:
+            width = np.dtype(kind).itemsize
+            start = self._places[number] + first * width
+            raw = get(start, start + count * width) if count else b""
+            found.append((start, raw))
+            return np.frombuffer(raw, kind)
+
+        bounds = self.shard_rows[shards.start : shards.stop + 1]
+        row, count = int(bounds[0]), int(bounds[-1] - bounds[0])
+        starts = part(0, "<u8", row, count)
+        layout_of = part(1, "<u4", row, count) if self.layout_of else np.zeros(count, "<u4")
+        if count and int(layout_of.max()) >= len(self.layouts):
+            raise ShardError("its rows have no layout")
+        ends = np.cumsum([0, *np.array([len(layout.gaps) for layout in self.layouts])[layout_of]])
+        first = row * self.members
+        if not self.members and count:
+            firsts = part(2, "<u8", row, count).astype(np.int64)
+            first = int(firsts[0])
+            if (firsts - first != ends[:-1]).any():
+                raise ShardError("its rows do not follow each other")
+        if not 0 <= first <= len(self.sizes) - int(ends[-1]):
+            raise ShardError("its sizes lie behind its end")
+        sizes = part(3, "<u8" if self.sizes.itemsize == 8 else "<u4", first, int(ends[-1]))
+        for shard, (begin, end) in zip(shards, itertools.pairwise((bounds - row).tolist()), strict=True):
+            check = check_of(starts[begin:end], layout_of[begin:end], sizes[ends[begin] : ends[end]])
+            if check != self._checks[shard]:
+                raise ShardError(f"the rows of {self.shards.names[shard]} do not match their checksum")
+        return found
+
     def is_as_written(self, number: int, fd: int) -> bool:
         """Whether some samples of a shard lie where the index says: the first, one in the middle, the last.
 
@@ -217,6 +257,19 @@ class ShardIndex:
         )
 
 
+def head_bytes(path: str, begin: bytes) -> int:
+    """The bytes of an index before its rows; where its first ones, `begin`, do not tell: how many of them would.
+
+    Raises `ShardError`.
+    """
+    length = int.from_bytes(begin[16:_FIRST], "little")
+    if begin[:8] != MAGIC:
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    if len(begin) < _FIRST + length:
+        return _FIRST + length
+    return _head(path, memoryview(begin), length)[2]
+
+
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -232,16 +285,11 @@ def check_of(starts: NDArray[Any], layout_of: NDArray[Any], sizes: NDArray[Any])
 
 def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], int]:
     """The header, its checksum, the shards, the checksums of their rows, and where the rows begin."""
-    length = int.from_bytes(view[16:24], "little")
-    if bytes(view[:8]) != MAGIC or 24 + length > len(view):
+    length = int.from_bytes(view[16:_FIRST], "little")
+    if bytes(view[:8]) != MAGIC or _FIRST + length > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
-    try:
-        header = msgspec.msgpack.decode(view[24 : 24 + length], type=Header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ShardError(f"{path}: the index is damaged: {error}") from error
-    columns = aligned(24 + length)
+    header, columns, end = _head(path, view, length)
     names = columns + header.shards * NUMBERS_BYTES
-    end = aligned(names + header.names)
     if end > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
     identity = bytes(view[8:16])
@@ -257,6 +305,16 @@ def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList
     if outside is not None:
         raise ShardError(f"{path}: the index is damaged: it names {outside!r}, which lies outside of the dataset")
     return header, identity, shards, numbers[4], end
+
+
+def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int, int]:
+    """The header, of `length` bytes; where the numbers of the shards begin, and the rows."""
+    try:
+        header = msgspec.msgpack.decode(view[_FIRST : _FIRST + length], type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ShardError(f"{path}: the index is damaged: {error}") from error
+    columns = aligned(_FIRST + length)
+    return header, columns, aligned(columns + header.shards * NUMBERS_BYTES + header.names)
 
 
 def aligned(offset: int) -> int:

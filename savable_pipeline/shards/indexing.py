@@ -256,9 +256,9 @@ def _write(
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, processes, each), 1):
-            scanned.add(table)
-            if not table.entry.fault:
+            if not table.entry.fault:  # before it is noted as scanned: whoever goes on after a kill scans it no more
                 write_tar_idx(root / table.entry.name, table)
+            scanned.add(table)
             progress(done, len(missing))
             if time.monotonic() - logged > _LOG_EVERY_S:
                 logged = time.monotonic()

@@ -52,6 +52,8 @@ class ShardNames(Sequence[str]):
     @classmethod
     def of(cls, names: Iterable[str]) -> ShardNames:
         """These names. Raises `ShardError` for one that has a zero byte, or is no UTF-8."""
+        if isinstance(names, ShardNames):
+            return names
         encoded = []
         for name in names:
             try:

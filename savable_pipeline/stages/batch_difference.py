@@ -93,6 +93,8 @@ def _bytes(leaf: Any) -> tuple[str, bytes]:
         return f"numpy {array.dtype} {array.shape}", raw
     if isinstance(leaf, bytes | bytearray):
         return "bytes", bytes(leaf)
+    if isinstance(leaf, set | frozenset):  # equal ones may give their members in another order
+        return type(leaf).__name__, repr(sorted(map(repr, leaf))).encode()
     return type(leaf).__name__, repr(leaf).encode()
 
 

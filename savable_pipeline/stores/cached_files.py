@@ -15,7 +15,7 @@ import numpy as np
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.errors import RemoteError, ShardError
 from savable_pipeline.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.remote.downloader import Urgency
+from savable_pipeline.remote.downloader import Downloader, Urgency
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
 from savable_pipeline.shards.shard_list import Rows
@@ -23,7 +23,7 @@ from savable_pipeline.stores.download_blocks import Block, DownloadBlocks
 from savable_pipeline.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.stores.indexed_shards import IndexedShards
 from savable_pipeline.stores.presence import Presence
-from savable_pipeline.stores.shard_files import Read, T, Where
+from savable_pipeline.stores.shard_files import Locate, Read, T, Where
 
 _TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
 _TOUCH_S = 10.0
@@ -32,8 +32,16 @@ _TOUCH_S = 10.0
 class CachedFiles(DownloadedFiles):
     """The shards below `url`, in the version `cached` of the cache `folder`, which is bounded to `limit` bytes."""
 
-    def __init__(self, url: str, shards: IndexedShards, cached: ShardCache, folder: Path, limit: int) -> None:
-        super().__init__(folder, limit)
+    def __init__(
+        self,
+        url: str,
+        shards: IndexedShards,
+        cached: ShardCache,
+        folder: Path,
+        limit: int,
+        downloader: Downloader | None = None,
+    ) -> None:
+        super().__init__(folder, limit, downloader)
         self._url, self._shards, self._cached = url, shards, cached
         size = int(shards.sizes_in_bytes.sum())
         fits = size <= limit * PREFETCH_SHARE
@@ -42,6 +50,7 @@ class CachedFiles(DownloadedFiles):
         self._prefetch_refs = self.refs_ahead(size / shards.count)
         self._touch_at = 0.0  # when to touch the shards again
         self._checked: set[int] = set()  # shards whose rows in the index were checked
+        self._rows = self.located(shards.rows)
 
     def _forget_announced(self) -> None:
         self._blocks.forget_announced()
@@ -105,13 +114,33 @@ class CachedFiles(DownloadedFiles):
 
         return guarded
 
+    def located(self, rows: Locate) -> Locate:
+        """`rows`, made to fetch what is not here of the index first."""
+        parts, numbers = self._cached.layout.parts, self._shards.numbers
+        if parts is None:
+            return rows
+
+        def fetched(shards: Rows, places: Rows) -> Rows:
+            absent = parts.absent(numbers[np.unique(shards)])
+            if len(absent):
+                self._call("index_rows", self._url, str(self._cached.folder), np.sort(absent).tolist())
+            return rows(shards, places)
+
+        return fetched
+
+    def has_all_rows(self) -> bool:
+        """Whether the whole index is in the cache."""
+        parts = self._cached.layout.parts
+        return parts is None or not len(parts.all_absent())
+
     def prefetch(self, indices: Rows) -> None:
         """Has these samples downloaded, and kept until they have been read."""
         now = time.monotonic()
         if self._presence.is_complete() and now < self._touch_at:
             return
         self._touch_at = now + _TOUCH_S
-        rows = self._shards.locate(indices)[1]
+        shards = self._shards.shards_of(indices)
+        rows = self._rows(shards, indices - self._shards.firsts[shards])
         present = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
         self._cached.touch(rows[present])

@@ -19,6 +19,7 @@ import msgspec
 
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.errors import ShardError
+from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.remote.remote_files import RemotePlace
 from savable_pipeline.remote.urls import is_remote
 from savable_pipeline.shards.index_place import in_first_place, index_places
@@ -48,6 +49,7 @@ class IndexedFiles:
     index: PlaceIndex | ScannedFiles
     index_path: Path
     place: RemotePlace | None = None
+    downloader: Downloader | None = None  # to read them with, if not one of their own
 
     @property
     def address(self) -> str:

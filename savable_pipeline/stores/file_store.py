@@ -15,7 +15,7 @@ from savable_pipeline.stores.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.file_indexing import IndexedFiles
 from savable_pipeline.stores.local_files import LocalFiles
-from savable_pipeline.stores.place_index import Places
+from savable_pipeline.stores.place_index import FileTable, Places
 from savable_pipeline.stores.record_store import RecordStore
 
 
@@ -33,12 +33,17 @@ class FileStore(RecordStore):
         self.files: LocalFiles | CachedBlocks = (
             LocalFiles(found.root, self)
             if found.place is None
-            else CachedBlocks(found.place, self, all_used=self.all_used)
+            else CachedBlocks(found.place, self, all_used=self.all_used, downloader=found.downloader)
         )
 
     def places(self, shard: int) -> Places:
         """What the index says of a file: uint64 (any,)."""
         return self._index.places(self.entries[shard].name)
+
+    def table(self, shard: int) -> FileTable:
+        """What the index says of a file, to be written into another. Raises `ShardError` if it is damaged."""
+        self.check_rows(shard)
+        return self._index.table(self.entries[shard].name)
 
     def place(self, shard: int) -> str:
         """What messages call the file of a shard: its path or its URL."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import Layout, ShardIndex
+from savable_pipeline.shards.index_file import Layout, ShardIndex, ShardTable
 from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.shards.shard_list import Rows
 
@@ -26,11 +26,11 @@ class IndexedShards:
         numbers = None if names is None else index.numbers(names)
         if numbers is None or np.array_equal(numbers, np.arange(len(index.shards))):
             self.entries = index.shards
-            self._numbers = np.arange(len(index.shards))  # in the index, int64 (shards,)
+            self.numbers = np.arange(len(index.shards))  # in the index, int64 (shards,)
             self.first_rows = index.shard_rows[:-1]  # int64 (shards,)
         else:
             self.entries = index.shards.take(numbers)
-            self._numbers = numbers
+            self.numbers = numbers
             self.first_rows = index.shard_rows[numbers]
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
@@ -42,10 +42,9 @@ class IndexedShards:
         self.sizes_in_bytes = self.entries.sizes
         self.mean_bytes = int(self.sizes_in_bytes.sum()) / self.count  # of a sample, with its headers
 
-    def locate(self, indices: Rows) -> tuple[Rows, Rows]:
-        """The shard of each of these samples, and its row in the index."""
-        shards = np.searchsorted(self.firsts, indices, side="right") - 1
-        return shards, self.rows(shards, indices - self.firsts[shards])
+    def shards_of(self, indices: Rows) -> Rows:
+        """The shard of each of these samples."""
+        return np.searchsorted(self.firsts, indices, side="right") - 1
 
     def rows(self, shards: Rows, places: Rows) -> Rows:
         """The rows in the index of the samples at these places of these shards."""
@@ -91,18 +90,23 @@ class IndexedShards:
     def part_sizes(self) -> dict[str, Rows]:
         """The sizes in bytes of all parts, by extension; shards whose rows in the index are damaged are left out."""
         full = np.flatnonzero(self.entries.samples).tolist()
-        whole = [shard for shard in full if self.index.is_whole(int(self._numbers[shard]))]
+        whole = [shard for shard in full if self.index.is_whole(int(self.numbers[shard]))]
         rows = [np.arange(self.firsts[i], self.firsts[i + 1]) - self.firsts[i] + self.first_rows[i] for i in whole]
         return self.index.part_sizes(np.concatenate(rows)) if rows else {}
 
+    def table(self, shard: int) -> ShardTable:
+        """The rows of a shard, to be written into another index. Raises `ShardError` if they are damaged."""
+        self.check_rows(shard)
+        return self.index.table(int(self.numbers[shard]))
+
     def check_rows(self, shard: int) -> None:
         """Raises `ShardError` unless the shard's rows in the index are as they were written."""
-        if not self.index.is_whole(int(self._numbers[shard])):
+        if not self.index.is_whole(int(self.numbers[shard])):
             raise self.damaged(self.entries.names[shard])
 
     def is_as_written(self, shard: int, descriptor: int) -> bool:
         """Whether some samples of an open shard lie where the index says."""
-        return self.index.is_as_written(int(self._numbers[shard]), descriptor)
+        return self.index.is_as_written(int(self.numbers[shard]), descriptor)
 
     def damaged(self, shard: str) -> ShardError:
         """The error for a damaged index; `shard` names the shard that it was needed for."""

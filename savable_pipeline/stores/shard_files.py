@@ -21,6 +21,7 @@ OPEN_SHARDS = 256  # descriptors kept open by one dataset in one process
 
 Where = TypeVar("Where")  # names a part of a sample
 T = TypeVar("T")
+Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # of shards, and places in them → rows of the index
 Read: TypeAlias = Callable[[int, int, Where], T]  # of shard, row, and where in the sample
 
 
@@ -120,6 +121,14 @@ class ShardFiles(OrderedDict[int, int], ABC):
     def peek(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
         """The bytes (offset, size) of a sample too long to be downloaded for them; None: read them from the file."""
         return None
+
+    def located(self, rows: Locate) -> Locate:
+        """`rows`, made to wait until the index has the rows that it gives."""
+        return rows
+
+    def has_all_rows(self) -> bool:
+        """Whether the index has the rows of all shards."""
+        return True
 
     def guard(self, read: Read[Where, T]) -> Read[Where, T]:
         """`read`, made to wait until the bytes of the row are in the file, and to repeat if they left it meanwhile."""

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from savable_pipeline.shards.shard_list import ShardEntry
+from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.stores.indexed_shards import IndexedShards
 from savable_pipeline.stores.shard_files import ShardFiles
 from savable_pipeline.stores.tar_parts import TarParts, key_at
@@ -29,12 +29,17 @@ class TarStore:
         self._shards = shards
         self.address = shards.address
         self.entries: Sequence[ShardEntry] = shards.entries
-        self.rows, self.part_sizes = shards.rows, shards.part_sizes
+        self.rows = files.located(shards.rows)
+        self.table = shards.table
         self.offset, self.extensions, self.sizes = shards.offset, shards.extensions, shards.sizes
         self.prefetch, self.request, self.verify = files.prefetch, files.request, files.verify
         parts = TarParts(shards, files)
         self.read, self.array = files.guard(parts.read), files.guard(parts.array)
         self._span, self._key = files.guard(parts.span), files.guard(parts.key)
+
+    def part_sizes(self) -> dict[str, Rows] | None:
+        """See `RecordStore.part_sizes`; None where the index is here in part."""
+        return self._shards.part_sizes() if self.files.has_all_rows() else None
 
     def row_groups(self, shard: int) -> None:
         """None: nothing is decoded in groups."""

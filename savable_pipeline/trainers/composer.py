@@ -7,7 +7,7 @@ itself. It transforms each batch that it trains on, and none that it spins over,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,13 +64,18 @@ class SavableData(Callback):  # type: ignore[misc]
         return batch
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Have Composer go on without spinning. Raises `StateError` for a resumed run without a state of the data."""
+        """Have Composer go on without spinning. Raises `StateError` for a resumed run without a state of the data.
+
+        A checkpoint at the last batch of an epoch says that Composer is in it, and the data at the start of the next.
+        """
         if int(state.timestamp.batch) and not (self._restored or self._begun):
             raise StateError(
                 "the checkpoint has no state of the data: it was saved without SavableData among the callbacks. Resume "
                 "from another one"
             )
         state.dataset_resumption["train"] = True
+        if self._restored and not self._begun and int(state.timestamp.batch_in_epoch):
+            self._batches.end_pass_if_over()
         self._called = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,3 +122,13 @@ class _Sized(Whole):
     def __init__(self, loader: SavableLoader, batch_size: int, *, trained: Callable[[], int] | None = None) -> None:
         super().__init__(loader, trained=trained)
         self.batch_size = batch_size
+        self._over = False
+
+    def end_pass_if_over(self) -> None:
+        """Where the loader stands at the start of an epoch, the next pass, of the one before, has no batch left."""
+        slot, slots = self._run.position.slot, self._run.settings.epoch_slots
+        self._over = not (slot % slots if slots else slot)
+
+    def __iter__(self) -> Iterator[Any]:
+        over, self._over = self._over, False
+        return iter(()) if over else super().__iter__()

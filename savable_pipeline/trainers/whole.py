@@ -109,6 +109,7 @@ class Whole:
             self._run.return_to(position)
             self._mark()
         iter(self._loader)
+        self._left.leave()
 
     def _next(self) -> Any:
         """The next batch, placed. Where that fails, the loader stands before it again."""

@@ -16,25 +16,25 @@ from typer.testing import CliRunner
 from savable_pipeline.cli.main import app
 from savable_pipeline.convert import Options, convert, elsewhere
 from savable_pipeline.convert.elsewhere import attempt, each_shard_by
-from savable_pipeline.convert.engine import J, R
 from savable_pipeline.convert.shard_job import Job, write_shard
+from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.dataset.kinds import format_of
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.indexing import index_shards
 from savable_pipeline.stores.file_indexing import index_files
-from tests.convert.test_kills import HALVES, SOURCES
 from tests.support.kills import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
+from tests.support.toy_sources import HALVES, ONE_A_READER
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", ONE_A_READER)
 def test_machines_that_are_lost_write_the_bytes_of_local_processes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    SOURCES[kind](tmp_path / "in")
+    ONE_A_READER[kind](tmp_path / "in")
     monkeypatch.chdir(tmp_path)
-    source = SOURCES[kind](Path("again"))  # a relative path, and machines in other folders
+    source = ONE_A_READER[kind](Path("again"))  # a relative path, and machines in other folders
     reshard = "tars" in source.name
     local = convert(source, Path("local"), HALVES, reshard=reshard)
     engine = ToyEngine(tmp_path / "elsewhere")
@@ -70,8 +70,6 @@ def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, mon
     assert (far, len(far.rejected), told) == (local, 1, [0, 1, 2, 3, 4, 5])
     assert snapshot(Path("far")) == snapshot(Path("local"))
     assert engine.runs > 5
-    with pytest.raises(ValueError, match="compressed tars: re-pack them into a folder, and copy that to the URL"):
-        convert(Path("packed"), "s3://data/out", Options(), engine=engine)
 
 
 def test_rejects_are_those_of_local_processes(tmp_path: Path) -> None:

@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 import errno
-import gzip
-import json
+import multiprocessing
 import os
 import random
 import shutil
-from collections.abc import Callable
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from savable_pipeline.convert import Options, convert
+from savable_pipeline.convert import convert
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.tar_writer import ShardFile
 from tests.support.kills import run_until_killed
-from tests.support.toy_files import SMALL, fill, snapshot, write_lines
-from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
-
-RECORDS = [{"image": "000.jpg", "n": i} for i in range(8)]
+from tests.support.toy_files import SMALL, fill, snapshot
+from tests.support.toy_sources import ONE_A_READER, SOURCES, convert_in_halves
 
 
-def array(folder: Path) -> Path:
-    (fill(folder, 1) / "a.json").write_text(json.dumps(RECORDS))
-    return folder / "a.json"
-
-
-def packed(folder: Path) -> Path:
-    lines = write_lines(fill(folder, 1) / "a.jsonl", *RECORDS)
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
-    return folder / "a.jsonl.gz"
-
-
-def table(folder: Path) -> Path:
-    (fill(folder, 1) / "t.csv").write_text("image,n\n" + "000.jpg,1\n" * 8)
-    return folder / "t.csv"
-
-
-def tars(folder: Path) -> Path:
-    convert(fill(folder / "files", 8), folder / "tars", Options(shard_samples=4))
-    return folder / "tars"
-
-
-SOURCES: dict[str, Callable[[Path], Path]] = {
-    "folder": lambda folder: fill(folder, 8),
-    "jsonl": lambda folder: write_lines(fill(folder, 1) / "a.jsonl", *RECORDS),
-    "array": array,
-    "packed": packed,
-    "table": table,
-    "mds": lambda folder: write_captioned_mds(folder, 8),
-    "litdata": lambda folder: write_captioned_litdata(folder, 8),
-    "tars": tars,
-}
-HALVES = Options(shard_samples=2, split=(("a", "0.5"), ("b", "0.5")))
-
-
-def work(source: Path, target: Path, workers: int = 1) -> None:
-    convert(source, target, HALVES, reshard="tars" in source.name, workers=workers)
+def work(source: Path, target: Path, workers: int | None = 1) -> None:
+    convert_in_halves(source, target, workers=workers)
 
 
 def events(source: Path, target: Path, below: Path) -> int:
@@ -86,31 +50,74 @@ def kill_and_go_on(folder: Path, source: Path, moments: list[int]) -> None:
     assert killed > len(moments) // 2
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_a_conversion_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, kind: str) -> None:
-    kill_and_go_on(tmp_path, SOURCES[kind](tmp_path / "in"), [12, 45])
+@pytest.mark.parametrize(("kind", "moment"), [(kind, (12, 45)[i % 2]) for i, kind in enumerate(SOURCES)])
+def test_a_conversion_that_is_killed_goes_on_and_ends_with_the_same_bytes(
+    tmp_path: Path, kind: str, moment: int
+) -> None:
+    kill_and_go_on(tmp_path, SOURCES[kind](tmp_path / "in", 8), [moment])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SOURCES)
-def test_thirty_kills_at_any_moment(tmp_path: Path, kind: str) -> None:
-    source = SOURCES[kind](tmp_path / "in")
+def test_thirty_kills_before_any_touch_of_a_file(tmp_path: Path, kind: str) -> None:
+    source = SOURCES[kind](tmp_path / "in", 8)
     last = events(source, tmp_path / "out", tmp_path)
     draw = random.Random(kind)
     kill_and_go_on(tmp_path, source, [draw.randrange(1, last * 4 // 5) for _ in range(30)])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SOURCES)
+def test_thirty_kills_at_any_time(tmp_path: Path, kind: str) -> None:
+    """SIGKILL at times spread over a run, up to three before it may end; each tenth to one with two writers."""
+    source = SOURCES[kind](tmp_path / "in", 48)
+    draw, out = random.Random(kind), tmp_path / "out"
+    usual_s = {workers: seconds_of(source, tmp_path / f"calm{workers}", workers) for workers in (1, 2)}
+    calm = snapshot(tmp_path / "calm1")
+    assert calm == snapshot(tmp_path / "calm2") and sum(name.endswith(".tar") for name in calm) > 10
+    kills, ends, shards = 0, 0, set()
+    while kills < 30:
+        for _ in range(draw.randint(1, 3)):
+            workers = 2 if kills % 10 == 9 else 1
+            kills += killed_after(draw.random() * usual_s[workers], source, out, workers)
+            shards.add(len(list(out.glob("*.tar"))))
+        work(source, out)
+        assert snapshot(out) == calm, kills
+        ends += 1
+        shutil.rmtree(out)
+    assert len(shards) > 3, "all kills came before the first shard, or after the last"
+    print(f"{kind}: {kills} kills, with {sorted(shards)} shards written; {ends} ends with the same bytes")
+
+
+def seconds_of(source: Path, target: Path, workers: int) -> float:
+    """The time that a conversion takes in a process of its own."""
+    begun = time.monotonic()
+    assert not killed_after(600, source, target, workers)
+    return time.monotonic() - begun
+
+
+def killed_after(seconds: float, source: Path, target: Path, workers: int) -> bool:
+    """Convert in a process that is killed after this time; tells whether it was."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=(source, target, workers))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
 @pytest.mark.parametrize("kind", ["mds", "tars"])
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, kind: str) -> None:
-    source = SOURCES[kind](tmp_path / "in")
+    source = SOURCES[kind](tmp_path / "in", 8)
     work(source, tmp_path / "one")
     work(source, tmp_path / "two", workers=2)
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", ONE_A_READER)
 def test_a_copy_of_the_source_is_the_same_conversion(tmp_path: Path, kind: str) -> None:
-    source = SOURCES[kind](tmp_path / "in")
+    source = SOURCES[kind](tmp_path / "in", 8)
     work(source, tmp_path / "out")
     shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
     place = source if source.is_dir() else source.parent
@@ -119,9 +126,9 @@ def test_a_copy_of_the_source_is_the_same_conversion(tmp_path: Path, kind: str) 
     assert {path: path.stat().st_mtime_ns for path in shards} == shards
 
 
-@pytest.mark.parametrize("kind", ["mds", "litdata", "tars"])
+@pytest.mark.parametrize("kind", ["jsonl", "mds", "litdata.rows", "tars"])
 def test_a_conversion_leaves_no_file_open(tmp_path: Path, kind: str) -> None:
-    source = SOURCES[kind](tmp_path / "in")
+    source = SOURCES[kind](tmp_path / "in", 8)
     work(source, tmp_path / "out")
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]  # noqa: PTH115
     assert not [link for link in links if link.startswith(str(tmp_path))]

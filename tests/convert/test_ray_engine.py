@@ -18,12 +18,14 @@ import pytest
 
 from savable_pipeline.convert import Options, convert
 from savable_pipeline.errors import SavableError
+from savable_pipeline.remote.remote_index import index_remote
 from savable_pipeline.shards.indexing import index_shards
-from tests.convert.test_kills import HALVES, SOURCES
+from tests.convert.test_from_url import KINDS, converted, shards_in
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_captioned_shards, write_files
-from tests.support.ray_cluster import RayCluster, is_writing, ray_cluster
+from tests.support.ray_cluster import RayCluster, is_writing, ray_cluster, writer
 from tests.support.real_servers import bucket_of
 from tests.support.toy_files import SMALL, fill, snapshot
+from tests.support.toy_sources import HALVES, ONE_A_READER
 
 PAGE = ROOT / "docs/many-machines.md"
 pytestmark = pytest.mark.long
@@ -41,7 +43,7 @@ def test_every_kind_of_source_gives_the_bytes_of_local_processes(tmp_path: Path)
     from savable_pipeline.convert.ray_engine import RayEngine
 
     with RayEngine() as engine:
-        for kind, make in SOURCES.items():
+        for kind, make in ONE_A_READER.items():
             source = make(tmp_path / kind / "in")
             reshard = "tars" in source.name
             told: list[int] = []
@@ -95,7 +97,7 @@ def test_a_node_that_is_killed_costs_its_shards_in_work_only(tmp_path: Path, clu
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("shards", [0, 1, 20, 49])
+@pytest.mark.parametrize("shards", [*range(0, 50, 2), 1, 3, 5, 47, 49])  # finished when the driver is killed
 def test_a_driver_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, shards: int) -> None:
     source = fill(tmp_path / "in", 400)
     convert(source, tmp_path / "local", FEW)
@@ -189,6 +191,37 @@ def test_no_cluster_is_a_line_that_says_how_to_begin_one(monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1: `ray start --head` begins one"):
         RayEngine()
+
+
+def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    sources = {kind: KINDS[kind](tmp_path / "data" / kind) for kind in ("tars", "parquet", "jsonl", "table")}
+    for kind, source in sources.items():
+        converted(source, tmp_path / "local" / kind)
+    python, killed = [sys.executable, "-m", "savable_pipeline.cli.main"], False
+    with bucket_of(tmp_path / "data", monkeypatch), ray_cluster(1, monkeypatch) as cluster:  # it knows the bucket
+        index_remote("s3://data/some/where/tars/")
+        local = {path.name: path.read_bytes() for path in (tmp_path / "cache").rglob("index")}
+        shutil.rmtree(tmp_path / "cache")
+        command = [*python, "index", "s3://data/some/where/tars/", "--engine", "ray"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        assert {path.name: path.read_bytes() for path in (tmp_path / "cache").rglob("index")} == local
+        for kind, source in sources.items():
+            url = f"s3://data/some/where/{source.relative_to(tmp_path / 'data')}"
+            command = [*python, "convert", url, str(tmp_path / "far" / kind), "--engine", "ray", "--skip-bad"]
+            command += ["--shard-samples", "4", "--split", "a=0.5", "--split", "b=0.5"]
+            command += ["--reshard"] if kind == "tars" else []
+            driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            while not killed and driver.poll() is None:
+                if pid := writer(cluster.nodes[0], tmp_path / "far" / kind):
+                    os.kill(pid, signal.SIGKILL)
+                    killed = True
+            assert driver.wait(240) == 0, driver.stderr and driver.stderr.read()
+            assert shards_in(tmp_path / "far" / kind) == shards_in(tmp_path / "local" / kind), kind
+    assert killed, "no process was killed while it wrote"
 
 
 def test_nodes_write_to_a_bucket_though_the_driver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

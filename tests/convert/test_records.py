@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from PIL import Image
 
 from savable_pipeline.convert import Options, convert
 from savable_pipeline.convert.litdata_json import loads
-from savable_pipeline.errors import SavableError
 from tests.support.toy_files import SMALL, jpeg, reasons, snapshot, tar_files
 from tests.support.toy_records import (
     LEAF,
+    arrow_rows,
     dict_spec,
+    write_arrow_litdata,
     write_captioned_litdata,
     write_captioned_mds,
     write_litdata,
@@ -53,11 +54,43 @@ def test_a_folder_of_mds_becomes_its_samples(tmp_path: Path) -> None:
     assert array(files["000000007.npy"]).tolist() == [7.0, 7.0]
 
 
-def test_compressed_mds_makes_the_same_bytes(tmp_path: Path) -> None:
-    for name, packed in (("plain", False), ("packed", True)):
-        convert(write_captioned_mds(tmp_path / name, packed=packed), tmp_path / f"{name}_out", SMALL)
-    one, two = snapshot(tmp_path / "plain_out"), snapshot(tmp_path / "packed_out")
-    assert {k: v for k, v in one.items() if "convert" not in k} == {k: v for k, v in two.items() if "convert" not in k}
+def shards(folder: Path) -> dict[str, str]:
+    """What a conversion wrote, less what it says of its source."""
+    return {name: hashed for name, hashed in snapshot(folder).items() if "convert" not in name}
+
+
+@pytest.mark.parametrize("packed", ["gz", "bz2", "zstd", "br", "snappy"])
+def test_compressed_mds_makes_the_same_bytes(tmp_path: Path, packed: str) -> None:
+    convert(write_captioned_mds(tmp_path / "plain"), tmp_path / "one", SMALL)
+    source = write_captioned_mds(tmp_path / "packed", packed=packed)
+    convert(source, tmp_path / "two", SMALL)
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
+    path = source / f"shard.00001.mds.{packed}"
+    path.write_bytes(b"\xff" * 9 + path.read_bytes()[9:])
+    with pytest.raises(ValueError, match=rf"shard\.00001\.mds\.{packed}: damaged: "):
+        convert(source, tmp_path / "three", SMALL)
+    assert not (tmp_path / "three").exists()
+
+
+def test_mds_in_a_compression_that_is_not_read_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    source = write_captioned_mds(tmp_path / "in", packed="gz")
+    index = (source / "index.json").read_text().replace('"compression": "gz"', '"compression": "lz4:2"')
+    (source / "index.json").write_text(index)
+    with pytest.raises(
+        ValueError, match=r"compressed with 'lz4', which is not read, where gz, bz2, .* decompress it to"
+    ):
+        convert(source, tmp_path / "out", SMALL)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 60])
+def test_compressed_mds_of_another_size_than_the_index_says_is_damaged(tmp_path: Path, size: int) -> None:
+    for packed in ("zstd", "snappy"):
+        source = write_captioned_mds(tmp_path / packed, 3, packed=packed)
+        index = json.loads((source / "index.json").read_text())
+        index["shards"][0]["raw_data"]["bytes"] = size
+        (source / "index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=r"damaged: "):
+            convert(source, tmp_path / "out", SMALL)
 
 
 @pytest.mark.parametrize(
@@ -172,25 +205,6 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", SMALL)
 
 
-@pytest.mark.parametrize("write", [write_captioned_mds, write_captioned_litdata])
-def test_a_source_that_changes_while_it_is_read_is_an_error_and_put_back_it_goes_on(tmp_path: Path, write: Any) -> None:
-    source = write(tmp_path / "in")
-    file = sorted(source.iterdir())[1]
-    raw, stat = file.read_bytes(), file.stat()
-
-    def change(done: int, *_: int) -> None:
-        if done == 3 and file.read_bytes() == raw:
-            file.write_bytes(raw[:-3])
-
-    convert(source, tmp_path / "calm", SMALL)
-    with pytest.raises(SavableError, match="it changed while it was converted"):
-        convert(source, tmp_path / "out", SMALL, workers=1, progress=change)
-    file.write_bytes(raw)
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert convert(source, tmp_path / "out", SMALL).samples == 10
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
-
-
 def test_a_folder_of_litdata_becomes_its_samples(tmp_path: Path) -> None:
     report = convert(write_captioned_litdata(tmp_path / "in"), tmp_path / "out", SMALL)
     assert (report.samples, report.rejected) == (10, [])
@@ -248,9 +262,8 @@ def test_the_tree_of_an_item_is_that_of_its_values(tmp_path: Path) -> None:
         (["nifti"], {}, "the format 'nifti' is not read"),
         (["str"], {"encryption": {"level": "chunk"}}, "encryption is not read"),
         (["str"], {"item_loader": "TokensLoader"}, "the item loader TokensLoader is not read"),
-        (["str"], {"compression": "zstd", "compression_level": "batch"}, "compression by batch is not read"),
+        (["str"], {"compression": "zstd", "compression_level": "item"}, "compression by item is not read"),
         (["str"], {"compression": "lz4"}, "the compression lz4 is not read"),
-        (["str"], {"ipc_compression": "zstd"}, "rows in Arrow is not read"),
         (["str", "str"], {}, "2 formats for 1 leaves"),
     ],
 )
@@ -274,12 +287,103 @@ def test_chunks_that_litdata_decompressed_in_their_place_are_read(tmp_path: Path
         convert(source, tmp_path / "two", SMALL)
 
 
-def test_rows_in_arrow_behind_an_empty_chunk_are_refused(tmp_path: Path) -> None:
-    source = write_litdata(tmp_path / "in", ["str"], LEAF, [[b"x"]])
-    with (source / "chunk-0-0.bin").open("ab") as file:
-        file.write(b"LDARW01\0")
-    with pytest.raises(ValueError, match="rows in Arrow"):
+@pytest.mark.parametrize("level", ["chunk", "batch", "sample"])
+def test_compressed_litdata_makes_the_same_bytes(tmp_path: Path, level: str) -> None:
+    convert(write_captioned_litdata(tmp_path / "plain"), tmp_path / "one", SMALL)
+    convert(write_captioned_litdata(tmp_path / "packed", level=level), tmp_path / "two", SMALL)
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
+
+
+@pytest.mark.parametrize("how", [{}, {"compression": "zstd"}, {"compression": "lz4"}, {"stream": True}])
+def test_rows_in_arrow_make_the_same_samples(tmp_path: Path, how: dict[str, Any]) -> None:
+    convert(write_captioned_litdata(tmp_path / "plain"), tmp_path / "one", SMALL)
+    convert(write_arrow_litdata(tmp_path / "rows", **how), tmp_path / "two", SMALL)
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
+
+
+def test_rows_in_arrow_keep_their_shape_and_bytes_become_parts(tmp_path: Path) -> None:
+    source = write_litdata(tmp_path / "in", ["bytes"], LEAF, [[b""]] * 2)
+    rows = [
+        {"a": {"x": 1, "y": None}, "b": [1.5], "c": [jpeg(1), jpeg(2)], "d": {"bytes": b"fLaC", "path": "p"}},
+        {"a": None, "b": [], "c": None, "d": {"bytes": b"fLaC", "path": None}},
+    ]
+    (source / "chunk-0-0.bin").write_bytes(arrow_rows(rows))
+    assert convert(source, tmp_path / "out", SMALL).rejected == []
+    files = tar_files(tmp_path / "out")
+    assert json.loads(files["000000000.json"]) == {"a": {"x": 1, "y": None}, "b": [1.5], "d": {"path": "p"}}
+    assert json.loads(files["000000001.json"]) == {"a": None, "b": [], "c": None, "d": {"path": None}}
+    assert [files[f"000000000.{name}"] for name in ("jpg", "c_1.jpg", "flac")] == [jpeg(1), jpeg(2), b"fLaC"]
+
+
+def test_a_sample_or_a_frame_that_cannot_be_decompressed_is_rejected_and_the_others_taken(tmp_path: Path) -> None:
+    for level, left in (("sample", 9), ("batch", 7)):
+        source = write_captioned_litdata(tmp_path / level, level=level)
+        path = source / "chunk-0-1.bin"
+        raw = path.read_bytes()
+        begin = raw.index(b"\x28\xb5\x2f\xfd")  # the magic of zstd
+        path.write_bytes(raw[:begin] + bytes(4) + raw[begin + 4 :])
+        report = convert(source, tmp_path / f"{level}_out", SMALL)
+        assert report.samples == left
+        assert set(reasons(tmp_path / f"{level}_out").values()) == {"damaged record"}
+        assert [reject.file for reject in report.rejected][:1] == ["chunk-0-1.bin, record 4"]
+
+
+@pytest.mark.parametrize(
+    ("at", "number", "message"),
+    [
+        (8, 2, "version 2 of frames, where 1 is read"),
+        (12, 9, "holds 9 records, but 4 by the index"),
+        (16, 0, "2 frames of 0 items for 4"),
+        (16, 1, "2 frames of 1 items for 4"),
+        (20, 1, "1 frames of 3 items for 4"),
+        (0, 0, "no frames, but compressed by batch by the index"),
+    ],
+)
+def test_frames_that_are_not_what_the_index_says_are_an_error(
+    tmp_path: Path, at: int, number: int, message: str
+) -> None:
+    source = write_captioned_litdata(tmp_path / "in", level="batch")
+    raw = bytearray((source / "chunk-0-0.bin").read_bytes())
+    raw[at : at + 2] = struct.pack("<H", number)
+    (source / "chunk-0-0.bin").write_bytes(raw)
+    with pytest.raises(ValueError, match=rf"chunk-0-0\.bin: {message}"):
         convert(source, tmp_path / "out", SMALL)
+
+
+def test_places_of_frames_that_lie_are_damage(tmp_path: Path) -> None:
+    places = 24 + 4 * 5
+    for at in (0, 4, 8, 16, 20):  # first item, items, begin, size, size of the content
+        source = write_captioned_litdata(tmp_path / str(at), 4, level="batch")
+        raw = bytearray((source / "chunk-0-0.bin").read_bytes())
+        raw[places + at : places + at + 4] = U32(7 if at == 0 else 0)
+        (source / "chunk-0-0.bin").write_bytes(raw)
+        report = convert(source, tmp_path / f"{at}_out", SMALL)
+        assert (report.samples, len(report.rejected)) == (1, 3), at
+
+
+@pytest.mark.parametrize("damage", ["cut", "size", "none", "count"])
+def test_rows_in_arrow_that_are_damaged_are_an_error(tmp_path: Path, damage: str) -> None:
+    source = write_arrow_litdata(tmp_path / "in")
+    path = source / "chunk-0-1.bin"
+    raw = path.read_bytes()
+    bad = {
+        "cut": raw[:200] + raw[-12:],
+        "size": raw[:-12] + U32(1 << 31) + raw[-8:],
+        "none": raw[-8:],
+        "count": arrow_rows([{"a": 1}]),
+    }
+    path.write_bytes(bad[damage])
+    with pytest.raises(ValueError, match=r"chunk-0-1\.bin: .*copy it again"):
+        convert(source, tmp_path / "out", SMALL)
+
+
+def test_rows_in_arrow_without_pyarrow_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_arrow_litdata(tmp_path / "in")
+    packed = write_captioned_mds(tmp_path / "mds", packed="snappy")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for place in (source, packed):
+        with pytest.raises(ValueError, match=r'needs? the package pyarrow: pip install "savable_pipeline\[parquet\]"'):
+            convert(place, tmp_path / "out", SMALL)
 
 
 @pytest.mark.parametrize(

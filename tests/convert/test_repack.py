@@ -105,3 +105,26 @@ def test_other_tars_into_the_same_folder_and_two_of_one_name_are_refused(packed:
         convert(packed, tmp_path / "other", Options())
     with pytest.raises(ValueError, match="one within the other"):
         convert(packed, packed / "out", Options())
+
+
+def test_a_kill_between_a_shard_and_its_offsets_leaves_nothing_out(packed: Path, tmp_path: Path) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    convert(packed, tmp_path / "calm", Options())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("savable_pipeline.shards.indexing.write_tar_idx", killed)
+        convert(packed, tmp_path / "out", Options())
+    convert(packed, tmp_path / "out", Options())
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+def test_offsets_that_had_no_room_are_written_when_there_is_and_nothing_half_written_stays(
+    packed: Path, tmp_path: Path
+) -> None:
+    convert(packed, tmp_path / "out", Options())
+    before = snapshot(tmp_path / "out")
+    (tmp_path / "out/a.tar.idx").unlink()
+    (tmp_path / "out/b/c.tar.idx.99.tmp").write_bytes(b"")  # as a kill leaves it
+    convert(packed, tmp_path / "out", Options())
+    assert snapshot(tmp_path / "out") == before

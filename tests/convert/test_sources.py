@@ -142,7 +142,7 @@ def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path:
     assert not (tmp_path / "out").exists()
     assert convert(tmp_path / name, tmp_path / "out", Options(file_fields=())).samples == 1
     assert b"http" in tar_files(tmp_path / "out")[f"00000000{1 + 0}.json"]
-    with pytest.raises(ValueError, match="a URL: copy what lies there to a disk"):
+    with pytest.raises(ValueError, match="a Path cannot hold a URL; give it as a str"):
         recognize(Path("s3://bucket/data"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import shutil
@@ -18,12 +19,13 @@ from savable_pipeline.convert import Options, convert
 from savable_pipeline.convert.mirror import mirrored
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.bucket import Bucket, close_buckets
-from tests.convert.test_kills import HALVES, SOURCES
+from tests.conftest import write_tar
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
 from tests.support.kills import run_until_killed
 from tests.support.real_servers import bucket_of
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill, snapshot
+from tests.support.toy_sources import HALVES, ONE_A_READER, SOURCES, packed_tars
 
 URL = "s3://data/out"
 
@@ -44,13 +46,18 @@ def objects(bucket: Any, prefix: str = "out/") -> dict[str, str]:
     return {key.removeprefix(prefix): hashlib.sha256(data).hexdigest() for key, data in sorted(found.items())}
 
 
+def repacked(folder: Path) -> dict[str, str]:
+    """The snapshot of re-packed tars, but for the lock of an index that processes on a disk share."""
+    return {name: found for name, found in snapshot(folder).items() if not name.endswith(".lock")}
+
+
 def left_behind(folder: Path) -> list[Path]:
     return [path for path in (folder / "cache").rglob("*") if "convert-" in str(path)]
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", ONE_A_READER)
 def test_the_objects_are_the_files_of_a_folder(tmp_path: Path, bucket: Any, kind: str) -> None:
-    source = SOURCES[kind](tmp_path / "in")
+    source = ONE_A_READER[kind](tmp_path / "in")
     reshard = "tars" in source.name
     local = convert(source, tmp_path / "out", HALVES, reshard=reshard)
     assert convert(source, URL, HALVES, reshard=reshard, workers=1) == local
@@ -141,12 +148,70 @@ def test_other_shards_and_other_options_are_refused_by_the_name_of_the_url(tmp_p
     assert [each.key for each in bucket.objects.filter(Prefix="other/")] == ["other/a.tar"]
 
 
-@pytest.mark.usefixtures("bucket")
-def test_a_table_that_other_machines_would_not_see_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("n\n1\n")
-    with pytest.raises(ValueError, match=r"t\.csv: a table .* convert it into a folder that all machines"):
-        convert(tmp_path / "t.csv", URL, SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
+@pytest.mark.parametrize("kind", ["csv", "jsonl.gz", "array.xz"])
+def test_records_that_were_unpacked_here_reach_other_machines_through_the_bucket(
+    tmp_path: Path, bucket: Any, kind: str
+) -> None:
+    source = SOURCES[kind](tmp_path / "in")
+    local = convert(source, tmp_path / "out", HALVES)
+    unseen: list[bool] = []
+
+    class FarEngine(ToyEngine):
+        """The machines do not see the file here."""
+
+        def _run(self, function: Any, job: Any) -> Any:
+            (here,) = (tmp_path / "cache").rglob("records.jsonl")
+            here.rename(here.with_suffix(".away"))
+            unseen.append(bool(list(bucket.objects.filter(Prefix="out/.nv-meta/savable.convert/records.jsonl"))))
+            try:
+                return super()._run(function, job)
+            finally:
+                here.with_suffix(".away").rename(here)
+
+    assert convert(source, URL, HALVES, engine=FarEngine(tmp_path / "elsewhere")) == local
+    assert objects(bucket) == snapshot(tmp_path / "out")
+    assert unseen and all(unseen)
     assert not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_compressed_tars_go_into_a_bucket_and_what_is_there_stays(tmp_path: Path, bucket: Any, far: bool) -> None:
+    source = packed_tars(tmp_path / "in")
+    changed = source / "below" / "b.tar.gz"
+    write_tar(tmp_path / "b.tar", [("b.txt", b"some text")])
+    changed.parent.mkdir()
+    changed.write_bytes(gzip.compress((tmp_path / "b.tar").read_bytes(), 0))
+    (source / "bad.tar.gz").write_bytes(b"not compressed")
+    engine = ToyEngine(tmp_path / "elsewhere") if far else None
+    local = convert(source, tmp_path / "out", Options())
+    assert convert(source, URL, Options(), engine=engine) == local
+    assert objects(bucket) == repacked(tmp_path / "out")
+    times = {each.key: each.last_modified for each in bucket.objects.all()}
+    for path in source.rglob("*.gz"):
+        path.touch()  # perhaps changed: compared with what is in the bucket
+    assert convert(source, URL, Options(), engine=engine) == local
+    assert {each.key: each.last_modified for each in bucket.objects.all()} == times
+    changed.write_bytes(gzip.compress((tmp_path / "b.tar").read_bytes().replace(b"some text", b"text else"), 0))
+    with pytest.raises(SavableError, match=r"^s3://data/out/below/b\.tar was made of another b\.tar\.gz"):
+        convert(source, URL, Options(), engine=engine)
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize("moments", [[40], pytest.param(range(8, 100, 9), marks=pytest.mark.long)])
+def test_a_kill_while_compressed_tars_are_written_to_a_bucket(
+    tmp_path: Path, bucket: Any, moments: Sequence[int]
+) -> None:
+    source = packed_tars(tmp_path / "in")
+    convert(source, tmp_path / "out", Options())
+    expected = repacked(tmp_path / "out")
+    for moment in moments:
+        run_until_killed(lambda: convert(source, URL, Options()), tmp_path, moment)
+        there = {name: found for name, found in objects(bucket).items() if name.endswith(".tar")}
+        assert there.items() <= expected.items(), "what is seen of a shard is whole"
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        convert(source, URL, Options())
+        assert objects(bucket) == expected, moment
+        bucket.objects.all().delete()
 
 
 def test_two_conversions_at_once_into_one_url_are_refused(tmp_path: Path, bucket: Any) -> None:

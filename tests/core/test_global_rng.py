@@ -127,7 +127,7 @@ def test_a_sum_of_floats_has_the_same_bits_in_this_process_and_in_a_worker(
     torch.randn(2_000_000).sum()  # a worker forked after this has no such threads, and would wait for them
     found = []
     for num_workers in (0, 1):
-        with sp.SavableLoader(pipeline, seed=3, lanes=2, num_workers=num_workers, timeout=10) as loader:
+        with sp.SavableLoader(pipeline, seed=3, lanes=2, num_workers=num_workers, timeout=60) as loader:
             found.append(take(loader, 4))
     assert found[0] == found[1]
 

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,29 @@ def image_file(extension: str) -> bytes:
 
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(x) run\n"
+
+
+def test_a_damaged_jpeg_is_told_as_when_all_of_its_pixels_are_made() -> None:
+    draw = random.Random(0)
+    told = []
+    for trial in range(300):
+        file = io.BytesIO()
+        noise = Image.frombytes("RGB", (24, 24), draw.randbytes(24 * 24 * 3)).resize((70 + trial % 9, 50))
+        noise.save(file, "JPEG", quality=draw.choice([30, 95]), progressive=bool(trial % 2))
+        damaged = bytearray(file.getvalue())
+        if trial % 3:
+            del damaged[draw.randrange(len(damaged)) :]
+        for _ in range(draw.randrange(5)):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        whole = ""
+        try:
+            with Image.open(io.BytesIO(damaged)) as image:
+                image.load()
+        except Exception as error:  # of any type, for damaged data
+            whole = str(error)
+        told.append(decode_error("jpg", bytes(damaged)))
+        assert bool(told[-1]) == bool(whole), (trial, whole)
+    assert 100 < sum(map(bool, told)) < 250
 
 
 @pytest.mark.parametrize("extension", ["jpg", "png", "eps", "bin"])

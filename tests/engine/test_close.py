@@ -116,7 +116,7 @@ def test_closing_does_not_wait_for_the_batches_that_workers_make(make_shards: An
     time.sleep(0.2)
     start = time.monotonic()
     own.close()
-    assert time.monotonic() - start < 10  # not the minute that a batch takes
+    assert time.monotonic() - start < 30  # not the minute that a batch takes
 
 
 def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -> None:
@@ -125,7 +125,7 @@ def test_closing_does_not_wait_for_batches_that_no_one_takes(make_shards: Any) -
     time.sleep(0.2)
     start = time.monotonic()
     own.close()
-    assert time.monotonic() - start < 10  # not the minute that a batch takes
+    assert time.monotonic() - start < 30  # not the minute that a batch takes
 
 
 def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:
@@ -143,11 +143,11 @@ def in_shared_memory(pid: int) -> set[str]:
     return {line.split()[5] for line in lines if "/dev/shm/" in line}
 
 
-def test_fifty_starts_and_stops_leave_nothing(pipeline: Any) -> None:
-    expected = take(loader(pipeline, 0), 50)
+def test_twenty_starts_and_stops_leave_nothing(pipeline: Any) -> None:
+    expected = take(loader(pipeline, 0), 20)
     own = loader(pipeline, 1)
     found = []
-    for _ in range(50):
+    for _ in range(20):
         found += take(own, 1)
         own.close()
     assert found == expected
@@ -229,16 +229,16 @@ def test_workers_end_when_their_trainer_is_killed(make_shards: Any, method: str)
     assert alive(workers) == workers
     trainer.kill()
     trainer.communicate()
-    wait_until_gone(workers, 5)
+    wait_until_gone(workers)
 
 
 def test_ctrl_c_reaches_the_trainer_alone_whose_state_is_whole(make_shards: Any, tmp_path: Path) -> None:
     trainer, workers = start(make_shards([40, 7, 60]), "fork", "run")
     time.sleep(0.2)
     os.killpg(trainer.pid, signal.SIGINT)
-    printed, errors = trainer.communicate(timeout=30)
+    printed, errors = trainer.communicate(timeout=120)
     assert (printed, errors, trainer.returncode) == ("saved\n", "", 0)
-    wait_until_gone(workers, 5)
+    wait_until_gone(workers)
 
     saved = torch.load(tmp_path / "state.pt")
     fresh = loader(partial(toy_pipeline, str(tmp_path / "shards")), 0)
@@ -250,7 +250,7 @@ def test_ctrl_c_reaches_the_trainer_alone_whose_state_is_whole(make_shards: Any,
 @pytest.mark.parametrize("how", ["leave", "raise"])
 def test_a_trainer_that_ends_without_closing_leaves_no_worker(make_shards: Any, how: str) -> None:
     trainer, workers = start(make_shards([40, 7, 60]), "fork", how)
-    _, errors = trainer.communicate(timeout=30)
+    _, errors = trainer.communicate(timeout=120)
     assert trainer.returncode == (how == "raise")
     assert ("the trainer broke" in errors) == (how == "raise") and errors.count("Traceback") == (how == "raise")
-    wait_until_gone(workers, 1)
+    wait_until_gone(workers)

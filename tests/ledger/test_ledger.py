@@ -281,7 +281,7 @@ class Meeting:
     """Where two ranks, each in a thread, say what they have at a time."""
 
     def __init__(self) -> None:
-        self._barrier = Barrier(2, timeout=10)
+        self._barrier = Barrier(2, timeout=60)
         self._said: list[Any] = [None, None]
 
     def said(self, ranks: Ranks, value: Any) -> list[Any]:

@@ -81,8 +81,15 @@ def test_the_state_after_the_last_batch_is_the_start_of_the_next_epoch_for_any_r
     assert found == second
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("on_iter", ["continue", "restart"])
+@pytest.mark.parametrize(
+    ("on_iter", "method"),
+    [
+        ("continue", "fork"),
+        ("restart", "fork"),
+        ("restart", "spawn"),
+        pytest.param("continue", "spawn", marks=pytest.mark.long),
+    ],
+)
 def test_workers_live_from_pass_to_pass(packed: Any, method: str, on_iter: str) -> None:
     with loader(packed, 2, multiprocessing_context=method, on_iter=on_iter) as own:
         pids = []

@@ -16,8 +16,10 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.loader.run import Run
+from savable_pipeline.loader.savable_loader import run_of
 from savable_pipeline.loader.settings import LoaderSettings
 from savable_pipeline.testing import _take_step
+from tests.support.processes import descendants, wait_until_gone
 from tests.support.streams import take
 from tests.support.toy_faults import number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -123,6 +125,7 @@ PRINT_BATCHES = """
 import sys
 from functools import partial
 import savable_pipeline as sp
+from tests.support.processes import descendants, wait_until_gone
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -264,16 +267,21 @@ def test_slots_that_ranks_leave_out_at_the_end_of_an_epoch_are_told(
     ]
 
 
-def test_a_loader_that_is_let_go_of_leaves_no_cycle(pipeline: Any) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_is_let_go_of_leaves_no_cycle(pipeline: Any, num_workers: int) -> None:
     """So that its shards and workers are closed at once, not when the garbage collector comes by."""
     gc.disable()
     try:
-        own = loader(pipeline)
+        before = descendants(os.getpid())
+        own = loader(pipeline, num_workers)
         take(own, 3)
         own.state_dict()
+        own.stats()
         own.__iter__()
-        reference = weakref.ref(own)
+        references = weakref.ref(own), weakref.ref(run_of(own))
+        its_own = set(descendants(os.getpid())).difference(before)
         del own
-        assert reference() is None
+        assert [reference() for reference in references] == [None, None]
+        wait_until_gone(list(its_own))
     finally:
         gc.enable()

@@ -26,7 +26,7 @@ NOT_RUN = {
     "docs/coming-from/mosaic.md": 1,
     "docs/elastic.md": 1,
     "docs/encoders.md": 1,
-    "docs/many-machines.md": 3,
+    "docs/many-machines.md": 4,
     "docs/model-parallel.md": 1,
     "docs/operations.md": 1,
     "docs/read-in-place.md": 1,

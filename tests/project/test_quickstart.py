@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sklearn", reason="the extra [quickstart]")
-pytest.importorskip("matplotlib", reason="the extra [quickstart]")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import quickstart
@@ -28,6 +26,7 @@ def trial() -> report.Trial:
 
 @pytest.mark.long
 def test_a_trainer_killed_in_the_middle_and_resumed_with_other_workers_repeats_every_bit(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra [quickstart]")
     folder = tmp_path / "python"
     recipe = quickstart.RECIPES["python"]
     quickstart.prepare(recipe, folder)

@@ -13,7 +13,6 @@ import torch
 
 from tests.support.toy_samples import python_sources
 
-pytest.importorskip("sklearn", reason="the extra [quickstart]")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import quickstart
@@ -26,6 +25,7 @@ RECIPES = {recipe.name: recipe for recipe in train_encoders.RECIPES}
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], quickstart.Recipe]:
     """Gives a recipe by its name, its shards and tokenizer made, with a tenth of the data."""
+    pytest.importorskip("sklearn", reason="the extra [quickstart]")
     few = train_encoders.digits()[:180]
     monkeypatch.setattr(train_encoders, "digits", lambda: few)
 

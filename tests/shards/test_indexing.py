@@ -369,6 +369,20 @@ def test_who_is_stopped_while_indexing_goes_on_from_there(
     assert scanned == NAMES[3:]
 
 
+def test_who_is_stopped_between_a_shard_and_its_offsets_writes_them_when_it_goes_on(
+    mixed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    root, _ = mixed
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(indexing, "write_tar_idx", stop)
+        index_shards(root, processes=1)
+    index_shards(root, processes=1)
+    assert [name for name in NAMES if not (root / f"{name}.idx").exists()] == []
+
+
 def test_offsets_that_another_program_wrote_later_are_left_as_they_are(mixed: Any, caplog: Any) -> None:
     root, _ = mixed
     (root / "a.tar.idx").write_bytes(bytes(8))

@@ -52,3 +52,11 @@ def test_the_first_difference_is_told_with_both_values(change: dict[str, Any], t
 def test_a_tensor_that_differs_in_a_sign_of_zero_or_a_nan_only_differs() -> None:
     assert find_difference(torch.tensor([0.0]), torch.tensor([-0.0])) is not None
     assert find_difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) is None
+
+
+def test_the_order_in_which_a_set_gives_its_members_is_no_difference() -> None:
+    one, other = {"ids": {0, 8}, "names": frozenset([1, 9])}, {"ids": {8, 0}, "names": frozenset([9, 1])}
+    assert list(one["ids"]) != list(other["ids"])
+    assert digest(one) == digest(other)
+    assert first_difference(one, other) is None
+    assert digest(one) != digest({"ids": {0, 16}, "names": frozenset([1, 9])})

@@ -32,8 +32,9 @@ def alive(pids: list[int]) -> list[int]:
     return found
 
 
-def wait_until_gone(pids: list[int], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until_gone(pids: list[int]) -> None:
+    """Fails after a minute: a busy machine is no fault."""
+    deadline = time.monotonic() + 60
     while alive(pids):
         assert time.monotonic() < deadline, f"{alive(pids)} are still there"
         time.sleep(0.01)

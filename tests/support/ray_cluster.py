@@ -64,10 +64,15 @@ def ray_cluster(nodes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayClus
 
 def is_writing(node: Any, folder: Path) -> bool:
     """Whether a process of a node has a shard open below a folder."""
+    return bool(writer(node, folder))
+
+
+def writer(node: Any, folder: Path) -> int:
+    """A process of a node that has a shard open below a folder; 0 for none."""
     raylet = node.all_processes["raylet"][0].process.pid
     for pid in descendants(raylet):
         with contextlib.suppress(OSError):
             links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]  # noqa: PTH115
             if any(link.startswith(str(folder)) and ".tar" in link for link in links):
-                return True
-    return False
+                return pid
+    return 0

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 
-from savable_pipeline.convert.engine import J, R
+from savable_pipeline.core.job_engine import J, R
 
 
 class ToyEngine:

@@ -1,4 +1,4 @@
-"""One rank of a distributed run, started by torchrun: `-m tests.support.toy_rank SHARDS FOLDER`.
+"""One rank of a distributed run, by torchrun or `forked_ranks`: `tests.support.toy_rank SHARDS FOLDER`.
 
 It does everything below in turn and writes what it saw to FOLDER/rankR_of_W.pt.
 With an own FOLDER/checkpoint it goes on from there, else it makes one.
@@ -24,7 +24,8 @@ SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 12}
 STEPS = 5  # before the checkpoint; 5 steps of 2 ranks end at slot 10, which 4 ranks do not divide
 
 
-def main(shards: str, folder: Path) -> None:
+def main(shards: str, into: str) -> None:
+    folder = Path(into)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seen: dict[str, Any] = {}
@@ -63,4 +64,4 @@ def main(shards: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(*sys.argv[1:])

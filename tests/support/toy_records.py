@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import struct
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from tests.support.toy_files import jpeg
 
@@ -31,6 +34,26 @@ def record(fields: list[bytes], fixed: list[int | None] | None = None) -> bytes:
     return b"".join(sizes + fields)
 
 
+def _by_arrow(codec: str) -> Callable[[bytes], bytes]:
+    def pack(data: bytes) -> bytes:
+        import pyarrow as pa
+
+        packed: bytes = pa.compress(data, codec, asbytes=True)
+        return packed
+
+    return pack
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    "gz": lambda data: gzip.compress(data, mtime=0),
+    "bz2": bz2.compress,
+    "zstd": zstandard.compress,
+    "br": _by_arrow("brotli"),
+    "snappy": _by_arrow("snappy"),
+}
+
+
 def write_mds(
     folder: Path,
     columns: dict[str, str],
@@ -38,9 +61,9 @@ def write_mds(
     *,
     sizes: dict[str, int] | None = None,
     a_shard: int = 4,
-    packed: bool = False,
+    packed: str = "",
 ) -> Path:
-    """Rows of encoded columns; those in `sizes` have that size in every row."""
+    """Rows of encoded columns; those in `sizes` have that size in every row. `packed` is a compression of theirs."""
     folder.mkdir(parents=True)
     fixed = [(sizes or {}).get(name) for name in columns]
     shards = []
@@ -48,21 +71,21 @@ def write_mds(
         some = rows[first : first + a_shard]
         raw = block([record(row, fixed) for row in some], config=b'{"any": "thing"}')
         name = f"shard.{number:05d}.mds"
-        zipped = gzip.compress(raw, mtime=0)
-        (folder / (f"{name}.gz" if packed else name)).write_bytes(zipped if packed else raw)
+        zipped = PACKERS[packed](raw)
+        (folder / (f"{name}.{packed}" if packed else name)).write_bytes(zipped)
         shards.append(
             {
                 "column_encodings": list(columns.values()),
                 "column_names": list(columns),
                 "column_sizes": fixed,
-                "compression": "gz:9" if packed else None,
+                "compression": packed or None,
                 "format": "mds",
                 "hashes": [],
                 "raw_data": {"basename": name, "bytes": len(raw), "hashes": {}},
                 "samples": len(some),
                 "size_limit": 1 << 26,
                 "version": 2,
-                "zip_data": {"basename": f"{name}.gz", "bytes": len(zipped), "hashes": {}} if packed else None,
+                "zip_data": {"basename": f"{name}.{packed}", "bytes": len(zipped), "hashes": {}} if packed else None,
             }
         )
     (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
@@ -82,16 +105,53 @@ def dict_spec(names: list[str], children: list[Any] | None = None) -> dict[str, 
     return {"type": "builtins.dict", "context": json.dumps(names), "children_spec": children}
 
 
+def framed(records: list[bytes], a_frame: int = 3) -> bytes:
+    """Records in frames of zstd, some in each."""
+    groups = [b"".join(records[i : i + a_frame]) for i in range(0, len(records), a_frame)]
+    packed = [zstandard.compress(group) for group in groups]
+    offsets = list(accumulate((len(record) for record in records), initial=0))
+    head = struct.pack("<8sHHIII", b"LDFZ01", 1, 0, len(records), a_frame, len(packed))
+    begins = accumulate((len(frame) for frame in packed), initial=len(head) + 4 * len(offsets) + 24 * len(packed))
+    places = [
+        struct.pack("<IIQII", i * a_frame, min(a_frame, len(records) - i * a_frame), begin, len(frame), len(group))
+        for i, (begin, frame, group) in enumerate(zip(begins, packed, groups, strict=False))
+    ]
+    return b"".join([head, struct.pack(f"<{len(offsets)}I", *offsets), *places, *packed])
+
+
+def arrow_rows(rows: list[dict[str, Any]], *, compression: str | None = None, stream: bool = False) -> bytes:
+    """A chunk of rows in Arrow, two a batch, behind records without bytes."""
+    import pyarrow as pa
+
+    table, sink = pa.Table.from_pylist(rows), pa.BufferOutputStream()
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table, max_chunksize=2)
+    data = sink.getvalue().to_pybytes()
+    return block([b""] * len(rows)) + data + struct.pack("<I", len(data)) + b"LDARW01\0"
+
+
+LAYOUTS: dict[str | None, Callable[[list[bytes]], bytes]] = {
+    None: block,
+    "chunk": block,
+    "sample": lambda records: block([zstandard.compress(record) for record in records]),
+    "batch": framed,
+}
+
+
 def write_litdata(
     folder: Path, formats: list[str], spec: Any, rows: list[list[bytes]], *, a_chunk: int = 4, **config: Any
 ) -> Path:
-    """Rows of encoded leaves."""
+    """Rows of encoded leaves; `compression_level` says what is compressed by itself."""
     folder.mkdir(parents=True)
     chunks = []
     for number, first in enumerate(range(0, len(rows), a_chunk)):
         some = rows[first : first + a_chunk]
         name = f"chunk-0-{number}.bin"
-        (folder / name).write_bytes(block([record(row) for row in some]))
+        data = LAYOUTS.get(config.get("compression_level"), block)([record(row) for row in some])
+        if config.get("compression_level") == "chunk":
+            name, data = f"chunk-0-{number}.zstd.bin", zstandard.compress(data)
+        (folder / name).write_bytes(data)
         chunks.append({"chunk_bytes": 1, "chunk_size": len(some), "dim": None, "filename": name})
     settings = {"compression": None, "encryption": None, "item_loader": "PyTreeLoader", **config}
     settings |= {"data_format": formats, "data_spec": json.dumps([1, spec])}
@@ -99,7 +159,18 @@ def write_litdata(
     return folder
 
 
-def write_captioned_litdata(folder: Path, count: int = 10) -> Path:
-    """Images, captions and labels."""
+def write_captioned_litdata(folder: Path, count: int = 10, level: str | None = None) -> Path:
+    """Images, captions and labels; `level` is what is compressed by itself: chunk, batch or sample."""
     rows = [[jpeg(i), f"no. {i}".encode(), struct.pack("<q", i)] for i in range(count)]
-    return write_litdata(folder, ["jpeg", "str", "int"], dict_spec(["image", "caption", "label"]), rows)
+    packing = {"compression": "zstd", "compression_level": level} if level else {}
+    return write_litdata(folder, ["jpeg", "str", "int"], dict_spec(["image", "caption", "label"]), rows, **packing)
+
+
+def write_arrow_litdata(folder: Path, count: int = 10, **settings: Any) -> Path:
+    """Images, captions and labels as rows in Arrow."""
+    write_litdata(folder, ["bytes", "str", "int"], dict_spec(["image", "caption", "label"]), [[b""]] * count)
+    for number, path in enumerate(sorted(folder.glob("*.bin"))):
+        here = range(4 * number, min(4 * number + 4, count))
+        rows = [{"image": jpeg(i), "caption": f"no. {i}", "label": i} for i in here]
+        path.write_bytes(arrow_rows(rows, **settings))
+    return folder

@@ -34,24 +34,31 @@ class Noisy(sp.TaskEncoder):
         return {"x": torch.stack([item["x"] for item in items]) + rng.normal(), "label": labels}
 
 
-class Counted(Noisy):
-    one_to_one = True
+class Tokens(Noisy):
+    """The same numbers as a causal language model takes them: int64 (rows, 4), of 64 words."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        tokens = (100 * super().batch(items, rng)["x"]).long() % 64
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
 class ToyPipeline:
     """KIND: "endless"; "counted", whose epochs have a length; "packed", whose epochs have none that is known."""
 
-    def __init__(self, shards: str, kind: str, *, shuffle: bool = True) -> None:
+    def __init__(self, shards: str, kind: str, *, shuffle: bool = True, encoder: type[Noisy] = Noisy) -> None:
         self.shards = shards
         self.kind = kind
         self.shuffle = shuffle
+        self.encoder = encoder
 
     def __call__(self, lane: sp.Lane) -> sp.Stage:
         epochs = None if self.kind == "endless" else 1
         samples: Any = sp.TarShardReader(self.shards, lane, epochs=epochs, shuffle=self.shuffle)
         if self.shuffle:
             samples = sp.ShuffleBuffer(samples, size=5)
-        return sp.Batcher(sp.Encode(samples, Counted() if self.kind == "counted" else Noisy()), size=ROWS)
+        encoder = self.encoder()
+        encoder.one_to_one = self.kind == "counted"
+        return sp.Batcher(sp.Encode(samples, encoder), size=ROWS)
 
 
 def write_training_shards(folder: Path) -> None:
@@ -62,31 +69,44 @@ class LastStep(Exception):
     """The run has trained on as many batches as it should."""
 
 
-class Recorder(nn.Module):
-    """A small model, which writes a line for each batch: its hash and its loss.
+class Notes:
+    """Writes a line for each batch of a model: its hash and its loss.
 
     `kill_at`: the number of batches of this process after which it kills itself; `last`: after which it raises
     `LastStep` in a loop that does not end by itself.
     """
 
-    def __init__(self, log: Path, *, kill_at: int | None, last: int | None = None, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+    def __init__(self, log: Path, *, kill_at: int | None, last: int | None = None) -> None:
         self.log = log
         self.kill_at = kill_at
         self.last = last
         self.trained = 0
 
-    def forward(self, x: Tensor, label: Tensor, valid: Tensor | None = None) -> Tensor:
-        if self.training and self.trained == self.kill_at:
+    def before(self, training: bool) -> None:
+        if training and self.trained == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.training and self.trained == self.last:
+        if training and self.trained == self.last:
             raise LastStep
-        loss = nn.functional.cross_entropy(self.layers(x), label)
-        entry = {"batch": digest({"x": x, "label": label}), "loss": float(loss).hex(), "train": self.training}
+
+    def after(self, batch: dict[str, Tensor], loss: Tensor, training: bool) -> None:
+        entry = {"batch": digest(batch), "loss": float(loss).hex(), "train": training}
         with self.log.open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        self.trained += self.training
+        self.trained += training
+
+
+class Recorder(nn.Module):
+    """A small model, which notes its batches."""
+
+    def __init__(self, log: Path, *, kill_at: int | None, last: int | None = None, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+        self.notes = Notes(log, kill_at=kill_at, last=last)
+
+    def forward(self, x: Tensor, label: Tensor, valid: Tensor | None = None) -> Tensor:
+        self.notes.before(self.training)
+        loss = nn.functional.cross_entropy(self.layers(x), label)
+        self.notes.after({"x": x, "label": label}, loss, self.training)
         return loss
 
 

@@ -1,4 +1,4 @@
-"""Real ranks under torchrun: 2, then 4 that go on from the checkpoint of the 2; beside them one rank here."""
+"""Real ranks: 2 under torchrun, then 4 that go on from the checkpoint of the 2; beside them one rank here."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list
     folder = tmp_path_factory.mktemp("ranks")
     write_numbered_shards(folder / "shards", [40, 7, 160])
     seen = {}
-    for world_size in (2, 4):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-        arguments = ["-m", "tests.support.toy_rank", str(folder / "shards"), str(folder)]
-        run = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=120)
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.support.toy_rank"]
+    for world_size, start in ((2, torchrun), (4, ["tests.support.forked_ranks", "tests.support.toy_rank", "4"])):
+        command = [sys.executable, "-m", *start, str(folder / "shards"), str(folder)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert run.returncode == 0, run.stderr
         seen[world_size] = [torch.load(folder / f"rank{rank}_of_{world_size}.pt") for rank in range(world_size)]
     return folder, seen

@@ -30,7 +30,7 @@ from tests.support.toy_pipelines import SOURCES, numbers, toy_pipeline
 seeds = st.integers(0, 2**64 - 1)
 
 
-@examples(9)
+@examples(6)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.sampled_from([1, 2, 12]))
 def test_every_cut_of_an_endless_run_and_chains_of_resumes_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int
@@ -54,7 +54,7 @@ def test_finite_runs_and_the_epochs_after_them_are_exact(
     check_finite(size, chosen, epochs, seed)
 
 
-@examples(15)
+@examples(10)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.integers(1, 3), excluded=exclusions)
 def test_samples_excluded_from_a_cut_on_are_not_given_and_no_other_one_moves(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, excluded: dict[str, Any]
@@ -62,7 +62,7 @@ def test_samples_excluded_from_a_cut_on_are_not_given_and_no_other_one_moves(
     check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, **excluded)
 
 
-@examples(30)
+@examples(15)
 @given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, excluded=exclusions)
 def test_an_epoch_with_samples_excluded_from_a_cut_on_gives_all_others(
     size: int, chosen: dict[str, Any], seed: int, excluded: dict[str, Any]

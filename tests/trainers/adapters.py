@@ -104,6 +104,34 @@ def test_hf_evaluates_by_name_keeps_the_best_and_rotates(make: Any, tmp_path: Pa
     assert json.loads((kept[-1] / "savable_loader.json").read_text())["slot"] == int(kept[-1].name.split("-")[1])
 
 
+def test_hf_a_resumed_run_loads_the_same_best_model_at_its_end_and_keeps_the_same_checkpoints(
+    make: Any, tmp_path: Path
+) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first one
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2, "lr_scheduler_type": "constant"}
+
+    def run(name: str, max_steps: int, resume: bool | None = None) -> tuple[bytes, list[Any]]:
+        torch.manual_seed(1)
+        evaluation = make(on_iter="restart", tail="pad")
+        made = trainer(make, tmp_path / name, evaluation=evaluation, max_steps=max_steps, **settings, **best)
+        made.train(resume_from_checkpoint=resume)
+        made.save_model(str(tmp_path / name / "loaded"))
+        scores = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+        return (tmp_path / name / "loaded/model.safetensors").read_bytes(), scores
+
+    straight, _ = run("straight", 8), run("stopped", 4)
+    assert run("stopped", 8, resume=True) == straight
+    kept = [
+        {path.relative_to(tmp_path / name) for path in sorted(tmp_path.glob(f"{name}/run/checkpoint-*"))}
+        for name in ("straight", "stopped")
+    ]
+    assert kept == [{Path("run/checkpoint-2"), Path("run/checkpoint-8")}] * 2
+    for file in ("model.safetensors", "savable_loader.json"):
+        one, other = [(tmp_path / name / "run/checkpoint-8" / file).read_bytes() for name in ("straight", "stopped")]
+        assert one == other, file
+    assert straight[0] == (tmp_path / "stopped/run/checkpoint-2/model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("content,match", [(None, "is not there"), (b"{", "no JSON"), (b"{}", "no state")])
 def test_hf_a_checkpoint_without_the_data_is_refused(
     make: Any, tmp_path: Path, content: bytes | None, match: str

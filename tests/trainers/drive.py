@@ -8,6 +8,7 @@ An argument that names a file of tests has pytest run these, in a child too.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 import savable_pipeline as sp
-from tests.support.toy_training import LANES, LastStep, Recorder, ToyPipeline
+from tests.support.toy_training import LANES, LastStep, Noisy, Notes, Recorder, Tokens, ToyPipeline
 
 LEARNING_RATE = 0.05
 PAGES = Path(__file__).parents[2] / "docs" / "trainers"
@@ -99,21 +100,26 @@ class Yours:
         return Recorder(self.case.log_of(rank()), kill_at=self.case.kill_at, last=last, dropout=dropout)
 
 
+def pipeline_for(trainer: str, folder: str | Path, kind: str, *, shuffle: bool = True) -> ToyPipeline:
+    encoder = Tokens if trainer == "trl" else Noisy
+    return ToyPipeline(str(Path(folder, "shards")), kind, shuffle=shuffle, encoder=encoder)
+
+
 def make_loader(case: Case, **given: Any) -> sp.SavableLoader:
-    pipeline = ToyPipeline(str(Path(case.folder, "shards")), case.kind)
+    pipeline = pipeline_for(case.trainer, case.folder, case.kind)
     return sp.SavableLoader(pipeline, seed=7, lanes=LANES, num_workers=case.workers, **given)
 
 
 def make_evaluation(case: Case) -> sp.SavableLoader:
-    pipeline = ToyPipeline(str(Path(case.folder, "shards")), "counted", shuffle=False)
+    pipeline = pipeline_for(case.trainer, case.folder, "counted", shuffle=False)
     return sp.SavableLoader(pipeline, seed=7, lanes=LANES, tail="pad", on_iter="restart")
 
 
 def block(trainer: str) -> str:
-    """The code on the trainer's page: the first block that has a title."""
-    page = "torch" if trainer == "fsdp2" else trainer
+    """The code on the trainer's page: the first block that has a title, or the one that is its own."""
+    page, title = {"fsdp2": ("torch", ".+?"), "trl": ("hf", "train_sft.py")}.get(trainer, (trainer, ".+?"))
     found = re.search(
-        r'^```python title=".+?"\n(.*?)^```$', (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE
+        rf'^```python title="{title}"\n(.*?)^```$', (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE
     )
     assert found is not None, trainer
     return found[1]
@@ -132,16 +138,21 @@ def run_torch(case: Case) -> dict[str, Any]:
 
 def run_fsdp2(case: Case) -> dict[str, Any]:
     """The page of torch, with a model whose parameters are shared out over the ranks."""
+    yours = Yours(case)
+    return _of_a_loop(case, yours, _shared_out(yours))
+
+
+def _shared_out(yours: Yours) -> torch.nn.Module:
+    """The model with FSDP2 over all ranks, one too: the keys of its checkpoints are the same for each number."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     _announce_one_rank()
     dist.init_process_group("gloo")
-    yours = Yours(case)
     model = yours.model()
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks(),)))
-    return _of_a_loop(case, yours, model)
+    return model
 
 
 def _of_a_loop(case: Case, yours: Yours, model: Any) -> dict[str, Any]:
@@ -182,14 +193,8 @@ def run_deepspeed(case: Case) -> dict[str, Any]:
 
 
 def run_torchtitan(case: Case) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    _announce_one_rank()
-    dist.init_process_group("gloo")
     yours = Yours(case)
-    model: Any = yours.model()
-    if ranks() > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model)
+    model = _shared_out(yours)
     names = _of_a_loop(case, yours, model)
     train_state = Counted()
     parts = {
@@ -274,7 +279,7 @@ def run_composer(case: Case) -> dict[str, Any]:
         "make_evaluation": partial(make_evaluation, case),
         "resume": str(saved[-1]) if case.resume else None,
         "settings": {
-            "max_duration": f"{case.epochs}ep" if case.epochs < 1000 else f"{case.batches}ba",
+            "max_duration": f"{case.epochs}ep" if case.kind == "counted" else f"{case.batches}ba",
             "eval_interval": "1ep" if case.validate else 0,
             "eval_subset_num_batches": 3,
             "save_folder": str(run),
@@ -301,10 +306,13 @@ def run_megatron(case: Case) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (ranks() // peers, peers), mesh_dim_names=("dp", "tp"))
     yours = Yours(case)
     model: Any = yours.model()
+    weights = model  # under the same names on any number of ranks
     if ranks() > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model)
+        # Its buckets stay as they were made, as those of Megatron's own DDP do: otherwise torch makes them again behind
+        # the first step of a process, and sums over four ranks of a resumed run may be rounded otherwise in that step.
+        model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     names = _of_a_loop(case, yours, model)
-    parts = {"model": model, "optimizer": names["optimizer"]}
+    parts = {"model": weights, "optimizer": names["optimizer"]}
     if yours.resume:
         saved = torch.load(yours.resume / "model.pt")
         for name, part in parts.items():
@@ -349,7 +357,7 @@ def run_hf(case: Case) -> dict[str, Any]:
     if ranks() > 1:
         settings["ddp_backend"] = "gloo"
     if case.validate:
-        settings |= {"eval_strategy": "epoch"}
+        settings |= {"eval_strategy": "steps", "eval_steps": case.save_every, "load_best_model_at_end": True}
     return {
         "model": _hf_model(model),
         "settings": settings,
@@ -371,6 +379,33 @@ def _hf_model(model: Recorder) -> torch.nn.Module:
             return {"loss": self.recorder(x, label)}
 
     return Model()
+
+
+def run_trl(case: Case) -> dict[str, Any]:
+    """Names as of the Trainer, with a causal language model."""
+    names = run_hf(case)
+    model, tokenizer = causal_model()
+    notes = Notes(case.log_of(rank()), kill_at=case.kill_at)
+
+    def note(model: Any, _: Any, given: dict[str, Any], outputs: Any) -> None:
+        batch = {name: given[name] for name in ("input_ids", "labels", "attention_mask")}
+        notes.after(batch, -outputs.log_probs.sum(), model.training)
+
+    model.register_forward_pre_hook(lambda model, _: notes.before(model.training))
+    model.register_forward_hook(note, with_kwargs=True)
+    return {**names, "model": model, "tokenizer": tokenizer, "settings": {**names["settings"], "bf16": False}}
+
+
+def causal_model() -> tuple[Any, Any]:
+    """A model of 64 words with dropout, and a tokenizer of two."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=8, attention_dropout=0.2, **size)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    return LlamaForCausalLM(config), tokenizer
 
 
 def run_lightning(case: Case) -> dict[str, Any]:
@@ -440,6 +475,7 @@ NAMES = {
     "megatron": run_megatron,
     "fabric": run_fabric,
     "hf": run_hf,
+    "trl": run_trl,
     "lightning": run_lightning,
 }
 
@@ -457,7 +493,8 @@ def run(case: Case) -> None:
 
 
 def preload(trainer: str) -> None:
-    """Import what the page's block imports."""
+    """Import what the page's block imports, and what each optimizer of torch imports, which takes seconds."""
+    importlib.import_module("torch._dynamo")
     imports = [line for line in block(trainer).splitlines() if line.startswith(("import ", "from "))]
     exec("\n".join(imports), {})
 

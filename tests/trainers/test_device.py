@@ -199,7 +199,7 @@ class Interrupt:
 @pytest.mark.parametrize(
     ("name", "before", "every"),
     [
-        ("endless", 0, 4),
+        ("endless", 0, 11),
         pytest.param("endless", 0, 1, marks=pytest.mark.long),
         pytest.param("endless", 2, 1, marks=pytest.mark.long),
         ("with a length", 12, 1),

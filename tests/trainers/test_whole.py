@@ -222,6 +222,15 @@ def test_batches_are_placed_and_the_rest_is_the_loaders(make_shards: Any) -> Non
     assert batches.state_dict() == loader.state_dict()
 
 
+def test_an_evaluation_that_was_broken_off_begins_anew(make_shards: Any) -> None:
+    loader = sp.SavableLoader(
+        partial(counted_pipeline, str(make_shards([36, 36]))), seed=3, lanes=6, tail="pad", on_iter="restart"
+    )
+    batches = Whole(loader)
+    expected = take(batches, 3)
+    assert take(batches, 1) + take(batches, 3) + take(batches, 3) == [expected[0], *expected, *expected]
+
+
 def test_an_endless_loader_has_no_length_and_is_true(make_shards: Any) -> None:
     batches = Whole(sp.SavableLoader(partial(toy_pipeline, str(make_shards([36]))), seed=3, lanes=6))
     assert batches

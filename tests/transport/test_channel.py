@@ -89,7 +89,7 @@ def test_descriptors_that_no_one_takes_are_closed() -> None:
         theirs.receive()  # a descriptor has come, its message not yet
     ours.close()
     theirs.close()
-    assert open_files() == before
+    assert open_files() <= before  # fewer where the garbage of another test was collected
 
 
 def test_a_forked_process_holds_no_end() -> None:

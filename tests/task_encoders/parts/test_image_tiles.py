@@ -1,4 +1,4 @@
-"""Tiles of images of any shape, against the models' own code; and their patches."""
+"""Tiles of images of any shape, against the models' own code, which only its tests import; and their patches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
 
@@ -21,6 +19,8 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 36, 3), d
 @settings(deadline=None)
 @given(width=sides, height=sides)
 def test_native_sizes_are_those_of_qwen2_vl(width: int, height: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
     assume(max(width, height) <= 200 * min(width, height))
     expected = smart_resize(height, width, factor=28, min_pixels=3136, max_pixels=1280 * 784)
     assert NativeSize().size(width, height) == expected[::-1]
@@ -29,6 +29,8 @@ def test_native_sizes_are_those_of_qwen2_vl(width: int, height: int) -> None:
 @settings(deadline=None)
 @given(width=sides, height=sides, tiles=st.sampled_from([(1, 12), (2, 6), (1, 1), (3, 3)]))
 def test_grids_of_tiles_are_those_of_internvl(width: int, height: int, tiles: tuple[int, int]) -> None:
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
     few, many = tiles
     expected = get_optimal_tiled_canvas((height, width), (448, 448), few, many)
     assert Tiles(min_tiles=few, max_tiles=many).grid(width, height) == expected

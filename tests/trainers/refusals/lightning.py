@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 from functools import partial
 from pathlib import Path
@@ -19,24 +20,25 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.lightning import SavableDataModule
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
 
-KILLED_AT = 6
+STEPS = 10
+SAVE_EVERY = 4
 
 
 class Module(LightningModule):
     """Writes down each batch of its rank, and its loss."""
 
-    def __init__(self, log: Path, kill: bool) -> None:
+    def __init__(self, log: Path, kill_at: int | None) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.layer = torch.nn.Linear(4, 3)
-        self._log, self._kill = log, kill
+        self._log, self._kill_at = log, kill_at
 
     def training_step(self, batch: Any, index: int) -> Any:
-        if self._kill and self.global_step == KILLED_AT:
+        if self.global_step == self._kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = torch.nn.functional.cross_entropy(self.layer(batch["x"]), batch["label"])
         with Path(f"{self._log}-{self.global_rank}").open("a") as file:
-            file.write(f"{digest(batch)} {float(loss).hex()}\n")
+            file.write(f"{digest(batch)} {float(loss.detach()).hex()}\n")
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -47,22 +49,27 @@ def make_loader(shards: Path, kind: str) -> sp.SavableLoader:
     return sp.SavableLoader(ToyPipeline(str(shards), kind), seed=7, lanes=LANES, num_workers=1)
 
 
-def fit(folder: Path, run: str, strategy: str, kind: str, kill: bool, resume: str | None) -> None:
+def fit(
+    folder: Path, run: str, strategy: str, kind: str, kill_at: int | None = None, resume: str | None = None
+) -> None:
     torch.set_num_threads(1)
-    saver = ModelCheckpoint(folder / run, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    saver = ModelCheckpoint(folder / run, filename="{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    limits: dict[str, Any] = {"max_steps": 10, "devices": 2, "strategy": strategy, "accelerator": "cpu"}
+    limits: dict[str, Any] = {"max_steps": STEPS, "devices": 2, "strategy": strategy, "accelerator": "cpu"}
     data = SavableDataModule(partial(make_loader, folder / "shards", kind))
-    module = Module(folder / (run if resume is None else "resumed"), kill)
-    Trainer(callbacks=[saver], **limits, **quiet).fit(module, datamodule=data, ckpt_path=resume)
+    checkpoint = resume and str(folder / resume)
+    Trainer(callbacks=[saver], **limits, **quiet).fit(
+        Module(folder / run, kill_at), datamodule=data, ckpt_path=checkpoint
+    )
 
 
 def run_in_a_process(*arguments: Any) -> int | None:
-    """Its exit code: a fresh interpreter, in which Lightning may fork."""
-    process = multiprocessing.get_context("spawn").Process(target=fit, args=arguments)
+    """Its exit code: a process forked from this one, so that only the ranks of `ddp_spawn` import all there is."""
+    process = multiprocessing.get_context("fork").Process(target=fit, args=arguments)
     process.start()
-    process.join(300)
-    if process.is_alive():
+    try:
+        process.join()
+    finally:
         process.kill()
     return process.exitcode
 
@@ -71,15 +78,21 @@ def lines(folder: Path, run: str) -> list[list[str]]:
     return [(folder / f"{run}-{rank}").read_text().splitlines() for rank in range(2)]
 
 
+@pytest.mark.timeout(1000)  # four interpreters import Lightning for `ddp_spawn`
 @pytest.mark.parametrize("kind", ["endless", "counted"])
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_ranks_that_lightning_starts_have_batches_of_their_own_and_go_on(
     tmp_path: Path, strategy: str, kind: str
 ) -> None:
+    """However they were started, they do what forked ones do that were never killed."""
     write_training_shards(tmp_path / "shards")
-    assert run_in_a_process(tmp_path, "straight", strategy, kind, False, None) == 0
-    assert run_in_a_process(tmp_path, "killed", strategy, kind, True, None) != 0
-    assert run_in_a_process(tmp_path, "killed", strategy, kind, False, str(tmp_path / "killed/step=4.ckpt")) == 0
-    straight, resumed = lines(tmp_path, "straight"), lines(tmp_path, "resumed")
-    assert [len(rank) for rank in straight] == [10, 10] and not set(straight[0]) & set(straight[1])
-    assert resumed == [rank[4:] for rank in straight]
+    kill_at = random.randint(5, STEPS - 1)
+    saved = kill_at // SAVE_EVERY * SAVE_EVERY
+    assert run_in_a_process(tmp_path, "straight", "ddp_fork", kind) == 0
+    assert run_in_a_process(tmp_path, "killed", strategy, kind, kill_at) == 1  # the parent says which rank was killed
+    assert run_in_a_process(tmp_path, "resumed", strategy, kind, None, f"killed/step={saved}.ckpt") == 0
+    straight, killed, resumed = [lines(tmp_path, run) for run in ("straight", "killed", "resumed")]
+    assert [len(rank) for rank in straight] == [STEPS, STEPS] and not set(straight[0]) & set(straight[1])
+    assert max(map(len, killed)) == kill_at
+    assert killed == [rank[: len(seen)] for rank, seen in zip(straight, killed, strict=True)]
+    assert resumed == [rank[saved:] for rank in straight]
