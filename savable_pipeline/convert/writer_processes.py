@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import SynchronizedArray
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import FrameType
 
 from savable_pipeline.convert.shard_job import Job, write_shard
 from savable_pipeline.errors import SavableError, WorkerError
 
 _POLL_S = 0.2  # between two reports of progress
+_AHEAD = 2  # jobs a worker in the pool
 
 
 class _StoppedError(Exception):
@@ -57,47 +60,77 @@ def write_shards(jobs: list[Job], work: Path, workers: int, progress: Callable[[
 
 
 def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["savable_pipeline.convert.writer_processes"])
-    stop = context.Event()
-    done = context.Array("Q", 2)  # samples, bytes
-    given = work, dict(os.environ), stop, done
-    with _sigterm_as_exit(), ProcessPoolExecutor(workers, context, _begin_worker, given) as pool:
-        waiting = {pool.submit(_write, job) for job in jobs}
-        try:
-            while waiting:
-                finished, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-                _raise_first(finished)
-                progress(done[0], done[1])
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    with _signals_held() as deliver:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["savable_pipeline.convert.writer_processes"])
+        stop = context.Event()
+        done = context.Array("Q", 2)  # samples, bytes
+        given = work, dict(os.environ), stop, done
+        with ProcessPoolExecutor(workers, context, _begin_worker, given) as pool:
+            try:
+                for _ in _finished(pool, jobs, _AHEAD * workers):
+                    deliver()
+                    progress(done[0], done[1])
+            except BrokenProcessPool as error:
+                raise WorkerError(
+                    "a process that writes shards was killed, perhaps since memory ran out; give fewer --workers and "
+                    "run the same command again to go on"
+                ) from error
+            except BaseException:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _finished(pool: Executor, jobs: list[Job], at_once: int) -> Iterator[None]:
+    """Have all jobs done, `at_once` of them in the pool; gives way now and then. Raises what one of them raised."""
+    left = iter(jobs)
+    waiting: set[Future[None]] = set()
+    while True:
+        waiting |= {pool.submit(_write, job) for job in itertools.islice(left, at_once - len(waiting))}
+        if not waiting:
+            return
+        finished, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        for future in finished:
+            future.result()
+        yield
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM ends the workers and frees their semaphores before this process, unless the program handles it itself."""
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not mine:
-        yield
+def _signals_held() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C and SIGTERM back until the function that it gives is called, or until the end; a second one acts.
+
+    An exception that a signal raises inside a pool can leave a lock held for which its threads wait for ever. SIGTERM
+    exits, so that the workers end and their semaphores are freed, unless the program handles it itself.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    usual = {number: held for number, held in handlers.items() if callable(held) or held is signal.SIG_DFL}
+    came: list[int] = []
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(number, usual[number])
+
+    def deliver() -> None:
+        while came:
+            number = came.pop(0)
+            handler = usual[number]
+            if callable(handler):
+                handler(number, None)
+            else:
+                sys.exit(128 + number)
+
+    for number in usual:
+        signal.signal(number, hold)
     try:
-        yield
+        yield deliver
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _raise_first(finished: set[Future[None]]) -> None:
-    try:
-        for future in finished:
-            future.result()
-    except BrokenProcessPool as error:
-        raise WorkerError(
-            "a process that writes shards was killed, perhaps since memory ran out; give fewer --workers and "
-            "run the same command again to go on"
-        ) from error
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        deliver()
 
 
 _stop: Event

@@ -210,3 +210,58 @@ def test_sigterm_ends_the_workers_first_and_leaves_nothing(tmp_path: Path) -> No
     assert process.returncode == 128 + signal.SIGTERM, said
     assert b"leaked semaphore" not in said and b"Traceback" not in said
     assert convert(source, tmp_path / "out", Options(shard_bytes=1_000_000)).samples == 3000
+
+
+SIGNAL_AT = """
+import concurrent.futures, os, sys
+from savable_pipeline.cli.main import app
+
+place, line, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+lines = 0
+
+
+def trace(frame, event, _arg):
+    global lines
+    if f"{os.path.basename(frame.f_code.co_filename)} {frame.f_code.co_name}" != place:
+        return None
+    lines += event == "line"
+    if lines == line and event == "line":
+        sys.settrace(None)
+        os.kill(os.getpid(), number)
+    return trace
+
+
+sys.settrace(trace)
+app(sys.argv[4:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("context.py Event", 2),
+        ("process.py submit", 9),
+        ("writer_processes.py _write_in_workers", 10),
+        ("_base.py __exit__", 4),
+    ],
+    ids=["event", "submit", "loop", "wait"],
+)
+def test_a_signal_while_the_pool_holds_its_locks_ends_the_conversion(
+    place: str, line: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for i in range(400):
+        (source / f"{i:05d}.bin").write_bytes(bytes([1 + i % 255]) * 2_000)
+    told = ["convert", str(source), str(tmp_path / "out"), "--workers", "2", "--shard-bytes", "20000"]
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNAL_AT, place, str(line), str(int(number)), *told],
+        capture_output=True,
+        timeout=60,
+        start_new_session=True,
+        check=False,
+    )
+    assert ended.returncode == 128 + number, ended.stderr
+    assert b"leaked semaphore" not in ended.stderr and b"Traceback" not in ended.stderr
+    assert convert(source, tmp_path / "out", Options(shard_bytes=20_000)).samples == 400
