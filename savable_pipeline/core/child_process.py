@@ -17,6 +17,7 @@ import os
 import select
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -38,7 +39,8 @@ child_process.run(*sys.argv[3:])
 class ChildProcess:
     """A process that calls `function` ("module:name") as `function(connection, messages, *arguments)`.
 
-    `messages` yields the messages from this process; the function sends its answers over `connection`.
+    `messages` yields the messages from this process; the function sends its answers over `connection`. The process is
+    closed when this object is no longer used, and at exit.
     """
 
     def __init__(self, function: str, *arguments: str | float) -> None:
@@ -53,6 +55,9 @@ class ChildProcess:
             start_new_session=True,
         )
         theirs.close()
+        # Not __del__: in garbage with a circle, that of `connection` may come first, and the descriptor it closed may be
+        # another file's by now.
+        self._end = weakref.finalize(self, _end, self.connection, self.process, self.owner)
 
     def kill(self) -> None:
         """End the process; `connection.recv` then raises EOFError."""
@@ -61,9 +66,14 @@ class ChildProcess:
 
     def close(self) -> None:
         """End the process and close the connection; in a fork of the owner, only close the inherited connection."""
-        self.connection.close()
-        if os.getpid() == self.owner:
-            self.kill()
+        self._end()
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+    connection.close()
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
 
 
 def run(function: str, descriptor: str, parent: str, arguments: str) -> None:

@@ -29,11 +29,6 @@ class DownloadedFiles(ShardFiles):
         self._folder, self._limit = folder, limit
         self._downloader = self._given = downloader
 
-    def __del__(self) -> None:
-        super().__del__()
-        if getattr(self, "_downloader", None) is not None:
-            self._close_downloader()
-
     def _forget_announced(self) -> None:
         """Called for each new downloader: it knows nothing of what was announced before."""
 
@@ -67,12 +62,8 @@ class DownloadedFiles(ShardFiles):
     def _connected(self) -> Downloader:
         """This process's own downloader: one inherited by a fork is the parent's; one that ended is replaced."""
         if self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
-            self._close_downloader()
+            if self._downloader is not None and self._downloader is not self._given:
+                self._downloader.close()
             self._downloader = Downloader(self._folder, self._limit)
             self._forget_announced()
         return self._downloader
-
-    def _close_downloader(self) -> None:
-        if self._downloader is not None and self._downloader is not self._given:
-            self._downloader.close()
-        self._downloader = None

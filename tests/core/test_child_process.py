@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -26,6 +27,18 @@ def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -
     assert child.connection.recv() == ("a message", "x", 1.5)
     child.close()
     assert child.process.returncode == -signal.SIGKILL
+
+
+def test_a_child_in_a_circle_of_garbage_is_ended_and_its_descriptor_is_closed_once() -> None:
+    closed = len(os.listdir("/proc/self/fd"))
+    child = ChildProcess("tests.core.test_child_process:echo")
+    process = child.process
+    circle: list[object] = [child]
+    circle.append(circle)
+    del child, circle
+    gc.collect()
+    assert process.returncode == -signal.SIGKILL
+    assert len(os.listdir("/proc/self/fd")) == closed
 
 
 def echo(connection: Connection, messages: Iterator[object], *arguments: object) -> None:
