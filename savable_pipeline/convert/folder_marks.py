@@ -100,12 +100,18 @@ def _beside_tars(name: str, group: list[str]) -> bool:
 
 
 def index_format(path: Path) -> str:
+    """See `format_in`, of an index.json that may be there."""
+    try:
+        return "" if path.stat().st_size > _LARGEST_INDEX else format_in(path.read_bytes())
+    except OSError:
+        return ""
+
+
+def format_in(index: bytes) -> str:
     """The format that an index.json says its folder has: mds, another of Mosaic Streaming, litdata; "" for none."""
     try:
-        if path.stat().st_size > _LARGEST_INDEX:
-            return ""
-        found: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found: Any = json.loads(index)
+    except (ValueError, RecursionError):
         return ""
     if not isinstance(found, dict):
         return ""

@@ -12,7 +12,6 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from savable_pipeline.convert.fields import Blob, Value, array, pixels, raw, sca
 from savable_pipeline.convert.litdata_chunks import items_of
 from savable_pipeline.convert.litdata_json import loads
 from savable_pipeline.convert.model import Input, Options
+from savable_pipeline.convert.record_folder import INDEX, RecordFolder, in_turn
 from savable_pipeline.convert.records import read_numbered
 from savable_pipeline.convert.stretches import RecordError, RecordFile, Stretch
 from savable_pipeline.shards.paths import is_inside
@@ -132,10 +132,9 @@ def _paths(spec: Any, here: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _paths(child, (*here, str(names[i] if names else i)))
 
 
-def read_litdata(root: Path, options: Options) -> Input:
-    """The samples of a folder of LitData. Raises ValueError for what cannot be read of it, OSError."""
-    path = root / "index.json"
-    raw_index = path.read_bytes()
+def read_litdata(folder: RecordFolder, raw_index: bytes, options: Options) -> Input:
+    """The samples of a folder of LitData with this index. Raises ValueError for what cannot be read of it, OSError."""
+    path = f"{folder.root}/{INDEX}"
     try:
         index = msgspec.json.decode(raw_index, type=_Index)
         spec = _spec(json.loads(index.config.data_spec or "null"))
@@ -145,11 +144,12 @@ def read_litdata(root: Path, options: Options) -> Input:
     tree = Tree(tuple(index.config.data_format), spec)
     if len(tree.names()) != len(tree.formats):
         raise ValueError(f"{path}: {len(tree.formats)} formats for {len(tree.names())} leaves; the index is damaged")
-    files = [_file(root, chunk, index.config) for chunk in index.chunks]
+    folder.look_for(name for chunk in index.chunks for name in (chunk.filename, _plain(chunk, index.config)))
+    files = [_file(folder, chunk, index.config) for chunk in index.chunks]
     counts = [chunk.chunk_size for chunk in index.chunks]
     stable = msgspec.json.encode((index.chunks, index.config))  # without the time of writing
     level = index.config.compression_level or ""
-    return read_numbered(root, stable, items_of(files, counts, tree, level), options)
+    return read_numbered(folder.root, stable, items_of(in_turn(files), counts, tree, level), options)
 
 
 def _spec(loaded: Any) -> Any:
@@ -174,7 +174,7 @@ def _node(node: dict[str, Any]) -> Any:
     raise ValueError(f"items of the type {kind}")
 
 
-def _check_config(path: Path, config: _Config) -> None:
+def _check_config(path: str, config: _Config) -> None:
     refused = {
         "encryption": config.encryption is not None,
         f"the item loader {config.item_loader}": config.item_loader not in (None, "PyTreeLoader"),
@@ -194,16 +194,21 @@ def _check_config(path: Path, config: _Config) -> None:
             raise ValueError(f"{path}: the format {kind!r} is not read: {_INSTEAD}")
 
 
-def _file(root: Path, chunk: _Chunk, config: _Config) -> RecordFile:
-    """The file of a chunk; LitData's own reader leaves compressed ones decompressed, under a shorter name."""
-    path = root / chunk.filename
+def _plain(chunk: _Chunk, config: _Config) -> str:
+    """The name under which LitData's own reader leaves a chunk that it decompressed."""
+    below, slash, name = chunk.filename.rpartition("/")
+    return f"{below}{slash}{name.replace(f'.{config.compression}.', '.')}"
+
+
+def _file(folder: RecordFolder, chunk: _Chunk, config: _Config) -> RecordFile:
+    """The file of a chunk, as it is written or else decompressed."""
+    path, plain = f"{folder.root}/{chunk.filename}", _plain(chunk, config)
     if not is_inside(chunk.filename):
         raise ValueError(f"{path}: named by index.json, and not in its folder")
-    plain = path.with_name(path.name.replace(f".{config.compression}.", "."))
-    if path.is_file():
-        return RecordFile.at(path, "zst" if path != plain else "")
-    if plain.is_file():
-        return RecordFile.at(plain)
+    if folder.size(chunk.filename) is not None:
+        return folder.file(chunk.filename, "zst" if chunk.filename != plain else "")
+    if folder.size(plain) is not None:
+        return folder.file(plain)
     raise ValueError(f"{path}: named by index.json, and not there; copy the whole folder")
 
 

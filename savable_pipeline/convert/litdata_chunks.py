@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from savable_pipeline.convert.fields import Blob, Value
@@ -25,7 +25,7 @@ _PREFIX = struct.Struct("<8sHHIII")
 _PLACE = struct.Struct("<IIQII")
 
 
-def items_of(files: Sequence[RecordFile], counts: Sequence[int], schema: Schema, level: str) -> Iterator[Records]:
+def items_of(files: Iterable[RecordFile], counts: Sequence[int], schema: Schema, level: str) -> Iterator[Records]:
     """The items of each chunk, numbered through; `level` is what was compressed by itself: chunk, batch or sample.
 
     Raises ValueError for a chunk that is compressed in another way than that.

@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,9 +20,9 @@ import numpy as np
 
 from savable_pipeline.convert.fields import Blob, Value, array, pixels, raw, scalar, several
 from savable_pipeline.convert.model import Input, Options
+from savable_pipeline.convert.record_folder import INDEX, RecordFolder, in_turn
 from savable_pipeline.convert.records import Numbered, read_numbered
 from savable_pipeline.convert.stretches import RecordError, RecordFile, Stretch
-from savable_pipeline.shards.paths import is_inside
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
@@ -70,22 +70,23 @@ class Columns:
         return found
 
 
-def read_mds(root: Path, options: Options) -> Input:
-    """The samples of an MDS folder. Raises ValueError for what cannot be read of it, OSError."""
-    path = root / "index.json"
-    index = path.read_bytes()
+def read_mds(folder: RecordFolder, index: bytes, options: Options) -> Input:
+    """The samples of an MDS folder with this index. Raises ValueError for what cannot be read of it, OSError."""
+    path = f"{folder.root}/{INDEX}"
     try:
         shards = msgspec.json.decode(index, type=_Index).shards
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: not an index of MDS that can be read: {error}") from error
-    files, first = [], 0
-    for shard in shards:
-        files.append(Numbered(_file(root, shard), _columns(path, shard), first, shard.samples))
-        first += shard.samples
-    return read_numbered(root, index, files, options)
+    columns = [_columns(path, shard) for shard in shards]
+    folder.look_for(info.basename for shard in shards for info in (shard.raw_data, shard.zip_data) if info is not None)
+    files = [_file(folder, shard) for shard in shards]
+    counts = [shard.samples for shard in shards]
+    rest = zip(columns, itertools.accumulate([0, *counts]), counts, strict=False)
+    records = (Numbered(file, *more) for file, more in zip(in_turn(files), rest, strict=True))
+    return read_numbered(folder.root, index, records, options)
 
 
-def _columns(path: Path, shard: _Shard) -> Columns:
+def _columns(path: str, shard: _Shard) -> Columns:
     if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or shard.version != 2:
         raise ValueError(f"{path}: version {shard.version} of MDS, or damaged: names, encodings and sizes do not fit")
     for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True):
@@ -100,23 +101,23 @@ def _columns(path: Path, shard: _Shard) -> Columns:
     return Columns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
 
 
-def _file(root: Path, shard: _Shard) -> RecordFile:
+def _file(folder: RecordFolder, shard: _Shard) -> RecordFile:
     """The file of a shard: as it is, else compressed. Raises ValueError for one that is gone or of another size."""
     info, packed, content_size = shard.raw_data, "", None
-    if not (root / info.basename).exists() and shard.zip_data is not None:
+    if folder.size(info.basename) is None and shard.zip_data is not None:
         kind = (shard.compression or "").partition(":")[0]
         if kind not in _PACKED:
             raise ValueError(
-                f"{root / shard.zip_data.basename}: compressed with {kind!r}, which is not read, where "
+                f"{folder.root}/{shard.zip_data.basename}: compressed with {kind!r}, which is not read, where "
                 f"{', '.join(_PACKED)} are: decompress it to {info.basename}, and keep both names in index.json"
             )
         info, packed, content_size = shard.zip_data, _PACKED[kind], info.bytes
-    path = root / info.basename
-    if not is_inside(info.basename) or not path.is_file():
+    path, size = f"{folder.root}/{info.basename}", folder.size(info.basename)
+    if size is None:
         raise ValueError(f"{path}: named by index.json, and not there; copy the whole folder")
-    if path.stat().st_size != info.bytes:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes, but {info.bytes} by index.json; copy it again")
-    return RecordFile.at(path, packed, content_size)
+    if size != info.bytes:
+        raise ValueError(f"{path}: {size} bytes, but {info.bytes} by index.json; copy it again")
+    return folder.file(info.basename, packed, content_size)
 
 
 def _column(name: str, encoding: str, data: Stretch) -> list[Value | Blob]:

@@ -5,6 +5,7 @@ What a store reads in place has no second reader here: `read_stored`.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from savable_pipeline.convert.litdata_rows import close_rows
 from savable_pipeline.convert.mds import read_mds
 from savable_pipeline.convert.model import Input, Options
 from savable_pipeline.convert.plan import place_of
+from savable_pipeline.convert.record_folder import RecordFolder, folder_at, index_of
+from savable_pipeline.convert.remote_folder import close_folder
 from savable_pipeline.convert.source_file import close_objects, name_of, place_behind, stamp_of
 from savable_pipeline.convert.sources import STORED, Source
 from savable_pipeline.convert.stored import close_stores, read_stored
@@ -77,6 +80,7 @@ def close_sources() -> None:
     close_files()
     close_frames()
     close_rows()
+    close_folder()
     close_objects()
     close_scratch()
 
@@ -98,6 +102,13 @@ def _check_options(reading: Reading) -> None:
 
 def _folder(reading: Reading) -> Input:
     return read_folder(reading.folder, reading.options)
+
+
+def _records(read: Callable[[RecordFolder, bytes, Options], Input], reading: Reading) -> Input:
+    folder = folder_at(reading.path)
+    found = read(folder, index_of(reading.path), reading.options)
+    found.place = folder.place()
+    return found
 
 
 def _jsonl(reading: Reading) -> Input:
@@ -145,7 +156,7 @@ _READERS: dict[str, _Reader] = {
     "jsonl": _jsonl,
     "json": _json,
     "csv": _csv,
-    "mds": lambda reading: read_mds(reading.folder, reading.options),
-    "litdata": lambda reading: read_litdata(reading.folder, reading.options),
+    "mds": functools.partial(_records, read_mds),
+    "litdata": functools.partial(_records, read_litdata),
     **dict.fromkeys(STORED, lambda reading: read_stored(reading.path)),
 }

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from savable_pipeline.convert.fields import Blob, Value, parts_of
@@ -20,6 +20,8 @@ from savable_pipeline.convert.model import Files, Input, Options, Part, Reject
 from savable_pipeline.convert.names import printable
 from savable_pipeline.convert.stretches import RecordError, RecordFile, Stretch
 from savable_pipeline.errors import SavableError
+
+_FEW = 4  # one sample in so many of a file, and more, are worth all of it
 
 
 class Schema(Protocol):
@@ -94,7 +96,10 @@ class RecordReader:
     files: tuple[Records, ...]
 
     def expect(self, samples: list[Files]) -> None:
-        """See `SampleReader.expect`; a disk needs no word of it."""
+        """See `SampleReader.expect`; of files with few of these samples nothing is announced."""
+        for place, count in sorted(Counter(self._place(sample) for sample in samples).items()):
+            if count * _FEW >= self.files[place].count:
+                self.files[place].file.expect()
 
     def elsewhere(self, samples: list[Files]) -> RecordReader:
         """See `SampleReader.elsewhere`."""
@@ -102,28 +107,31 @@ class RecordReader:
 
     def read(self, sample: Files) -> dict[str, bytes]:
         """The parts of a sample by extension. Raises `SavableError` if its file changed."""
-        place = bisect.bisect(self.files, sample.record, key=lambda file: file.first) - 1
-        records = self.files[place]
+        records = self.files[self._place(sample)]
         try:
             parts = parts_of(records.fields(sample.record))
             return {part.extension: parts[part.extension].load() for part in sample.parts}
         except (RecordError, KeyError) as error:
             raise SavableError(f"{records.file.path}, record {sample.record}: cannot be read again: {error}") from error
 
+    def _place(self, sample: Files) -> int:
+        """The number of the file that a sample lies in."""
+        return bisect.bisect(self.files, sample.record, key=lambda file: file.first) - 1
 
-def read_numbered(root: Path, index: bytes, files: Iterable[Records], options: Options) -> Input:
+
+def read_numbered(root: str, index: bytes, files: Iterable[Records], options: Options) -> Input:
     """The samples of files of records, in their order. Raises ValueError for a file that cannot be read at all."""
     digest = hashlib.sha256(index)
     seen: set[str] = set()
     taken: list[Records] = []
-    found = Input(str(root), RecordReader(()))
+    found = Input(root, RecordReader(()))
     for records in files:
-        path = Path(records.file.path)
+        path = records.file.path.removeprefix(f"{root.rstrip('/')}/")
         records.check()
         taken.append(records)
-        digest.update(f"{path.name}\0{records.file.size}\n".encode())
+        digest.update(f"{path.rpartition('/')[2]}\0{records.file.size}\n".encode())
         for number in range(records.first, records.first + records.count):
-            _add(found, path.relative_to(root).as_posix(), records, number, options.key_field, seen)
+            _add(found, path, records, number, options.key_field, seen)
     found.reader = RecordReader(tuple(taken))
     found.digest = digest.hexdigest()
     return found

@@ -15,8 +15,8 @@
 | hf      | a folder that `save_to_disk` of HF datasets wrote             | stored        |
 | packed  | .tar.gz, .tgz, .tar.bz2, .tar.xz, .tar.zst, or a folder of them | repack      |
 
-Tables and JSON may be compressed: .gz, .bz2, .xz, .zst. Behind a URL lie jsonl, json, csv, tars, parquet and
-arrow; what lies below one is told by the names that a bucket lists, or by the indexes that a web server has.
+Tables and JSON may be compressed: .gz, .bz2, .xz, .zst. Behind a URL lie jsonl, json, csv, mds, litdata, tars, parquet
+and arrow; what lies below one is told by the names that a bucket lists, or by the indexes that a web server has.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
-from savable_pipeline.convert.folder_marks import FolderMarks, add_names, look_into
+from savable_pipeline.convert.folder_marks import FolderMarks, add_names, format_in, look_into
 from savable_pipeline.convert.jsonl import BOM
 from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar
+from savable_pipeline.convert.record_folder import INDEX, index_of
 from savable_pipeline.convert.source_file import close_objects, name_of
 from savable_pipeline.core.wording import listed
 from savable_pipeline.remote.remote_files import names_behind
@@ -50,7 +51,7 @@ WORDS = {
     "hf": "a folder that `save_to_disk` of HF datasets wrote",
     "hub": "a clone of a dataset of the HF hub, in Parquet",
 }
-BEHIND_URLS = ("jsonl", "json", "csv", "tars", "parquet", "arrow")
+BEHIND_URLS = ("jsonl", "json", "csv", "mds", "litdata", "tars", "parquet", "arrow")
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
 
@@ -115,7 +116,7 @@ def _behind_url(url: str, kind: str | None) -> str:
             f"{', '.join(WORDS[each] for each in BEHIND_URLS)}"
         )
     if found not in STORED and any(c in url for c in _PATTERN):
-        raise ValueError(f"{url}: {WORDS[found]} is converted file by file: name one of them")
+        raise ValueError(f"{url}: {WORDS[found]} is converted one by one: name one of them")
     return found
 
 
@@ -129,16 +130,21 @@ def _below_url(url: str) -> str:
     if any(c in url for c in _PATTERN):
         return _of_file(expand_braces(url)[0])
     marks = FolderMarks()
-    names = names_behind(url.rstrip("/"), [*_INDEXES])
+    names = names_behind(url.rstrip("/"), [INDEX, *_INDEXES])
+    form = format_in(index_of(url)) if INDEX in names else ""
+    if form:
+        return _of_index(url, form)
     indexed = [kind for name, kind in _INDEXES.items() if name in names]
     if indexed:
         return indexed[0]
     add_names(marks, (name for name in names if not any(part.startswith(".") for part in name.split("/"))))
-    if not marks.names:
+    if not marks.names or url.startswith("http"):
         raise ValueError(
             f"{url}: nothing is found there; a web server cannot be listed: name the files, as in "
             f"{url.rstrip('/')}/{{000..099}}.tar"
         )
+    folders = [name.removesuffix(f"/{INDEX}") for name in marks.names if name.endswith(f"/{INDEX}")][:_FEW]
+    _refuse_several(url, [folder for folder in folders if format_in(index_of(f"{url.rstrip('/')}/{folder}"))])
     found = _of_names(url, marks)
     if found is None and marks.count(".jsonl") + marks.count(".ndjson") == len(marks.names):
         raise ValueError(f"{url}: several files of JSONL: convert them one by one: {listed(marks.names)}")
@@ -161,8 +167,8 @@ def _of_file(path: Path | str) -> str:
         raise ValueError(f"{path}: {suffix} is not read here: {CONTAINERS[suffix]}")
     raise ValueError(
         f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
-        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData. For anything else: "
-        f"{_OTHER}"
+        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData (behind a URL, end one whose name has a dot with /). For anything "
+        f"else: {_OTHER}"
     )
 
 
@@ -188,8 +194,7 @@ def _of_folder(path: Path, marks: FolderMarks) -> str:
         return _of_index(path, marks.index)
     if marks.saved_to_disk:
         return "hf"
-    if marks.below:
-        raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(marks.below)}")
+    _refuse_several(path, marks.below)
     found = _of_names(path, marks)
     if found is None:
         _refuse_lone(path, marks)
@@ -217,6 +222,11 @@ def _of_names(path: Path | str, marks: FolderMarks) -> str | None:
     return None
 
 
+def _refuse_several(path: Path | str, below: list[str]) -> None:
+    if below:
+        raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(below)}")
+
+
 def _refuse_others(path: Path | str, marks: FolderMarks, form: str, kind: str) -> None:
     """Refuse files of rows beside what would not be read with them, such as pictures."""
     suffixes = tuple(suffix for suffix, other in _STORED_FILES.items() if other == form)
@@ -238,7 +248,7 @@ def _refuse_capitals(path: Path | str, marks: FolderMarks) -> None:
         )
 
 
-def _of_index(path: Path, kind: str) -> str:
+def _of_index(path: Path | str, kind: str) -> str:
     if kind in ("mds", "litdata"):
         return kind
     raise ValueError(

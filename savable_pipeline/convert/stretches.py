@@ -6,8 +6,10 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from savable_pipeline.convert.compressed import DamagedError, inflated
+from savable_pipeline.convert.remote_folder import RemoteFolder
 from savable_pipeline.errors import SavableError
 
 _ARROW_CODECS = {"br": "brotli", "snappy": "snappy"}  # kinds of compression that pyarrow reads, by its names
@@ -29,7 +31,8 @@ def changed(path: Path | str, found: str) -> SavableError:
 class RecordFile:
     """A file of records as it was when the conversion was planned.
 
-    `packed` is its compression, gz, bz2, xz, zst, br or snappy, and `content_size` the bytes that it holds then.
+    `packed` is its compression, gz, bz2, xz, zst, br or snappy, and `content_size` the bytes that it holds then. One
+    `behind` a URL has its whole URL as path, and no date: its folder has its stamp.
     """
 
     path: str
@@ -37,6 +40,7 @@ class RecordFile:
     modified_ns: int
     packed: str = ""
     content_size: int | None = None  # None: not known; br and snappy need it
+    behind: RemoteFolder | None = None
 
     @classmethod
     def at(cls, path: Path, packed: str = "", content_size: int | None = None) -> RecordFile:
@@ -44,12 +48,18 @@ class RecordFile:
         stat = path.stat()
         return cls(str(path), stat.st_size, stat.st_mtime_ns, packed, content_size)
 
+    def expect(self) -> None:
+        """Announces that all of it is read soon; a disk needs no word of it."""
+        if self.behind is not None:
+            self.behind.expect(self.path)
+
     def content(self) -> Stretch:
         """All of it. Raises `SavableError` if it is not what it was, ValueError for damaged compression."""
         source = _open(self)
         if isinstance(source, bytes):
             return Stretch(source, 0, len(source), self.path)
-        self.check(os.fstat(source.fd))  # each time: it may be overwritten while it is open
+        if isinstance(source, _Descriptor):
+            self.check(os.fstat(source.fd))  # each time: it may be overwritten while it is open
         return Stretch(source, 0, self.size, self.path)
 
     def check(self, stat: os.stat_result) -> None:
@@ -58,11 +68,25 @@ class RecordFile:
             raise changed(Path(self.path), f"{self.size} bytes when planned, {stat.st_size} now, written since")
 
 
+class _Opened(Protocol):
+    """An open file."""
+
+    def read(self, offset: int, size: int, /) -> bytes:
+        """`size` bytes from `offset` on; fewer where the file ends."""
+
+
 class _Descriptor:
-    """An open file, closed when nobody uses it any more."""
+    """An open file on a disk, closed when nobody uses it any more."""
 
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """See `_Opened.read`."""
+        data = os.pread(self.fd, size, offset)
+        while 0 < len(data) < size and (more := os.pread(self.fd, size - len(data), offset + len(data))):
+            data += more
+        return data
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -75,13 +99,17 @@ def close_files() -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def _open(file: RecordFile) -> bytes | _Descriptor:
-    opened = _Descriptor(file.path)
+def _open(file: RecordFile) -> bytes | _Opened:
+    opened: _Opened
+    if file.behind is not None:
+        opened = file.behind.open(file.path)
+    else:
+        opened = disk = _Descriptor(file.path)
+        file.check(os.fstat(disk.fd))
     if not file.packed:
         return opened
-    file.check(os.fstat(opened.fd))
     try:
-        return _unpacked(Path(file.path).read_bytes(), file.packed, file.content_size)
+        return _unpacked(opened.read(0, file.size), file.packed, file.content_size)
     except DamagedError as error:
         raise ValueError(f"{file.path}: damaged: {error}") from error
 
@@ -115,7 +143,7 @@ def _by_arrow(data: bytes, codec: str, size: int) -> bytes:
 class Stretch:
     """`size` bytes from `offset` on."""
 
-    source: bytes | _Descriptor
+    source: bytes | _Opened
     offset: int
     size: int
     path: str
@@ -134,13 +162,9 @@ class Stretch:
         """Its bytes. Raises `SavableError` if the file became shorter."""
         if isinstance(self.source, bytes):
             return self.source[self.offset : self.offset + self.size]
-        data = os.pread(self.source.fd, self.size, self.offset)
-        while 0 < len(data) < self.size and (
-            more := os.pread(self.source.fd, self.size - len(data), self.offset + len(data))
-        ):
-            data += more
+        data = self.source.read(self.offset, self.size)
         if len(data) != self.size:
-            raise changed(Path(self.path), f"expected {self.size} bytes at {self.offset}, found {len(data)}")
+            raise changed(self.path, f"expected {self.size} bytes at {self.offset}, found {len(data)}")
         return data
 
     def inflated(self, kind: str, size: int | None = None) -> Stretch:

@@ -144,7 +144,7 @@ def remote_version(
 def stamps_of(url: str, names: list[str], downloader: Downloader) -> dict[str, tuple[int, str]]:
     """Size and stamp of objects below a URL: by one listing of a bucket. Raises `ShardError` for one that is gone."""
     if url.startswith("http"):
-        return _stats(RemoteShards(url, names, {}), downloader)
+        return asked_stamps_of(url, names, downloader)
     listed = {name: (size, stamp) for name, size, stamp in downloader.call("listing", url)}
     gone = next((name for name in names if name not in listed), None)
     if gone is not None:
@@ -152,19 +152,36 @@ def stamps_of(url: str, names: list[str], downloader: Downloader) -> dict[str, t
     return {name: listed[name] for name in names}
 
 
+def asked_stamps_of(
+    url: str, names: list[str], downloader: Downloader, *, needed: bool = True
+) -> dict[str, tuple[int, str]]:
+    """Size and stamp of objects below a URL, each asked for. Unless all are `needed`, those not there are left out.
+
+    Raises `ShardError` for one that is needed and gone, `RemoteError`.
+    """
+    return _stats(RemoteShards(url, names, {}), downloader, needed=needed)
+
+
 def place_of_object(url: str, downloader: Downloader) -> tuple[RemotePlace, str]:
     """The place of one object, of any kind, in the cache, and its stamp. Raises `ShardError`, `RemoteError`."""
     root, _, name = url.rpartition("/")
+    stats = asked_stamps_of(root, [name], downloader)
+    return place_of_objects(root, stats, f"{url} object", downloader), stats[name][1]
+
+
+def place_of_objects(root: str, stats: dict[str, tuple[int, str]], dataset: str, downloader: Downloader) -> RemotePlace:
+    """The place in the cache of objects of any kind with these sizes and stamps; `dataset` names its folder there."""
     cache = cache_folder(None)
-    folder = cache / hashlib.sha256(f"{url} object".encode()).hexdigest()[:32]
+    folder = cache / hashlib.sha256(dataset.encode()).hexdigest()[:32]
+    sizes = {name: size for name, (size, _) in stats.items()}
+    stamps = {name: stamp for name, (_, stamp) in stats.items()}
     with locked_folder(folder):
-        size, found = _stats(RemoteShards(root, [name], {}), downloader)[name]
-        version = version_now(RemoteShards(root, [name], {name: size}, {name: found}), folder, ("", ""), downloader)
+        version = version_now(RemoteShards(root, [*stats], sizes, stamps), folder, ("", ""), downloader)
         create_flags(version)
         cached = ShardCache(version)
         _forget_changed(cached, folder)
         cached.hold()
-    return RemotePlace(root, cached, cache, cache_bytes(None, cache)), found
+    return RemotePlace(root, cached, cache, cache_bytes(None, cache))
 
 
 def check_stamp(url: str, stamp: str, found: str) -> None:

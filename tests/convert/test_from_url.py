@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from savable_pipeline.cli.main import app
 from savable_pipeline.convert import Options, Report, convert, recognize
-from savable_pipeline.convert.source_file import close_objects
+from savable_pipeline.convert.read import close_sources
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.errors import RemoteError, SavableError
 from savable_pipeline.remote.scratch import close_scratch
@@ -27,7 +27,7 @@ from tests.support.kills import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill, jpeg, snapshot
 from tests.support.toy_server import ToyServer, serving, use_as_s3
-from tests.support.toy_sources import HALVES, jsonl
+from tests.support.toy_sources import HALVES, SOURCES, jsonl
 
 RECORDS = [{"n": i, "text": "x" * 40 * i} for i in range(20)]
 
@@ -68,6 +68,11 @@ def in_folder(name: str, data: bytes) -> Callable[[Path], Path]:
     return write
 
 
+def in_twenty(kind: str) -> Callable[[Path], Path]:
+    return lambda folder: SOURCES[kind](folder / "in", 20)
+
+
+FOLDERS = [kind for kind in SOURCES if kind.startswith(("mds", "litdata"))]
 LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS) + b"\nbroken\n"
 KINDS: dict[str, Callable[[Path], Path]] = {
     "tars": write_tars,
@@ -77,6 +82,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "array": in_folder("a.json", json.dumps(RECORDS, indent=1).encode()),
     "packed": in_folder("a.jsonl.gz", gzip.compress(LINES)),
     "table": in_folder("t.csv", b"n,text\n" + b"".join(f"{i},row {i}\n".encode() for i in range(20))),
+    **{kind: in_twenty(kind) for kind in FOLDERS},
 }
 SETTINGS = Options(shard_samples=4, split=(("a", "0.5"), ("b", "0.5")))
 
@@ -123,7 +129,7 @@ def test_a_url_gives_the_shards_of_the_disk(server: ToyServer, tmp_path: Path, k
     assert sum(stop - start for _, start, stop in server.ranges) <= 1.2 * size + 5000, "each byte is fetched once"
 
 
-SHORT = ("tars", "parquet", "jsonl")
+SHORT = ("tars", "parquet", "jsonl", "mds")
 
 
 @pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
@@ -144,7 +150,9 @@ def test_machines_give_the_shards_of_the_disk_and_keep_nothing(server: ToyServer
     assert not list((tmp_path / "node").iterdir())
 
 
-@pytest.mark.parametrize("kind", ["jsonl", pytest.param("tars", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "mds.zstd", *(pytest.param(k, marks=pytest.mark.long) for k in ("tars", "litdata"))]
+)
 def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     local = converted(source, tmp_path / "local")
@@ -158,6 +166,9 @@ def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp
     [
         ("parquet", True, [40]),
         ("jsonl", False, [40]),
+        ("litdata.chunk", False, [40]),
+        pytest.param("mds", True, range(10, 90, 16), marks=pytest.mark.long),
+        pytest.param("litdata", False, range(10, 90, 16), marks=pytest.mark.long),
         pytest.param("tars", True, range(10, 90, 16), marks=pytest.mark.long),
         pytest.param("array", False, range(10, 90, 16), marks=pytest.mark.long),
     ],
@@ -181,21 +192,23 @@ def test_after_a_kill_the_same_command_goes_on_with_the_same_bytes(
     assert killed > len(moments) // 2
 
 
+@pytest.mark.parametrize("kind", ["parquet", "mds"])
 def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
-    server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    source = KINDS["parquet"](tmp_path / "www/parquet")
+    source = KINDS[kind](tmp_path / "www" / kind)
     local = converted(source, tmp_path / "local")
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.3")
 
     def fails(done: int, total: int, size: int) -> None:
         if done:
+            close_sources()  # which another machine has not open
             server.fault = lambda path, number: "503"
 
     def work(**more: Any) -> Report:
         return converted(url_of(server, source), tmp_path / "there", engine=ToyEngine(tmp_path / "elsewhere"), **more)
 
-    with pytest.raises(RemoteError, match=r"s3://parquet.*: tried \d+ times in"):
+    with pytest.raises(RemoteError, match=rf"s3://{kind}.*: tried \d+ times in"):
         work(progress=fails)
     there = list((tmp_path / "there").glob("*.tar"))
     assert 0 < len(there) < local.shards
@@ -206,7 +219,7 @@ def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
     assert {path: path.stat().st_mtime_ns for path in there} == times, "what is finished is not written again"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", pytest.param("tars", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mds", pytest.param("tars", marks=pytest.mark.long)])
 def test_a_machine_reads_no_other_object_than_was_planned(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     below = {"parquet": "/{a,sub/b,sub/c}.parquet", "tars": "/{000000..000006}.tar"}.get(kind, "")
@@ -215,7 +228,7 @@ def test_a_machine_reads_no_other_object_than_was_planned(server: ToyServer, tmp
         for path in source.rglob("*") if source.is_dir() else [source]:
             if path.is_file():
                 path.write_bytes(path.read_bytes().replace(b"text", b"TEXT").replace(b"caption", b"CAPTION"))
-        close_objects()  # which another machine has not open
+        close_sources()  # which another machine has not open
         shutil.rmtree(tmp_path / "cache")
 
     engine = ToyEngine(tmp_path / "elsewhere")
@@ -262,7 +275,7 @@ def test_files_that_records_name_come_from_a_folder_or_stay_text(server: ToyServ
         (["b/1.jpg", "b/1.txt"], "s3://b/", "a folder of files: not read behind a URL: copy it to a disk"),
         (["b/index.json"], "s3://b/", "a folder of files: not read behind a URL"),
         (["b/a.jsonl", "b/b.jsonl"], "s3://b", r"several files of JSONL: convert them one by one: a\.jsonl, b\.jsonl"),
-        (["b/a.jsonl", "b/b.jsonl"], "s3://b/{a,b}.jsonl", "JSONL is converted file by file: name one of them"),
+        (["b/a.jsonl", "b/b.jsonl"], "s3://b/{a,b}.jsonl", "JSONL is converted one by one: name one of them"),
         (["b/a.tar.gz"], "s3://b/a.tar.gz", "compressed tars: not read behind a URL"),
         (["b/a.tar.gz"], "s3://b/", "compressed tars: not read behind a URL"),
         (
@@ -291,8 +304,9 @@ def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
 def test_a_kind_that_is_named_must_be_one_that_is_read_there(server: ToyServer, tmp_path: Path) -> None:
     source = KINDS["jsonl"](tmp_path / "www/b")
     assert recognize(url_of(server, source), "jsonl").kind == "jsonl"
-    with pytest.raises(ValueError, match="an MDS folder of Mosaic Streaming: not read behind a URL"):
-        recognize("s3://b/", "mds")
+    assert recognize("s3://b/", "mds").kind == "mds"
+    with pytest.raises(ValueError, match="compressed tars: not read behind a URL"):
+        recognize("s3://b/", "packed")
 
 
 def test_the_command_reads_a_url_and_says_what_it_is(server: ToyServer, tmp_path: Path) -> None:
