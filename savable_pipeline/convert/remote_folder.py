@@ -61,7 +61,8 @@ class Pages:
             return self._file.read(offset, size)
         first, last = offset // _PAGE, (offset + max(size, 1) - 1) // _PAGE
         data = self._page(first) if first == last else self._page(first) + self._page(last)
-        return data[offset - first * _PAGE :][:size]
+        begin = offset - first * _PAGE
+        return data[begin : begin + size]
 
 
 @functools.lru_cache(maxsize=1)

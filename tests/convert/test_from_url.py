@@ -236,19 +236,34 @@ def test_a_machine_reads_no_other_object_than_was_planned(server: ToyServer, tmp
         converted(url_of(server, source, "http") + below, tmp_path / "there", progress=replaces, engine=engine)
 
 
+def replace_parquet(source: Path) -> None:
+    table = pa.table({"jpg": rows()["jpg"][:5], "txt": [f"ROW {i}" for i in range(5)]})
+    pq.write_table(table, source / "a.parquet", row_group_size=4)
+
+
+def replace_captions(source: Path) -> None:
+    for path in source.iterdir():
+        path.write_bytes(path.read_bytes().replace(b"no. 7", b"NO. 7"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "below", "replace"),
+    [
+        ("parquet", "/{a,sub/b,sub/c}.parquet", replace_parquet),
+        ("mds", "/", replace_captions),
+        ("litdata", "/", replace_captions),
+    ],
+)
 def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_ones_are_not(
-    server: ToyServer, tmp_path: Path
+    server: ToyServer, tmp_path: Path, kind: str, below: str, replace: Callable[[Path], None]
 ) -> None:
-    source = KINDS["parquet"](tmp_path / "www/parquet")
-    url = f"{server.url}/parquet/{{a,sub/b,sub/c}}.parquet"
+    source = KINDS[kind](tmp_path / "www" / kind)
+    url = url_of(server, source, "http") + below
     report = converted(url, tmp_path / "there")
-    (source / "a.parquet").write_bytes((source / "a.parquet").read_bytes())  # another stamp, where the server has one
+    for path in source.rglob("*.*"):
+        path.write_bytes(path.read_bytes())  # another stamp, where the server has one
     assert converted(url, tmp_path / "there") == report
-    pq.write_table(
-        pa.table({"jpg": rows()["jpg"][:5], "txt": [f"ROW {i}" for i in range(5)]}),
-        source / "a.parquet",
-        row_group_size=4,
-    )
+    replace(source)
     with pytest.raises(SavableError, match=r"holds another conversion: "):
         converted(url, tmp_path / "there")
 
@@ -299,6 +314,45 @@ def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
     assert result.exit_code == 2
     assert re.search(words, " ".join(result.stderr.split())), result.stderr
     assert not (tmp_path / "out").exists()
+
+
+OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "url", "words"),
+    [
+        (
+            {"b/1/index.json": OTHER, "b/2/index.json": OTHER},
+            "s3://b",
+            "several datasets: convert them one by one: 1, 2",
+        ),
+        ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, where mds is read"),
+        ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, where mds is read"),
+        ({"b/index.json": b"{}"}, "{http}/b/", "a web server cannot be listed"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "behind a URL, end one whose name has a dot with /"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, where mds is read"),
+    ],
+)
+def test_folders_with_an_index_are_told_by_it(server: ToyServer, files: dict[str, bytes], url: str, words: str) -> None:
+    for name, data in files.items():
+        (server.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (server.folder / name).write_bytes(data)
+    with pytest.raises(ValueError, match=words):
+        recognize(url.replace("{http}", server.url))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    cut = max(path for path in source.iterdir() if path.name != "index.json")
+    cut.write_bytes(cut.read_bytes()[:3])
+    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*; copy it again|{url_of(server, cut)}: damaged"):
+        converted(url_of(server, source), tmp_path / "there")
+    cut.unlink()
+    with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there; copy the whole"):
+        converted(url_of(server, source), tmp_path / "there")
+    assert not (tmp_path / "there").exists()
 
 
 def test_a_kind_that_is_named_must_be_one_that_is_read_there(server: ToyServer, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_is_kille
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
-    sources = {kind: KINDS[kind](tmp_path / "data" / kind) for kind in ("tars", "parquet", "jsonl", "table")}
+    sources = {kind: KINDS[kind](tmp_path / "data" / kind) for kind in ("tars", "parquet", "jsonl", "table", "mds", "litdata.chunk")}
     for kind, source in sources.items():
         converted(source, tmp_path / "local" / kind)
     python, killed = [sys.executable, "-m", "savable_pipeline.cli.main"], False
