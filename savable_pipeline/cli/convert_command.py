@@ -90,8 +90,8 @@ def convert(
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
     stopped, the same command goes on with it, and ends with the same bytes.
 
-    SRC may lie behind a URL (s3, gs, az, http): JSONL, JSON and CSV, tars, Parquet and Arrow. It is read through the
-    cache (SAVABLE_CACHE).
+    SRC may lie behind a URL (s3, gs, az, http): JSONL, JSON and CSV, MDS and LitData, tars, Parquet and Arrow. It is
+    read through the cache (SAVABLE_CACHE).
 
     With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must each be
     storage that all nodes share, or a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.

@@ -167,8 +167,8 @@ def _of_file(path: Path | str) -> str:
         raise ValueError(f"{path}: {suffix} is not read here: {CONTAINERS[suffix]}")
     raise ValueError(
         f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
-        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData (behind a URL, end one whose name has a dot with /). For anything "
-        f"else: {_OTHER}"
+        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData (behind a "
+        f"URL, end one whose name has a dot with /). For anything else: {_OTHER}"
     )
 
 

@@ -2,120 +2,26 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.util import get_temp_dir
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from savable_pipeline.cli.main import app
-from savable_pipeline.convert import Options, Report, convert, recognize
+from savable_pipeline.convert import Options, Report, convert
 from savable_pipeline.convert.read import close_sources
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.errors import RemoteError, SavableError
-from savable_pipeline.remote.scratch import close_scratch
+from savable_pipeline.remote.cache_space import bytes_in_use
 from tests.support.kills import run_until_killed
 from tests.support.toy_engine import ToyEngine
-from tests.support.toy_files import SMALL, fill, jpeg, snapshot
-from tests.support.toy_server import ToyServer, serving, use_as_s3
-from tests.support.toy_sources import HALVES, SOURCES, jsonl
-
-RECORDS = [{"n": i, "text": "x" * 40 * i} for i in range(20)]
-
-
-def rows() -> pa.Table:
-    """Twenty rows, one of which has no picture that can be read."""
-    pictures = [jpeg(i) if i != 7 else b"bad" for i in range(20)]
-    return pa.table({"jpg": pa.array(pictures, pa.binary()), "txt": [f"row {i}" for i in range(20)]})
-
-
-def write_parquet(folder: Path) -> Path:
-    for name, first, last in (("a", 0, 5), ("sub/b", 5, 16), ("sub/c", 16, 20)):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(rows().slice(first, last - first), folder / f"{name}.parquet", row_group_size=4)
-    return folder
-
-
-def write_arrow(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    with pa.ipc.new_file(folder / "a.arrow", rows().schema) as file:
-        file.write_table(rows(), max_chunksize=6)
-    return folder / "a.arrow"
-
-
-def write_tars(folder: Path) -> Path:
-    """Seven tars without an index."""
-    convert(fill(folder.parent / "files", 20, **{"b/020.jpg": jpeg(1)}), folder, SMALL)
-    shutil.rmtree(folder / ".nv-meta")
-    return folder
-
-
-def in_folder(name: str, data: bytes) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        folder.mkdir(parents=True)
-        (folder / name).write_bytes(data)
-        return folder / name
-
-    return write
-
-
-def in_twenty(kind: str) -> Callable[[Path], Path]:
-    return lambda folder: SOURCES[kind](folder / "in", 20)
-
-
-FOLDERS = [kind for kind in SOURCES if kind.startswith(("mds", "litdata"))]
-LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS) + b"\nbroken\n"
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "tars": write_tars,
-    "parquet": write_parquet,
-    "arrow": write_arrow,
-    "jsonl": in_folder("a.jsonl", LINES),
-    "array": in_folder("a.json", json.dumps(RECORDS, indent=1).encode()),
-    "packed": in_folder("a.jsonl.gz", gzip.compress(LINES)),
-    "table": in_folder("t.csv", b"n,text\n" + b"".join(f"{i},row {i}\n".encode() for i in range(20))),
-    **{kind: in_twenty(kind) for kind in FOLDERS},
-}
-SETTINGS = Options(shard_samples=4, split=(("a", "0.5"), ("b", "0.5")))
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
-    (tmp_path / "www").mkdir()
-    (tmp_path / "node").mkdir()
-    get_temp_dir()  # of multiprocessing: for its sockets the path below would be too long
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
-    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
-    monkeypatch.setenv("SAVABLE_RETRY_S", "5")
-    with serving(tmp_path / "www") as server:
-        use_as_s3(server, monkeypatch)
-        yield server
-    close_scratch()
-
-
-def url_of(server: ToyServer, source: Path, scheme: str = "s3") -> str:
-    path = source.relative_to(server.folder).as_posix()
-    return f"s3://{path}" if scheme == "s3" else f"{server.url}/{path}"
-
-
-def shards_in(folder: Path) -> dict[str, str]:
-    """What a conversion wrote; of its manifest all but where the source lies."""
-    found = snapshot(folder)
-    manifest = json.loads((folder / ".nv-meta/savable.convert.json").read_text())
-    return {**found, ".nv-meta/savable.convert.json": json.dumps({**manifest, "place": ""})}
-
-
-def converted(source: Path | str, target: Path, **more: Any) -> Report:
-    return convert(source, target, SETTINGS, reshard="tars" in str(source), **more)
+from tests.support.toy_files import SMALL
+from tests.support.toy_server import ToyServer
+from tests.support.toy_sources import HALVES, jsonl
+from tests.support.url_sources import KINDS, converted, rows, shards_in, url_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,91 +190,17 @@ def test_files_that_records_name_come_from_a_folder_or_stay_text(server: ToyServ
     assert shards_in(tmp_path / "text") == shards_in(tmp_path / "text_here")
 
 
-@pytest.mark.parametrize(
-    ("names", "url", "words"),
-    [
-        (["b/1.jpg", "b/1.txt"], "s3://b/", "a folder of files: not read behind a URL: copy it to a disk"),
-        (["b/index.json"], "s3://b/", "a folder of files: not read behind a URL"),
-        (["b/a.jsonl", "b/b.jsonl"], "s3://b", r"several files of JSONL: convert them one by one: a\.jsonl, b\.jsonl"),
-        (["b/a.jsonl", "b/b.jsonl"], "s3://b/{a,b}.jsonl", "JSONL is converted one by one: name one of them"),
-        (["b/a.tar.gz"], "s3://b/a.tar.gz", "compressed tars: not read behind a URL"),
-        (["b/a.tar.gz"], "s3://b/", "compressed tars: not read behind a URL"),
-        (
-            ["b/a.parquet", "b/1.jpg"],
-            "s3://b/",
-            r"holds a\.parquet and other files \(1\.jpg\), which are not read with",
-        ),
-        (["b/a.zip"], "s3://b/a.zip", r"\.zip is not read here: unpack it"),
-        ([], "{http}/data/", r"a web server cannot be listed: name the files, as in .*/data/\{000\.\.099\}\.tar"),
-        ([], "s3://b/a.jsonl", r"s3://b/a\.jsonl: no such object on the server"),
-        ([], "ftp://b/a.jsonl", "shards can be read from s3, gs, az, http, https"),
-    ],
-)
-def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
-    server: ToyServer, tmp_path: Path, names: list[str], url: str, words: str
+@pytest.mark.parametrize("kind", ["mds", "litdata"])
+def test_a_cache_without_room_for_all_files_gives_the_same_shards(
+    server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for name in names:
-        (server.folder / name).parent.mkdir(exist_ok=True)
-        (server.folder / name).write_bytes(b"x")
-    result = CliRunner().invoke(app, ["convert", url.replace("{http}", server.url), str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert re.search(words, " ".join(result.stderr.split())), result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
-
-
-@pytest.mark.parametrize(
-    ("files", "url", "words"),
-    [
-        (
-            {"b/1/index.json": OTHER, "b/2/index.json": OTHER},
-            "s3://b",
-            "several datasets: convert them one by one: 1, 2",
-        ),
-        ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, where mds is read"),
-        ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, where mds is read"),
-        ({"b/index.json": b"{}"}, "{http}/b/", "a web server cannot be listed"),
-        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "behind a URL, end one whose name has a dot with /"),
-        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, where mds is read"),
-    ],
-)
-def test_folders_with_an_index_are_told_by_it(server: ToyServer, files: dict[str, bytes], url: str, words: str) -> None:
-    for name, data in files.items():
-        (server.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (server.folder / name).write_bytes(data)
-    with pytest.raises(ValueError, match=words):
-        recognize(url.replace("{http}", server.url))
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
-    cut = max(path for path in source.iterdir() if path.name != "index.json")
-    cut.write_bytes(cut.read_bytes()[:3])
-    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*; copy it again|{url_of(server, cut)}: damaged"):
-        converted(url_of(server, source), tmp_path / "there")
-    cut.unlink()
-    with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there; copy the whole"):
-        converted(url_of(server, source), tmp_path / "there")
-    assert not (tmp_path / "there").exists()
-
-
-def test_a_kind_that_is_named_must_be_one_that_is_read_there(server: ToyServer, tmp_path: Path) -> None:
-    source = KINDS["jsonl"](tmp_path / "www/b")
-    assert recognize(url_of(server, source), "jsonl").kind == "jsonl"
-    assert recognize("s3://b/", "mds").kind == "mds"
-    with pytest.raises(ValueError, match="compressed tars: not read behind a URL"):
-        recognize("s3://b/", "packed")
-
-
-def test_the_command_reads_a_url_and_says_what_it_is(server: ToyServer, tmp_path: Path) -> None:
-    source = KINDS["jsonl"](tmp_path / "www/b")
-    result = CliRunner().invoke(app, ["convert", url_of(server, source), str(tmp_path / "out"), "--skip-bad"])
-    assert result.exit_code == 0, result.output
-    assert "reading s3://b/a.jsonl: JSONL" in result.stderr
-    assert "20 samples in 1 shard" in result.stdout and "a.jsonl:22: malformed JSON" in result.stdout
+    local = converted(source, tmp_path / "local")
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(1 << 13))
+    assert converted(url_of(server, source), tmp_path / "there", workers=1) == local
+    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert bytes_in_use(tmp_path / "cache") <= 1 << 13
+    assert server.sent("") > sum(path.stat().st_size for path in source.iterdir()) + 4096, "some came twice"
 
 
 def test_a_source_within_the_target_is_refused(server: ToyServer, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.convert import Options, convert
+from tests.support.toy_server import serving
+from tests.support.url_sources import shards_in
 
 PYTHON = os.environ.get("SAVABLE_PEERS_PYTHON", "")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not PYTHON, reason="SAVABLE_PEERS_PYTHON names no interpreter")]
@@ -129,9 +131,21 @@ def written(program: str, folder: Path, packing: str) -> list[list[object]]:
     return rows
 
 
-def samples(source: Path, target: Path, *, reshard: bool = False) -> list[sp.Sample]:
-    report = convert(source, target, Options(shard_samples=30, check_images=False), reshard=reshard)
+SETTINGS = Options(shard_samples=30, check_images=False)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+
+
+def samples(source: Path, target: Path, *, reshard: bool = False, from_url: bool = False) -> list[sp.Sample]:
+    report = convert(source, target, SETTINGS, reshard=reshard)
     assert (report.samples, report.rejected) == (100, [])
+    if from_url:
+        with serving(source.parent) as server:
+            assert convert(f"{server.url}/{source.name}", target.with_name("there"), SETTINGS) == report
+        assert shards_in(target.with_name("there")) == shards_in(target)
     return list(sp.TarShardReader(target, sp.Lane(), shuffle=False, epochs=1))
 
 
@@ -148,7 +162,7 @@ def array(sample: sp.Sample, name: str) -> object:
 def test_mds_as_mosaic_streaming_writes_it(tmp_path: Path, packing: str) -> None:
     expected = written(MDS, tmp_path / "in", packing)
     for sample, (values, raw, vector, fixed, pixels, image, mask) in zip(
-        samples(tmp_path / "in", tmp_path / "out"), expected, strict=True
+        samples(tmp_path / "in", tmp_path / "out", from_url=True), expected, strict=True
     ):
         assert sample.json() == values
         assert sample["raw.jpg"].hex() == raw
@@ -166,7 +180,7 @@ PACKINGS += [{"compression": "zstd", "compression_level": level} for level in ("
 def test_chunks_as_litdata_writes_them(tmp_path: Path, packing: str) -> None:
     expected = written(LITDATA, tmp_path / "in", packing)
     for sample, (values, raw, vector, fixed, pixels, tensor) in zip(
-        samples(tmp_path / "in", tmp_path / "out"), expected, strict=True
+        samples(tmp_path / "in", tmp_path / "out", from_url=True), expected, strict=True
     ):
         assert sample.json() == values
         assert sample["jpg"].hex() == raw
@@ -177,7 +191,9 @@ def test_chunks_as_litdata_writes_them(tmp_path: Path, packing: str) -> None:
 @pytest.mark.parametrize("packing", ["{}", '{"compression": "zstd"}'])
 def test_rows_as_optimize_of_litdata_writes_them(tmp_path: Path, packing: str) -> None:
     expected = written(ROWS_OF_LITDATA, tmp_path / "in", packing)
-    for sample, (values, image) in zip(samples(tmp_path / "in", tmp_path / "out"), expected, strict=True):
+    for sample, (values, image) in zip(
+        samples(tmp_path / "in", tmp_path / "out", from_url=True), expected, strict=True
+    ):
         assert (sample.json(), sample["jpg"].hex()) == (values, image)
 
 

@@ -20,12 +20,12 @@ from savable_pipeline.convert import Options, convert
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.remote_index import index_remote
 from savable_pipeline.shards.indexing import index_shards
-from tests.convert.test_from_url import KINDS, converted, shards_in
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_captioned_shards, write_files
 from tests.support.ray_cluster import RayCluster, is_writing, ray_cluster, writer
 from tests.support.real_servers import bucket_of
 from tests.support.toy_files import SMALL, fill, snapshot
 from tests.support.toy_sources import HALVES, ONE_A_READER
+from tests.support.url_sources import KINDS, converted, shards_in
 
 PAGE = ROOT / "docs/many-machines.md"
 pytestmark = pytest.mark.long
@@ -197,7 +197,10 @@ def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_is_kille
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
-    sources = {kind: KINDS[kind](tmp_path / "data" / kind) for kind in ("tars", "parquet", "jsonl", "table", "mds", "litdata.chunk")}
+    sources = {
+        kind: KINDS[kind](tmp_path / "data" / kind)
+        for kind in ("tars", "parquet", "jsonl", "table", "mds", "litdata.chunk")
+    }
     for kind, source in sources.items():
         converted(source, tmp_path / "local" / kind)
     python, killed = [sys.executable, "-m", "savable_pipeline.cli.main"], False
