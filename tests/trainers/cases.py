@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.toy_training import LANES, SAMPLES, read_log, write_training_shards
-from tests.trainers.drive import Case, pipeline_for
+from tests.trainers.drive import Case, make_evaluation, pipeline_for
 
 EPOCH = SAMPLES // 4  # batches
 WITHOUT_DROPOUT = {"torch", "fsdp2", "megatron"}  # a batch scores the same on any rank that has the same weights
@@ -144,6 +145,60 @@ def other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial
     return Trial([(before, killed), (after, resumed)], check)
 
 
+def keeps_the_best(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
+    """Evaluates with each save and keeps the best and the last: killed behind a rotation, resumed on `after` ranks."""
+    kill_at = random.choice([7, 9])
+    saved_at = saved_before(kill_at, 2)
+    straight, killed, resumed = legs(trainer, folder, kill_at, workers=1, save_every=2, best=True)
+
+    def check() -> None:
+        expected = passes(trainer, folder, "endless", 30)
+        first = saved_at * before
+        for rank in range(before):
+            check_slots(batches(killed, rank), expected, rank, before, 0)
+        for rank in range(after):
+            check_slots(batches(resumed, rank), expected, rank, after, first)
+            check_evaluations(resumed, rank, after, (resumed.batches - saved_at) // 2)
+            if before == after:
+                expect_resumed(*logs([straight, killed, resumed], rank=rank), saved_at)
+                scored = logs([straight, resumed], rank=rank, train=False)
+                if scored[1] != scored[0][-len(scored[1]) :]:
+                    raise Differs(f"rank {rank}: the resumed run's evaluations score otherwise")
+        check_best(resumed, saved_at)
+        if before == after and weights_of(resumed) != weights_of(straight):
+            raise Differs("the run that never stopped kept other checkpoints, or loaded another at its end")
+
+    runs = [(before, straight)] if before == after else []
+    return Trial([*runs, (before, killed), (after, resumed)], check)
+
+
+def check_evaluations(case: Case, rank: int, ranks: int, count: int) -> None:
+    slots = [digest({name: part for name, part in batch.items() if name != "valid"}) for batch in make_evaluation(case)]
+    if [batch for batch, _ in logs([case], rank=rank, train=False)[0]] != slots[rank::ranks] * count:
+        raise Differs(f"rank {rank} of {ranks} evaluated on other batches than those of its slots")
+
+
+def check_best(case: Case, saved_at: int) -> None:
+    """Of all evaluations since the first start, the best one's checkpoint is kept, beside the last, and was loaded."""
+    found = weights_of(case)
+    last = Path(case.folder, case.run, "run", f"checkpoint-{case.batches}")
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    scores = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    if [*scores] != [*range(2, case.batches + 1, 2)]:
+        raise Differs(f"evaluated after steps {[*scores]}")
+    best = max(scores, key=lambda step: scores[step])
+    assert best < saved_at, f"{scores}: the resumed run has nothing to remember; take other data"
+    if found.keys() != {f"checkpoint-{best}", last.name, "loaded"} or found["loaded"] != found[f"checkpoint-{best}"]:
+        raise Differs(f"{scores}: kept {[*found]}, or loaded another than the best")
+
+
+def weights_of(case: Case) -> dict[str, bytes]:
+    """By checkpoint that was kept, and of the model that was loaded at the end."""
+    folders = {path.name: path for path in Path(case.folder, case.run, "run").glob("checkpoint-*")}
+    folders["loaded"] = case.loaded
+    return {name: (folder / "model.safetensors").read_bytes() for name, folder in folders.items()}
+
+
 def batches(case: Case, rank: int = 0) -> list[str]:
     return [batch for batch, _ in read_log(case.log_of(rank))]
 
@@ -203,6 +258,9 @@ CASES: dict[str, Plan] = {
     "dp 2 × tp 2": dp_by_tp,
     "2 → 1 ranks": partial(other_ranks, before=2, after=1),
     "1 → 2 ranks": partial(other_ranks, before=1, after=2),
+    "best of 2 ranks": partial(keeps_the_best, before=2, after=2),
+    "best, 2 → 1 ranks": partial(keeps_the_best, before=2, after=1),
+    "best, 1 → 2 ranks": partial(keeps_the_best, before=1, after=2),
     "last batch, length": partial(last_batch, kind="counted"),
     "last batch, no length": partial(last_batch, kind="packed"),
     "3 epochs, length": partial(three_epochs, kind="counted"),
@@ -222,16 +280,7 @@ LEFT_OUT = {
     "composer": {"accumulate 2"},  # it cuts a batch into micro-batches, and takes no two for a step
     "megatron": _OWN_LOOP | _ONE_PASS,
 }
-for _trainer in (
-    "torch",
-    "fsdp2",
-    "accelerate",
-    "fabric",
-    "lightning",
-    "hf",
-    "trl",
-    "deepspeed",
-    "torchtitan",
-    "composer",
-):
+for _trainer in ("torch fsdp2 accelerate fabric lightning hf trl deepspeed torchtitan composer").split():
     LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"}
+for _trainer in ("torch fsdp2 accelerate fabric lightning deepspeed torchtitan composer megatron").split():
+    LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {case for case in CASES if case.startswith("best")}
