@@ -13,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import TrainingArguments
 
 import savable_pipeline as sp
@@ -231,3 +232,26 @@ def test_lightning_gives_again_what_was_fetched_when_a_run_goes_on(make: Any, tm
     one.fit_loop.epoch_loop.max_steps = 5
     one.fit(Module(), datamodule=data)
     assert data.train_dataloader().state_dict()["slot"] == 5
+
+
+@pytest.mark.parametrize("before", [8, 18])
+@pytest.mark.parametrize("half,twice", [(1, 2), (2, 1)])
+def test_lightning_ends_an_epoch_that_other_ranks_began_where_it_ends(
+    make: Any, tmp_path: Path, before: int, half: int, twice: int
+) -> None:
+    """As if two ranks had counted half of the batches before, or this one had been half a rank."""
+    saver = ModelCheckpoint(tmp_path, filename="saved", every_n_train_steps=before)
+    lightning_trainer(tmp_path, max_steps=before, callbacks=[saver]).fit(
+        Module(), datamodule=lightning.SavableDataModule(make)
+    )
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)
+    counted = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    counted |= {name: (count + (name == "completed")) * twice // half for name, count in counted.items()}
+    counted["completed"] -= 1
+    torch.save(saved, tmp_path / "saved.ckpt")
+    module = Module()
+    resumed = lightning_trainer(tmp_path, max_epochs=3)
+    data = lightning.SavableDataModule(make, val=lambda: make(on_iter="restart", tail="pad"))
+    resumed.fit(module, datamodule=data, ckpt_path=tmp_path / "saved.ckpt")
+    assert (resumed.global_step, resumed.current_epoch) == (54, 3)
+    assert len(module.validated) == 18 * (3 if before == 8 else 2)  # at each end of an epoch
