@@ -186,7 +186,7 @@ def check_best(case: Case, saved_at: int) -> None:
     scores = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
     if [*scores] != [*range(2, case.batches + 1, 2)]:
         raise Differs(f"evaluated after steps {[*scores]}")
-    best = max(scores, key=lambda step: scores[step])
+    best = (max if case.trainer == "hf" else min)(scores, key=lambda step: scores[step])
     assert best < saved_at, f"{scores}: the resumed run has nothing to remember; take other data"
     if found.keys() != {f"checkpoint-{best}", last.name, "loaded"} or found["loaded"] != found[f"checkpoint-{best}"]:
         raise Differs(f"{scores}: kept {[*found]}, or loaded another than the best")
@@ -239,6 +239,26 @@ def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = Fals
     return Trial([(1, case) for case in cases], check)
 
 
+def epochs_on_other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
+    """Three epochs with a length, begun on `before` ranks and ended on `after`: no slot is left out or too many."""
+    kill_at = random.choice([5, 6, 7, 13, 14, 15, 21, 22, 23])  # after fewer or more batches than an epoch has
+    settings = {"kind": "counted", "epochs": 3, "batches": 3 * EPOCH, "save_every": 4, "workers": 1}
+    _, killed, resumed = legs(trainer, folder, kill_at, **settings)
+
+    def check() -> None:
+        expected = passes(trainer, folder, "counted", 3 * EPOCH)
+        first = saved_before(kill_at, 4) * before
+        for rank in range(before):
+            check_slots(batches(killed, rank), expected, rank, before, 0)
+        for rank in range(after):
+            found = batches(resumed, rank)
+            check_slots(found, expected, rank, after, first)
+            if len(found) * after != len(expected) - first:
+                raise Differs(f"from slot {first} on, rank {rank} of {after} saw {len(found)} batches")
+
+    return Trial([(before, killed), (after, resumed)], check)
+
+
 def check_validations(straight: Log, killed: Log, resumed: Log) -> None:
     """Each validation sees the same batches; a resumed run scores as one that never stopped."""
     seen = [batch for batch, _ in straight]
@@ -265,10 +285,12 @@ CASES: dict[str, Plan] = {
     "last batch, no length": partial(last_batch, kind="packed"),
     "3 epochs, length": partial(three_epochs, kind="counted"),
     "3 epochs, no length": partial(three_epochs, kind="packed"),
+    "3 epochs, 2 → 1 ranks": partial(epochs_on_other_ranks, before=2, after=1),
+    "3 epochs, 1 → 2 ranks": partial(epochs_on_other_ranks, before=1, after=2),
     "validation": partial(three_epochs, kind="counted", validate=True),
 }
 _OWN_LOOP = {"accumulate 2", "validation"}  # the page's loop has neither
-_ONE_PASS = {"last batch, length", "last batch, no length", "3 epochs, length", "3 epochs, no length"}
+_ONE_PASS = {case for case in CASES if case.startswith(("last batch", "3 epochs"))}
 LEFT_OUT = {
     "torch": _OWN_LOOP,
     "fsdp2": _OWN_LOOP,
@@ -280,7 +302,9 @@ LEFT_OUT = {
     "composer": {"accumulate 2"},  # it cuts a batch into micro-batches, and takes no two for a step
     "megatron": _OWN_LOOP | _ONE_PASS,
 }
-for _trainer in ("torch fsdp2 accelerate fabric lightning hf trl deepspeed torchtitan composer").split():
-    LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"}
-for _trainer in ("torch fsdp2 accelerate fabric lightning deepspeed torchtitan composer megatron").split():
-    LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {case for case in CASES if case.startswith("best")}
+_BEST = {case for case in CASES if case.startswith("best")}  # an option of Hugging Face's
+for _trainer in ("hf", "trl"):
+    LEFT_OUT[_trainer] = {"dp 2 × tp 2"}
+for _trainer in ("torch", "fsdp2", "accelerate", "fabric", "lightning", "deepspeed", "torchtitan", "composer"):
+    LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"} | _BEST
+LEFT_OUT["megatron"] |= _BEST

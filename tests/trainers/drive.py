@@ -47,7 +47,7 @@ class Case:
     kill_at: int | None = None  # batches of this process
     resume: bool = False
     validate: bool = False
-    best: bool = False  # evaluates with each checkpoint, keeps the one of the greatest loss and loads it at the end
+    best: bool = False  # evaluates with each checkpoint, keeps the best one and loads it at the end
 
     @property
     def text(self) -> str:
@@ -366,7 +366,8 @@ def run_hf(case: Case) -> dict[str, Any]:
     if evaluates:
         settings |= {"eval_strategy": "steps", "eval_steps": case.save_every, "load_best_model_at_end": True}
     if case.best:
-        settings |= {"metric_for_best_model": "loss", "greater_is_better": True}
+        # the worst of the model that learns, the best of the one that cannot: an early one, to be remembered
+        settings |= {"metric_for_best_model": "loss", "greater_is_better": case.trainer == "hf"}
     return {
         "model": _hf_model(model),
         "settings": settings,
