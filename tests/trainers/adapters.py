@@ -146,6 +146,25 @@ def test_hf_a_checkpoint_without_the_data_is_refused(
         trainer(make, tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("before,half,twice", [(8, 1, 2), (8, 2, 1), (26, 1, 2), (36, 2, 1)])
+def test_hf_ends_after_its_epochs_where_other_ranks_began_them(
+    make: Any, tmp_path: Path, before: int, half: int, twice: int
+) -> None:
+    """As if two ranks had taken half of the steps before, or this one had been half a rank."""
+    settings = {"max_steps": -1, "num_train_epochs": 3, "save_steps": 2}
+    trainer(make, tmp_path, **{**settings, "max_steps": before}).train()
+    file = tmp_path / f"run/checkpoint-{before}/trainer_state.json"
+    saved = json.loads(file.read_text())
+    saved |= {"global_step": before * twice // half, "max_steps": 54 * twice // half}
+    file.write_text(json.dumps(saved))
+    loader = make()
+    resumed = trainer(make, tmp_path, loader, **settings)
+    resumed.train(resume_from_checkpoint=str(file.parent))
+    assert resumed.state.global_step - saved["global_step"] == 54 - before
+    assert (loader.state_dict()["epoch"], loader.state_dict()["slot"]) == (3, 0)
+    assert resumed.args.max_steps == -1
+
+
 class Skips(hf.SavableTrainer):
     """A trainer that leaves a batch out."""
 
