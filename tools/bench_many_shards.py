@@ -4,6 +4,7 @@
     python tools/bench_many_shards.py open --shards 1000000      only these; --rounds 5
     python tools/bench_many_shards.py write --shards 100000      an index of 10**8 samples: time and memory
     python tools/bench_many_shards.py remote --shards 1000000    behind a web server of this machine, an empty cache
+    python tools/bench_many_shards.py bucket --shards 1000000    the same of a bucket, which is listed first
     python tools/bench_many_shards.py ranks                      16,384 ranks, on paper
 
 The shards are empty files of the right size, 1,000 a folder. Their index is written straight, its rows a hole: nothing
@@ -161,26 +162,30 @@ def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
     console.print(table)
 
 
-def bench_remote(counts: list[int], rounds: int, folder: Path) -> None:
+def bench_remote(counts: list[int], rounds: int, folder: Path, *, bucket: bool = False) -> None:
     """Each round begins with an empty cache; "next open" finds in it what the first has fetched."""
     from savable_pipeline.shards.energon_metadata import INDEX_NAME
-    from tests.support.toy_server import serving
+    from tests.support.toy_server import s3_settings, serving
 
     columns = ("index", "open", "first refs", "fetched of it", "next open", "memory")
-    table = Table("shards", *columns, title="behind a web server", title_justify="left")
+    table = Table("shards", *columns, title="a bucket" if bucket else "behind a web server", title_justify="left")
     for shards in counts:
         make_dataset(folder / str(shards), shards)
         size = (folder / str(shards) / INDEX_NAME).stat().st_size
         rows: list[Numbers] = []
         with serving(folder) as server:
+            os.environ.update(s3_settings(server))
+            server.changes = False
+            server.page(str(shards), "", 0)
+            root = f"s3://{shards}" if bucket else f"{server.url}/{shards}/"
             for i in range(rounds):
                 os.environ["SAVABLE_CACHE"] = str(folder / f"cache{shards}_{i}")
                 before = server.sent(INDEX_NAME)
-                first = in_a_process("remote", f"{server.url}/{shards}/")
+                first = in_a_process("remote", root)
                 sent = server.sent(INDEX_NAME) - before
                 for changed in folder.glob("cache*/*/changed"):
                     changed.unlink()  # shards of no samples, which the first one has begun to fetch
-                again = in_a_process("remote", f"{server.url}/{shards}/")
+                again = in_a_process("remote", root)
                 rows.append({**first, "fetched of it": sent, "next open": again["open"]})
         times = {name: [row[name] for row in rows] for name in columns[1:]}
         cells = [f"{times[name][0] / 1e6:,.1f} MB" if "fetched" in name else shown(name, times[name]) for name in times]
@@ -197,6 +202,11 @@ def bench_write(counts: list[int], rounds: int, folder: Path) -> None:
     console.print(table)
 
 
+def bench_bucket(counts: list[int], rounds: int, folder: Path) -> None:
+    """`bench_remote` of a bucket: the server's own time for the listing is in "open"."""
+    bench_remote(counts, rounds, folder, bucket=True)
+
+
 def bench_ranks(counts: list[int], rounds: int, folder: Path) -> None:
     """What a start of many ranks asks of a shared file system, were the metadata server all that it waits for."""
     processes = RANKS * (1 + WORKERS)
@@ -210,7 +220,13 @@ def bench_ranks(counts: list[int], rounds: int, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benches = {"open": bench_open, "write": bench_write, "remote": bench_remote, "ranks": bench_ranks}
+    benches = {
+        "open": bench_open,
+        "write": bench_write,
+        "remote": bench_remote,
+        "bucket": bench_bucket,
+        "ranks": bench_ranks,
+    }
     parser.add_argument("what", nargs="*", default=["open", "ranks"], choices=[*benches, []])
     parser.add_argument("--shards", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--rounds", type=int, default=3)

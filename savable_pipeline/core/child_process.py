@@ -55,8 +55,8 @@ class ChildProcess:
             start_new_session=True,
         )
         theirs.close()
-        # Not __del__: in garbage with a circle, that of `connection` may come first, and the descriptor it closed may be
-        # another file's by now.
+        # Not __del__: in a circle of garbage that of `connection` may come first, and the descriptor that it closed may
+        # be another file's by now.
         self._end = weakref.finalize(self, _end, self.connection, self.process, self.owner)
 
     def kill(self) -> None:

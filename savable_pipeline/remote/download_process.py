@@ -26,12 +26,13 @@ from savable_pipeline.core.files import replacing
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 from savable_pipeline.remote.cache_space import CacheSpace, write_at
 from savable_pipeline.remote.downloader import Urgency
+from savable_pipeline.remote.listing import Listing
 from savable_pipeline.remote.lookup import note_changed
 from savable_pipeline.remote.object_store import ObjectStore
 from savable_pipeline.remote.pace import PIECE
 from savable_pipeline.remote.request_queue import QueuedRequest, RequestQueue
 from savable_pipeline.remote.shard_cache import LEFT_OUT, ShardCache, runs
-from savable_pipeline.remote.shared_listing import Listing, shared_listing
+from savable_pipeline.remote.shared_listing import shared_listing
 from savable_pipeline.remote.sparse_file import locked
 from savable_pipeline.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.shards.shard_list import ShardEntry
@@ -59,9 +60,10 @@ class Downloads:
         self._cached: dict[str, ShardCache] = {}
         self._lock = threading.Lock()
 
-    def listing(self, root: str) -> Listing:
-        """Name, size and stamp of every object below a URL; one listing for processes that ask at the same time."""
-        return shared_listing(self._cache, root, self._store.listing)
+    def listing(self, root: str, stamps: bool) -> Listing:
+        """Every object below a URL, with their stamps or not; one listing for processes that ask at the same time."""
+        found = shared_listing(self._cache, root, self._store.listing)
+        return found if stamps else found.without_stamps()
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
         """Size and stamp of an object; None if there is none."""

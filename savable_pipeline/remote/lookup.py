@@ -51,7 +51,7 @@ def looked_up(shards: Shards, cache: Path, downloader: Downloader) -> Iterator[t
         version = _own_index(found, folder, downloader)
         download_metadata(found.root, folder / METADATA_FOLDER, downloader)
         if not found.names:
-            found = RemoteShards(found.root, _known_names(found.root, folder / METADATA_FOLDER, version), {})
+            found = RemoteShards.named(found.root, _known_names(found.root, folder / METADATA_FOLDER, version))
         check_names(found)
         yield found, folder, version
 

@@ -9,7 +9,7 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import obstore.store
 
 from savable_pipeline.core.wording import short_error
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
+from savable_pipeline.remote.listing import Listing
 from savable_pipeline.remote.pace import Pace
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
@@ -58,13 +59,17 @@ class ObjectStore:
         self.pace = Pace()
         self._open: dict[str, obstore.store.ObjectStore] = {}
 
-    def listing(self, root: str) -> list[tuple[str, int, str]]:
-        """Name relative to `root`, size in bytes, and stamp of every object below it."""
-        return self._retried(root, lambda: self._listing(root))
+    def listing(self, root: str) -> Listing:
+        """Every object below `root`, with names relative to it. A listing that fails begins again."""
+        most = 0
 
-    def _listing(self, root: str) -> list[tuple[str, int, str]]:
-        listed = obstore.list(self._store(root))
-        return [(meta["path"], meta["size"], _stamp(meta)) for chunk in listed for meta in chunk]
+        def objects() -> Iterator[tuple[str, int, str]]:
+            nonlocal most
+            for number, meta in enumerate(meta for chunk in obstore.list(self._store(root)) for meta in chunk):
+                yield meta["path"], meta["size"], _stamp(meta)
+                most = max(most, number)
+
+        return self._retried(root, lambda: Listing.of(objects()), lambda: most)
 
     def stat(self, root: str, name: str) -> tuple[int, str] | None:
         """Size in bytes, and a stamp that changes when the object is replaced; None if there is no object.

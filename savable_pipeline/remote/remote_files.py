@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import ShardError
@@ -103,7 +104,7 @@ def looked_up_files(files: Shards, kind: ShardKind, index: IndexKind) -> Iterato
     """
     cache = cache_folder(None)
     with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
-        found = find_remote(files, downloader, kind)
+        found = find_remote(files, downloader, kind, stamps=True)
         folder = cache / hashlib.sha256(f"{found.root} {index.path}".encode()).hexdigest()[:32]
         with locked_folder(folder):
             download_metadata(found.root, folder / METADATA_FOLDER, downloader)
@@ -144,8 +145,8 @@ def remote_version(
 def stamps_of(url: str, names: list[str], downloader: Downloader) -> dict[str, tuple[int, str]]:
     """Size and stamp of objects below a URL: by one listing of a bucket. Raises `ShardError` for one that is gone."""
     if url.startswith("http"):
-        return _stats(RemoteShards(url, names, {}), downloader)
-    listed = {name: (size, stamp) for name, size, stamp in downloader.call("listing", url)}
+        return _stats(RemoteShards.named(url, names), downloader)
+    listed = {name: (size, stamp) for name, size, stamp in downloader.call("listing", url, True)}
     gone = next((name for name in names if name not in listed), None)
     if gone is not None:
         raise _gone(url, gone)
@@ -158,8 +159,8 @@ def place_of_object(url: str, downloader: Downloader) -> tuple[RemotePlace, str]
     cache = cache_folder(None)
     folder = cache / hashlib.sha256(f"{url} object".encode()).hexdigest()[:32]
     with locked_folder(folder):
-        size, found = _stats(RemoteShards(root, [name], {}), downloader)[name]
-        version = version_now(RemoteShards(root, [name], {name: size}, {name: found}), folder, ("", ""), downloader)
+        size, found = _stats(RemoteShards.named(root, [name]), downloader)[name]
+        version = version_now(RemoteShards(root, [name], np.array([size]), [found]), folder, ("", ""), downloader)
         create_flags(version)
         cached = ShardCache(version)
         _forget_changed(cached, folder)
@@ -182,7 +183,7 @@ def names_behind(url: str, index_names: list[str]) -> list[str]:
     folder = cache_folder(None)
     with contextlib.closing(Downloader(folder, cache_bytes(None, folder))) as downloader:
         if not url.startswith("http"):
-            return [name for name, _, _ in downloader.call("listing", url)]
+            return [name for name, _, _ in downloader.call("listing", url, True)]
         tickets = {name: downloader.submit("stat", url, name) for name in index_names}
         return [name for name, ticket in tickets.items() if downloader.result(ticket) is not None]
 
@@ -192,7 +193,7 @@ def version_now(found: RemoteShards, dataset: Path, beside: tuple[str, str], dow
     stats = _stats(found, downloader)
     with_suffix, suffix = beside
     companions = [name[: -len(with_suffix)] + suffix for name in found.names if suffix and name.endswith(with_suffix)]
-    extra = _stats(RemoteShards(found.root, companions, {}), downloader, needed=False)
+    extra = _stats(RemoteShards.named(found.root, companions), downloader, needed=False)
     version = dataset / _hash(sorted({**stats, **extra}.items()))
     if not (version / "blocks").exists():
         for name, (size, _) in extra.items():
@@ -203,7 +204,8 @@ def version_now(found: RemoteShards, dataset: Path, beside: tuple[str, str], dow
 
 def _stats(found: RemoteShards, downloader: Downloader, *, needed: bool = True) -> dict[str, tuple[int, str]]:
     """Size and stamp of each file. Unless all are `needed`, those that are not there are left out."""
-    listed = {name: (found.sizes[name], found.stamps[name]) for name in found.names if name in found.sizes}
+    known = zip(found.names, found.sizes.tolist(), found.stamps, strict=True) if found.stamps else ()
+    listed = {name: (size, stamp) for name, size, stamp in known if size >= 0}
     tickets = {name: downloader.submit("stat", found.root, name) for name in found.names if name not in listed}
     asked = {name: downloader.result(ticket) for name, ticket in tickets.items()}
     gone = next((name for name, stat in asked.items() if stat is None), None)

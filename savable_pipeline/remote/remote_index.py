@@ -66,7 +66,7 @@ def open_remote(
         looked_up(shards, cache, downloader) as (found, folder, version),
     ):
         if anew:
-            found = RemoteShards(found.root, found.names, _sizes(found, downloader))
+            found = _sized(found, downloader)
         elif version is not None and isinstance(shards, str) and shards.rstrip("/") == found.root:
             found = _with_missing(found, version, tolerant)
         changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
@@ -98,16 +98,18 @@ def _with_missing(found: RemoteShards, version: Path, tolerant: bool) -> RemoteS
     gone = set(indexed).difference(found.names)
     if not tolerant:
         check_none_gone(found.root, gone)
-    return RemoteShards(found.root, sorted({*found.names, *gone}), found.sizes)
+    sizes = {**dict.fromkeys(gone, -1), **dict(zip(found.names, found.sizes.tolist(), strict=True))}
+    return RemoteShards(found.root, sorted(sizes), np.array([sizes[name] for name in sorted(sizes)], np.int64))
 
 
-def _sizes(found: RemoteShards, downloader: Downloader) -> dict[str, int]:
-    """The size of each shard, as the server lists it, or says when it is asked."""
-    tickets = {
-        name: downloader.submit("stat", found.root, name) for name in found.names if found.sizes.get(name) is None
-    }
-    asked = {name: _size_of(found.root, name, downloader.result(ticket)) for name, ticket in tickets.items()}
-    return {**found.sizes, **asked}
+def _sized(found: RemoteShards, downloader: Downloader) -> RemoteShards:
+    """The same shards with the size of each, as the server lists it, or says when it is asked."""
+    unknown: list[int] = np.flatnonzero(found.sizes < 0).tolist()
+    tickets = {n: downloader.submit("stat", found.root, found.names[n]) for n in unknown}
+    sizes = found.sizes.copy()
+    for n, ticket in tickets.items():
+        sizes[n] = _size_of(found.root, found.names[n], downloader.result(ticket))
+    return RemoteShards(found.root, found.names, sizes)
 
 
 def _knows(version: Path, found: RemoteShards, tolerant: bool, changed: set[str]) -> bool:
@@ -122,10 +124,7 @@ def _knows(version: Path, found: RemoteShards, tolerant: bool, changed: set[str]
     if not tolerant and index.shards.faults and not index.shards.faults.keys().isdisjoint(numbers.tolist()):
         return False
     known = index.shards.sizes[numbers]
-    if not found.sizes:
-        return True
-    now = np.fromiter((found.sizes.get(name, -1) for name in found.names), np.int64, len(numbers))
-    return bool(((now == known) | (now == -1)).all())
+    return bool(((found.sizes == known) | (found.sizes == -1)).all())
 
 
 def _made_index(
@@ -153,12 +152,12 @@ def _made_index(
     before = own or version
     known = _known(before, found, changed, downloader)
     if not known:  # an index made of fewer shards, to which others were added since
-        sized = RemoteShards(found.root, found.names, _sizes(found, downloader))
+        found = _sized(found, downloader)
         before = newest_version(folder, "made-*.json")
-        known = _known(before, sized, changed, downloader)
-    to_scan = RemoteShards(found.root, [name for name in found.names if name not in known], found.sizes)
-    sizes = _sizes(to_scan, downloader)
-    sizes = {name: sizes[name] for name in to_scan.names}
+        known = _known(before, found, changed, downloader)
+    left = [number for number, name in enumerate(found.names) if name not in known]
+    to_scan = RemoteShards(found.root, [found.names[number] for number in left], found.sizes[left])
+    sizes = dict(zip(to_scan.names, _sized(to_scan, downloader).sizes.tolist(), strict=True))
     keep = engine is None and sum(sizes.values()) <= limit
     log.warning(
         "%s has no index of %d shards (%.3g GB): they are downloaded to make one; make it where they lie to avoid that",
@@ -186,10 +185,10 @@ def _known(version: Path | None, found: RemoteShards, changed: set[str], downloa
     """The numbers in an index of shards that have not changed, by name; their rows are here."""
     if version is None:
         return {}
-    layout, wanted = TarLayout(version), set(found.names) - changed
+    layout, sizes = TarLayout(version), dict(zip(found.names, found.sizes.tolist(), strict=True))
     index = layout.index
-    entries = [(number, e) for number, e in enumerate(index.shards) if e.name in wanted and not e.fault]
-    same = [(number, e.name) for number, e in entries if found.sizes.get(e.name, e.size) == e.size]
+    entries = [(n, e) for n, e in enumerate(index.shards) if e.name in sizes and e.name not in changed and not e.fault]
+    same = [(number, e.name) for number, e in entries if sizes[e.name] in (-1, e.size)]
     if layout.parts is not None and same:
         create_flags(version)
         absent = layout.parts.absent(np.array([number for number, _ in same], dtype=np.int64))

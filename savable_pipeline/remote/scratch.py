@@ -81,7 +81,7 @@ def scan_object(tar: RemoteObject) -> tuple[ShardTable, str]:
 
 def scratch_place(found: RemoteObject, beside: tuple[str, str], folder: Path, downloader: Downloader) -> RemotePlace:
     """The place of one file, and of what lies beside it, in a cache of its own; see `remote_version`."""
-    version = version_now(RemoteShards(found.url, [found.name], {}), folder / "dataset", beside, downloader)
+    version = version_now(RemoteShards.named(found.url, [found.name]), folder / "dataset", beside, downloader)
     create_flags(version)
     cached = ShardCache(version)
     if cached.shards[0].size != found.size:

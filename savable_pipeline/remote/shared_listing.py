@@ -15,11 +15,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 
-Listing: TypeAlias = list[tuple[str, int, str]]  # name, size in bytes, and stamp of each object
+from savable_pipeline.remote.listing import Listing
 
 
 class _Made(msgspec.Struct):

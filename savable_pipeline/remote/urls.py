@@ -5,31 +5,38 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from savable_pipeline.errors import ShardError
 from savable_pipeline.remote.downloader import Downloader
+from savable_pipeline.remote.listing import Listing
 from savable_pipeline.shards.braces import expand_braces
 from savable_pipeline.shards.paths import NOT_THERE, TARS, ShardKind, Shards, spelled_out
+from savable_pipeline.shards.shard_list import Rows
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 
-_Listed: TypeAlias = dict[str, tuple[int, str]]  # by name: size in bytes, and stamp
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RemoteShards:
-    """Shards behind one URL: names relative to `root`, in order; sizes in bytes and stamps if the server listed them.
+    """Shards behind one URL: names relative to `root`, in order.
 
-    A stamp changes when the shard is replaced.
+    `sizes` is int64 (names,), in bytes, -1 where the server did not list the shard; `stamps`, of those that it listed,
+    change when the shard is replaced. There are as many as names, or none.
     """
 
     root: str
     names: Sequence[str]
-    sizes: dict[str, int]
-    stamps: dict[str, str] = field(default_factory=dict, compare=False)
+    sizes: Rows
+    stamps: Sequence[str] = ()
+
+    @classmethod
+    def named(cls, root: str, names: Sequence[str]) -> RemoteShards:
+        """Shards of which the names alone are known."""
+        return cls(root, names, np.full(len(names), -1, np.int64))
 
 
 def is_remote(shards: Shards) -> bool:
@@ -46,43 +53,48 @@ def is_remote(shards: Shards) -> bool:
     return bool(remote)
 
 
-def find_remote(shards: Shards, downloader: Downloader, kind: ShardKind = TARS) -> RemoteShards:
+def find_remote(
+    shards: Shards, downloader: Downloader, kind: ShardKind = TARS, *, stamps: bool = False
+) -> RemoteShards:
     """The shards of these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
 
     The root is the given folder, or the deepest that holds all the shards. A folder on a web server, which cannot be
-    listed, gives no names. Raises `ShardError` if there is no shard, or if one is named twice.
+    listed, gives no names. With `stamps` those of a bucket are found too. Raises `ShardError` if there is no shard, or
+    if one is named twice.
     """
     specs = [spelled for spec in spelled_out(shards) for spelled in expand_braces(spec)]
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
     if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
         _check_readable(root, kind)
-        return _below(root, _listed(root, downloader, kind))
+        found = _listed(root, downloader, kind, stamps)
+        return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts())
     urls: list[str] = []
-    listed: _Listed = {}  # by URL
+    listed: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
         folder, pattern = _folder(spec)
         _check_readable(spec, kind)
         if pattern is None and spec.endswith(kind.suffixes):
             urls.append(spec)
             continue
-        objects = _listed(folder, downloader, kind)
+        objects = _listed(folder, downloader, kind, stamps)
         if not objects:
             raise ShardError(f"{spec}: a web server cannot be listed; name the shards, or give one folder alone")
-        found = [name for name in objects if pattern is None or _matches(name.split("/"), pattern.split("/"))]
-        if not found:
+        wanted = "**" if pattern is None else pattern
+        matching = {
+            f"{folder}/{name}": (size, stamp)
+            for name, size, stamp in objects
+            if _matches(name.split("/"), wanted.split("/"))
+        }
+        if not matching:
             raise ShardError(f"{spec}: no shard matches", reason=NOT_THERE)
-        urls += [f"{folder}/{name}" for name in found]
-        listed.update((f"{folder}/{name}", objects[name]) for name in found)
+        urls += matching
+        listed.update(matching)
     if len(set(urls)) < len(urls):
         raise ShardError(f"{next(url for url in urls if urls.count(url) > 1)}: the same shard is named twice")
     root = _common_root(urls)
-    found_there = _below(root, {url[len(root) + 1 :]: of for url, of in listed.items()})
-    return replace(found_there, names=sorted(url[len(root) + 1 :] for url in urls))
-
-
-def _below(root: str, listed: _Listed) -> RemoteShards:
-    sizes = {name: size for name, (size, _) in listed.items()}
-    return RemoteShards(root, sorted(listed), sizes, {name: stamp for name, (_, stamp) in listed.items()})
+    of = [listed.get(url, (-1, "")) for url in sorted(urls)]
+    names = [url[len(root) + 1 :] for url in sorted(urls)]
+    return RemoteShards(root, names, np.array([size for size, _ in of], np.int64), [stamp for _, stamp in of])
 
 
 def _folder(spec: str) -> tuple[str, str | None]:
@@ -117,11 +129,12 @@ def _check_readable(spec: str, kind: ShardKind) -> None:
         raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
 
 
-def _listed(root: str, downloader: Downloader, kind: ShardKind) -> _Listed:
-    """The shards below a folder, by name; none on a web server, which cannot be listed."""
+def _listed(root: str, downloader: Downloader, kind: ShardKind, stamps: bool) -> Listing:
+    """The shards below a folder; none on a web server, which cannot be listed."""
     if root.startswith("http"):
-        return {}
-    found = {name: (size, stamp) for name, size, stamp in downloader.call("listing", root) if _is_shard(name, kind)}
+        return Listing.of([])
+    listed: Listing = downloader.call("listing", root, stamps)
+    found = listed.only(lambda name: _is_shard(name, kind))
     if not found:
         raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object below this prefix")
     return found

@@ -22,6 +22,7 @@ from savable_pipeline.shards.paths import is_inside
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Rows: TypeAlias = NDArray[np.int64]  # rows of an index, or numbers of samples or shards
 _WORD = 1 << 64
+_AT_ONCE = 4096  # names
 
 
 class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +81,9 @@ class ShardNames(Sequence[str]):
         return str(self.text[self._begin(number) : int(self.ends[number]) - 1], "utf-8")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(str(self.text, "utf-8").split("\0")[:-1])
+        for first in range(0, len(self), _AT_ONCE):  # so many texts at once, not all
+            last = min(first + _AT_ONCE, len(self)) - 1
+            yield from str(self.text[self._begin(first) : int(self.ends[last])], "utf-8").split("\0")[:-1]
 
     def is_whole(self) -> bool:
         """Whether `ends` are where the names end, each of which is UTF-8 of at least one character."""

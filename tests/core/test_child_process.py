@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -
 
 
 def test_a_child_in_a_circle_of_garbage_is_ended_and_its_descriptor_is_closed_once() -> None:
-    closed = len(os.listdir("/proc/self/fd"))
+    closed = len(list(Path("/proc/self/fd").iterdir()))
     child = ChildProcess("tests.core.test_child_process:echo")
     process = child.process
     circle: list[object] = [child]
@@ -38,7 +39,7 @@ def test_a_child_in_a_circle_of_garbage_is_ended_and_its_descriptor_is_closed_on
     del child, circle
     gc.collect()
     assert process.returncode == -signal.SIGKILL
-    assert len(os.listdir("/proc/self/fd")) == closed
+    assert len(list(Path("/proc/self/fd").iterdir())) == closed
 
 
 def echo(connection: Connection, messages: Iterator[object], *arguments: object) -> None:

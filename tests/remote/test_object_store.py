@@ -7,6 +7,7 @@ import pytest
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.remote import object_store
 from savable_pipeline.remote.downloader import retry_s
+from savable_pipeline.remote.listing import Listing
 from savable_pipeline.remote.object_store import ObjectStore
 
 
@@ -44,7 +45,7 @@ def server(clock: Clock, monkeypatch: pytest.MonkeyPatch, up_at: float) -> Objec
 
 
 def test_a_server_that_is_down_for_thirty_seconds_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server(clock, monkeypatch, up_at=30.0).listing("http://127.0.0.1:1/") == [("a.tar", 5, "x 1")]
+    assert server(clock, monkeypatch, up_at=30.0).listing("http://127.0.0.1:1/") == Listing.of([("a.tar", 5, "x 1")])
     assert 30 <= clock.now < 50
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from savable_pipeline.remote.shared_listing import Listing, shared_listing
+from savable_pipeline.remote.listing import Listing
+from savable_pipeline.remote.shared_listing import shared_listing
 
 
 class Bucket:
@@ -23,7 +24,7 @@ class Bucket:
         self.listed += 1
         self.asked.set()
         assert self.go.wait(60)
-        return [(f"{self.listed}.tar", 9, "stamp")]
+        return Listing.of([(f"{self.listed}.tar", 9, "stamp")])
 
 
 def test_who_asks_while_another_lists_takes_what_it_finds_and_who_asks_later_lists(
@@ -41,13 +42,13 @@ def test_who_asks_while_another_lists_takes_what_it_finds_and_who_asks_later_lis
         first = pool.submit(shared_listing, tmp_path, "s3://b", bucket)
         assert bucket.asked.wait(60)
         others = [pool.submit(shared_listing, tmp_path, "s3://b", bucket) for _ in range(3)]
-        elsewhere = pool.submit(shared_listing, tmp_path, "s3://c", lambda root: [("c.tar", 1, "")])
-        assert elsewhere.result(60) == [("c.tar", 1, "")]  # waits for nobody
+        elsewhere = pool.submit(shared_listing, tmp_path, "s3://c", lambda root: Listing.of([("c.tar", 1, "")]))
+        assert elsewhere.result(60) == Listing.of([("c.tar", 1, "")])  # waits for nobody
         assert all(waiting.acquire(timeout=60) for _ in others)
         bucket.go.set()
-        assert {each.result(60)[0][0] for each in (first, *others)} == {"1.tar"}
+        assert {each.result(60).texts()[0] for each in (first, *others)} == {"1.tar"}
     assert bucket.listed == 1
-    assert shared_listing(tmp_path, "s3://b", bucket)[0][0] == "2.tar"
+    assert shared_listing(tmp_path, "s3://b", bucket).texts()[0] == "2.tar"
 
 
 def test_who_waited_for_one_that_failed_or_left_rubbish_lists(tmp_path: Path) -> None:
@@ -65,4 +66,4 @@ def test_who_waited_for_one_that_failed_or_left_rubbish_lists(tmp_path: Path) ->
         threading.Timer(0.2, bucket.go.set).start()
         with pytest.raises(OSError, match="the server is down"):
             first.result(60)
-        assert second.result(60)[0][0] == "2.tar"
+        assert second.result(60).texts()[0] == "2.tar"

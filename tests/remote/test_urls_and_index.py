@@ -15,7 +15,8 @@ import savable_pipeline as sp
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.opening import open_dataset
 from savable_pipeline.remote import remote_index
-from savable_pipeline.remote.urls import RemoteShards, find_remote, is_remote
+from savable_pipeline.remote.listing import Listing
+from savable_pipeline.remote.urls import find_remote, is_remote
 from savable_pipeline.shards.energon_metadata import INDEX_NAME
 from tests.conftest import MakeShards, write_numbered_shards, write_tar
 from tests.support.toy_server import ToyServer, serving, use_as_s3
@@ -24,31 +25,35 @@ from tests.support.toy_server import ToyServer, serving, use_as_s3
 class FakeDownloader:
     """Knows one bucket."""
 
-    def call(self, kind: str, root: str) -> list[tuple[str, int, str]]:
+    def call(self, kind: str, root: str, stamps: bool) -> Listing:
         assert (kind, root) in [("listing", "s3://b/p"), ("listing", "s3://b/p/x")]
         names = ["a.tar", "x/b.tar", "x/b.tar.idx", ".nv-meta/c.tar", ".hidden.tar", "d.txt"]
-        return [(name.removeprefix("x/") if root.endswith("/x") else name, 9, "v1") for name in names]
+        found = Listing.of((name.removeprefix("x/") if root.endswith("/x") else name, 9, "v1") for name in names)
+        return found if stamps else found.without_stamps()
 
 
-def found(shards: Any) -> RemoteShards:
-    return find_remote(shards, FakeDownloader())  # type: ignore[arg-type]
+def found(shards: Any, stamps: bool = False) -> tuple[str, list[str], list[int], list[str]]:
+    there = find_remote(shards, FakeDownloader(), stamps=stamps)  # type: ignore[arg-type]
+    return there.root, list(there.names), there.sizes.tolist(), list(there.stamps)
 
 
 def test_a_folder_in_a_bucket_means_the_tars_below_it() -> None:
-    assert found("s3://b/p/") == RemoteShards("s3://b/p", ["a.tar", "x/b.tar"], {"a.tar": 9, "x/b.tar": 9})
+    assert found("s3://b/p/") == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], [])
+    assert found("s3://b/p/", stamps=True) == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], ["v1", "v1"])
 
 
 def test_a_brace_pattern_is_spelled_out_without_asking() -> None:
-    assert found("http://h/p/{a,b}/{08..10}.tar") == RemoteShards(
-        "http://h/p", ["a/08.tar", "a/09.tar", "a/10.tar", "b/08.tar", "b/09.tar", "b/10.tar"], {}
-    )
+    names = ["a/08.tar", "a/09.tar", "a/10.tar", "b/08.tar", "b/09.tar", "b/10.tar"]
+    assert found("http://h/p/{a,b}/{08..10}.tar") == ("http://h/p", names, [-1] * 6, [""] * 6)
 
 
 def test_a_glob_and_a_list_are_looked_up_in_buckets() -> None:
-    assert found("s3://b/p/*.tar") == RemoteShards("s3://b/p", ["a.tar"], {"a.tar": 9})
-    assert found("s3://b/p/*/b.*") == RemoteShards("s3://b/p/x", ["b.tar"], {"b.tar": 9})
-    assert found("s3://b/p/**/[ab].tar").names == ["a.tar", "x/b.tar"]
-    assert found(["s3://b/p/a.tar", "s3://b/p/q.tar"]) == RemoteShards("s3://b/p", ["a.tar", "q.tar"], {})
+    assert found("s3://b/p/*.tar") == ("s3://b/p", ["a.tar"], [9], [""])
+    assert found("s3://b/p/*/b.*", stamps=True) == ("s3://b/p/x", ["b.tar"], [9], ["v1"])
+    assert found("s3://b/p/**/[ab].tar")[1] == ["a.tar", "x/b.tar"]
+    assert found(["s3://b/p/q.tar", "s3://b/p/a.tar"]) == ("s3://b/p", ["a.tar", "q.tar"], [-1, -1], ["", ""])
+    names = ["a.tar", "x/a.tar", "x/b.tar"]
+    assert found(["s3://b/p/x/", "s3://b/p/a.tar"], stamps=True) == ("s3://b/p", names, [-1, 9, 9], ["", "v1", "v1"])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 Fault = Callable[[str, int], str | None]  # of a path and the number of the request → what goes wrong with it
 SLOW_S = 1.0
 
+PAGE = 1000  # objects of one answer about a bucket, as S3 gives
 _TURN = 1 << 14  # bytes of an answer that a limited link carries before those of another
 STALL_BYTES = 600_000  # that come before a stalled answer stalls
 STALL_S = 2.5
@@ -39,6 +40,8 @@ class ToyServer(ThreadingHTTPServer):
         self.link_bytes_per_s = 0.0  # of all answers together; 0: no limit
         self.link_bytes = 0  # that the limited link has carried
         self._link_free_at = 0.0
+        self.changes = True  # whether objects come and go: if not, a bucket is looked at once
+        self._rows: tuple[str, list[tuple[str, int]]] = "", []  # of the listing in progress
         self.lock = threading.Lock()
 
     @property
@@ -48,6 +51,17 @@ class ToyServer(ThreadingHTTPServer):
     def sent(self, suffix: str = ".tar") -> int:
         """Bytes sent of files with this ending."""
         return sum(stop - start for path, start, stop in self.ranges if path.endswith(suffix))
+
+    def page(self, bucket: str, prefix: str, first: int) -> tuple[list[tuple[str, int]], bool]:
+        """Names and sizes of the objects from the number `first` on, and whether there are more behind them."""
+        root = self.folder / bucket
+        if not first and (self.changes or self._rows[0] != bucket + prefix):
+            found = [file for file in sorted(root.rglob("*")) if file.is_file()]
+            keys = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in found]
+            self._rows = bucket + prefix, [(key, size) for key, size in keys if key.startswith(prefix)]
+        listed, rows = self._rows
+        assert listed == bucket + prefix, "two listings at once: this server pages one"
+        return rows[first : first + PAGE], first + PAGE < len(rows)
 
     def wait_for_link(self, size: int) -> None:
         """Returns when the link, which all answers share in small turns, has carried so many more bytes."""
@@ -137,18 +151,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(206 if wanted else 200, data, headers)
 
     def _listing(self, path: str, query: dict[str, list[str]]) -> bytes:
-        bucket = path.strip("/")
-        prefix = query.get("prefix", [""])[0]
-        root = self.server.folder / bucket
-        found = [file for file in sorted(root.rglob("*")) if file.is_file()]
-        keys = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in found]
-        rows = "".join(
+        first = int(query.get("continuation-token", ["0"])[0])
+        rows, more = self.server.page(path.strip("/"), query.get("prefix", [""])[0], first)
+        objects = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size><ETag>x</ETag>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for key, size in keys
-            if key.startswith(prefix)
+            for key, size in rows
         )
-        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
+        token = f"<NextContinuationToken>{first + PAGE}</NextContinuationToken>" if more else ""
+        truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+        return f"<ListBucketResult>{truncated}{objects}</ListBucketResult>".encode()
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         with contextlib.suppress(OSError):
@@ -181,13 +193,18 @@ def serving(folder: Path, port: int = 0) -> Iterator[ToyServer]:
         server.server_close()
 
 
-def use_as_s3(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `s3://` URLs mean this server."""
-    for name, value in {
+def s3_settings(server: ToyServer) -> dict[str, str]:
+    """The environment in which `s3://` URLs mean this server."""
+    return {
         "AWS_ENDPOINT_URL": server.url,
         "AWS_ALLOW_HTTP": "true",
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "toy",
         "AWS_SECRET_ACCESS_KEY": "toy",
-    }.items():
+    }
+
+
+def use_as_s3(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `s3://` URLs mean this server."""
+    for name, value in s3_settings(server).items():
         monkeypatch.setenv(name, value)
