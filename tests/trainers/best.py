@@ -36,7 +36,7 @@ def keeps_the_best(trainer: str, folder: Path, *, before: int, after: int) -> Tr
             check_slots(batches(resumed, rank), expected, rank, after, first)
             check_evaluations(resumed, rank, after, (resumed.batches - saved_at) // 2)
             if before == after:
-                expect_resumed(*logs([straight, killed, resumed], rank=rank), saved_at)
+                expect_resumed(logs([straight, killed, resumed], rank=rank), saved_at)
                 scored = logs([straight, resumed], rank=rank, train=False)
                 if scored[1] != scored[0][-len(scored[1]) :]:
                     raise Differs(f"rank {rank}: the resumed run's evaluations score otherwise")

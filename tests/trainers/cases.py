@@ -50,16 +50,17 @@ def logs(cases: list[Case], *, rank: int = 0, train: bool = True) -> list[Log]:
     return [read_log(case.log_of(rank), train=train) for case in cases]
 
 
-def expect_resumed(straight: Log, killed: Log, resumed: Log, saved_at: int) -> None:
+def expect_resumed(found: list[Log], saved_at: int) -> None:
     """Raise `Differs` unless both runs saw what the one that never stopped saw, the last from `saved_at` batches on."""
+    straight, killed, resumed = found
     if killed != straight[: len(killed)] or len(killed) < saved_at:
         raise Differs(f"the killed run differs at batch {first_difference(killed, straight)}")
     expected = straight[saved_at:]
     if resumed != expected:
-        found = first_difference(resumed, expected)
+        at = first_difference(resumed, expected)
         same = [batch for batch, _ in resumed] == [batch for batch, _ in expected]
         which = "another loss, of the same batches," if same else "another"
-        raise Differs(f"resumed at {saved_at}: {len(resumed)} batches for {len(expected)}, {which} at {found}")
+        raise Differs(f"resumed at {saved_at}: {len(resumed)} batches for {len(expected)}, {which} at {at}")
 
 
 def first_difference(found: Log, expected: Log) -> int:
@@ -91,7 +92,7 @@ def one_rank(trainer: str, folder: Path, **settings: object) -> Trial:
     """Killed at a random batch after the first checkpoint, and resumed, on one rank."""
     kill_at = random.randint(5, 8)
     cases = legs(trainer, folder, kill_at, **settings)
-    return Trial([(1, case) for case in cases], lambda: expect_resumed(*logs(cases), saved_before(kill_at, 4)))
+    return Trial([(1, case) for case in cases], lambda: expect_resumed(logs(cases), saved_before(kill_at, 4)))
 
 
 def two_ranks(trainer: str, folder: Path) -> Trial:
@@ -100,7 +101,7 @@ def two_ranks(trainer: str, folder: Path) -> Trial:
 
     def check() -> None:
         for rank in range(2):
-            expect_resumed(*logs(cases, rank=rank), 4)
+            expect_resumed(logs(cases, rank=rank), 4)
         if logs(cases)[0] == logs(cases, rank=1)[0]:
             raise Differs("both ranks saw the same batches")
 
@@ -113,7 +114,7 @@ def dp_by_tp(trainer: str, folder: Path) -> Trial:
 
     def check() -> None:
         for rank in range(4):
-            expect_resumed(*logs(cases, rank=rank), 4)
+            expect_resumed(logs(cases, rank=rank), 4)
         seen = [batches(cases[0], rank) for rank in range(4)]
         if seen[0] != seen[1] or seen[2] != seen[3] or seen[0] == seen[2]:
             raise Differs("peers saw different batches, or data-parallel ranks the same ones")
@@ -166,7 +167,7 @@ def passes(trainer: str, folder: Path, kind: str, count: int) -> list[str]:
 def last_batch(trainer: str, folder: Path, *, kind: str) -> Trial:
     """A checkpoint at the last batch of an epoch, of three."""
     cases = legs(trainer, folder, EPOCH + 2, kind=kind, epochs=3, batches=3 * EPOCH, save_every=EPOCH)
-    return Trial([(1, case) for case in cases], lambda: expect_resumed(*logs(cases), EPOCH))
+    return Trial([(1, case) for case in cases], lambda: expect_resumed(logs(cases), EPOCH))
 
 
 def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = False) -> Trial:
@@ -177,7 +178,7 @@ def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = Fals
     def check() -> None:
         if batches(cases[0]) != passes(trainer, folder, kind, 3 * EPOCH):
             raise Differs(f"{len(batches(cases[0]))} batches in three epochs, or other ones than without a trainer")
-        expect_resumed(*logs(cases), saved_before(len(logs(cases)[1]), 5))
+        expect_resumed(logs(cases), saved_before(len(logs(cases)[1]), 5))
         if validate:
             check_validations(cases)
 
