@@ -20,8 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.trainers.cases import CASES, LEFT_OUT, Differs, drive  # noqa: E402
+from tests.trainers.cases import Differs, drive  # noqa: E402
 from tests.trainers.drive import Case  # noqa: E402
+from tests.trainers.table import CASES, LEFT_OUT  # noqa: E402
 
 # What a trainer needs beside the package: its extra, and older releases where it asks for them.
 ENVIRONMENTS = {

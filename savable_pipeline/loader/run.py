@@ -125,6 +125,16 @@ class Run:
             return None
         return -(-end // self.ranks.world_size) if self.settings.pad else end // self.ranks.world_size
 
+    def given_of_epoch(self) -> int | None:
+        """How many batches of `length` are not left of the epoch here, whatever ranks began it; None where it is."""
+        length, at, slots = self.length(), self.position, self.settings.epoch_slots
+        if length is None or at.changed:
+            return None
+        if slots is not None and not self._is_finite:
+            return length - at.left_of_epoch(slots) // at.step
+        left = (self._counted_end(self.epoch) or 0) - at.slot
+        return length - (-(-left // at.step) if self.settings.pad else left // at.step)
+
     def _counted_end(self, epoch: int) -> int | None:
         """Where an epoch ends, if the stages can count their lanes."""
         if epoch not in self._ends:

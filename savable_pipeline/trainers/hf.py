@@ -6,6 +6,8 @@ checkpoint-500/  model … trainer_state.json  savable_loader.json     the state
 from __future__ import annotations
 
 import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from savable_pipeline.trainers.forms import from_json, to_json
 from savable_pipeline.trainers.whole import Whole
 
 _FILE = "savable_loader.json"
+
+log = logging.getLogger(__name__)
 
 
 class SavableData:
@@ -70,9 +74,14 @@ class SavableData:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint on if one is named. Raises `StateError` if it lacks the state of the data."""
         found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        max_steps = self.args.max_steps
         if found and self._batches is not None:
             self._batches.load_state_dict(_read(Path(found, _FILE)))
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            self.args.max_steps = _last_step(self.args, self._batches, Path(found, "trainer_state.json"))
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.args.max_steps = max_steps
 
 
 class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
@@ -129,6 +138,32 @@ def _check_accumulation(args: Any, batches: Whole) -> None:
             "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch', "
             "or an endless pipeline (epochs=None) with max_steps"
         )
+
+
+def _last_step(args: Any, batches: Whole, trainer_state: Path) -> int:
+    """`max_steps` for `num_train_epochs` of a run that other ranks began: the trainer takes all steps for its own.
+
+    3 epochs of 18 slots, begun by one rank, are 8 steps of one slot and 23 of two: 31, where the trainer would stop at
+    27. On as many ranks as before it is what it was given.
+    """
+    given = batches.given_of_epoch if args.max_steps <= 0 and trainer_state.exists() else None
+    if given is None:
+        return int(args.max_steps)
+    saved = json.loads(trainer_state.read_bytes())
+    of_epoch = math.ceil(len(batches) / args.gradient_accumulation_steps)
+    in_all = math.ceil(args.num_train_epochs * of_epoch)
+    if saved["max_steps"] == in_all:
+        return int(args.max_steps)
+    done = batches.epoch * of_epoch + math.ceil(given / args.gradient_accumulation_steps)
+    last: int = saved["global_step"] + in_all - done
+    if last != in_all:
+        log.warning(
+            "resumed on another number of ranks: %s epochs end after step %d, not %d",
+            args.num_train_epochs,
+            last,
+            in_all,
+        )
+    return last
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ has no length it fetches one batch ahead, except behind an epoch's last one; whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -62,9 +62,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         """The batches to train on, with the state that goes into the trainer's checkpoints."""
         trainer = self.trainer
         if self._batches is None or self._batches_for is not trainer:
-            progress = trainer.fit_loop.epoch_loop.batch_progress.total
-            whole = Whole(self._loaders("train"), trained=lambda: progress.processed, most_ahead=_AHEAD)
-            self._batches, self._batches_for = whole, trainer
+            self._batches, self._batches_for = _Batches(self._loaders("train"), trainer), trainer
         return self._batches
 
     def val_dataloader(self) -> Any:
@@ -84,6 +82,25 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         for made in self._made.values():
             for loader in each(made):
                 loader.close()
+
+
+class _Batches(Whole):
+    """Has the trainer count an epoch that other ranks began as if these had begun it: it ends by that count."""
+
+    def __init__(self, loader: SavableLoader, trainer: Any) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        super().__init__(loader, trained=lambda: progress.total.processed, most_ahead=_AHEAD)
+        self._of_epoch = progress.current
+        self._whole_epochs = trainer.limit_train_batches == 1.0
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        given, counted = self.given_of_epoch, self._of_epoch
+        if given is None or not self._whole_epochs or not counted.ready:
+            return
+        more = (given or len(self)) - counted.ready  # a checkpoint at an epoch's end has all of its batches
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counted, name, getattr(counted, name) + more)
 
 
 def _restarting(made: Any) -> Any:

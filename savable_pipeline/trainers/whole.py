@@ -87,6 +87,14 @@ class Whole:
         return self._loader.epoch
 
     @property
+    def given_of_epoch(self) -> int | None:
+        """How many of an epoch's `len` batches lie before where it stands, whatever ranks began it; None without one.
+
+        0 at an epoch's end too, which is the next one's start.
+        """
+        return self._run.given_of_epoch()
+
+    @property
     def ahead(self) -> int:
         """How many batches the trainer has fetched beyond those that it has trained on."""
         return self._ahead.batches

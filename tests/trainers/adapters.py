@@ -13,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import TrainingArguments
 
 import savable_pipeline as sp
@@ -145,6 +146,25 @@ def test_hf_a_checkpoint_without_the_data_is_refused(
         trainer(make, tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("before,half,twice", [(8, 1, 2), (8, 2, 1), (26, 1, 2), (36, 2, 1)])
+def test_hf_ends_after_its_epochs_where_other_ranks_began_them(
+    make: Any, tmp_path: Path, before: int, half: int, twice: int
+) -> None:
+    """As if two ranks had taken half of the steps before, or this one had been half a rank."""
+    settings = {"max_steps": -1, "num_train_epochs": 3, "save_steps": 2}
+    trainer(make, tmp_path, **{**settings, "max_steps": before}).train()
+    file = tmp_path / f"run/checkpoint-{before}/trainer_state.json"
+    saved = json.loads(file.read_text())
+    saved |= {"global_step": before * twice // half, "max_steps": 54 * twice // half}
+    file.write_text(json.dumps(saved))
+    loader = make()
+    resumed = trainer(make, tmp_path, loader, **settings)
+    resumed.train(resume_from_checkpoint=str(file.parent))
+    assert resumed.state.global_step - saved["global_step"] == 54 - before
+    assert (loader.state_dict()["epoch"], loader.state_dict()["slot"]) == (3, 0)
+    assert resumed.args.max_steps == -1
+
+
 class Skips(hf.SavableTrainer):
     """A trainer that leaves a batch out."""
 
@@ -231,3 +251,26 @@ def test_lightning_gives_again_what_was_fetched_when_a_run_goes_on(make: Any, tm
     one.fit_loop.epoch_loop.max_steps = 5
     one.fit(Module(), datamodule=data)
     assert data.train_dataloader().state_dict()["slot"] == 5
+
+
+@pytest.mark.parametrize("before", [8, 18])
+@pytest.mark.parametrize("half,twice", [(1, 2), (2, 1)])
+def test_lightning_ends_an_epoch_that_other_ranks_began_where_it_ends(
+    make: Any, tmp_path: Path, before: int, half: int, twice: int
+) -> None:
+    """As if two ranks had counted half of the batches before, or this one had been half a rank."""
+    saver = ModelCheckpoint(tmp_path, filename="saved", every_n_train_steps=before)
+    lightning_trainer(tmp_path, max_steps=before, callbacks=[saver]).fit(
+        Module(), datamodule=lightning.SavableDataModule(make)
+    )
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)
+    counted = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    counted |= {name: (count + (name == "completed")) * twice // half for name, count in counted.items()}
+    counted["completed"] -= 1
+    torch.save(saved, tmp_path / "saved.ckpt")
+    module = Module()
+    resumed = lightning_trainer(tmp_path, max_epochs=3)
+    data = lightning.SavableDataModule(make, val=lambda: make(on_iter="restart", tail="pad"))
+    resumed.fit(module, datamodule=data, ckpt_path=tmp_path / "saved.ckpt")
+    assert (resumed.global_step, resumed.current_epoch) == (54, 3)
+    assert len(module.validated) == 18 * (3 if before == 8 else 2)  # at each end of an epoch

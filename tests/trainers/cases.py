@@ -1,4 +1,4 @@
-"""The cases of the table trainer × case: runs that are killed and resumed, beside runs that never stopped."""
+"""Cases of the table trainer × case: runs that are killed and resumed, beside runs that never stopped."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.toy_training import LANES, SAMPLES, read_log, write_training_shards
-from tests.trainers.drive import Case, pipeline_for
+from tests.trainers.drive import Case, make_evaluation, pipeline_for
 
 EPOCH = SAMPLES // 4  # batches
 WITHOUT_DROPOUT = {"torch", "fsdp2", "megatron"}  # a batch scores the same on any rank that has the same weights
+VALIDATED = {"lightning": 3, "composer": 3}  # batches of each validation; the others' take all
 Log = list[tuple[str, str]]  # the hash and the loss of each batch
 
 
@@ -50,16 +50,17 @@ def logs(cases: list[Case], *, rank: int = 0, train: bool = True) -> list[Log]:
     return [read_log(case.log_of(rank), train=train) for case in cases]
 
 
-def expect_resumed(straight: Log, killed: Log, resumed: Log, saved_at: int) -> None:
+def expect_resumed(found: list[Log], saved_at: int) -> None:
     """Raise `Differs` unless both runs saw what the one that never stopped saw, the last from `saved_at` batches on."""
+    straight, killed, resumed = found
     if killed != straight[: len(killed)] or len(killed) < saved_at:
         raise Differs(f"the killed run differs at batch {first_difference(killed, straight)}")
     expected = straight[saved_at:]
     if resumed != expected:
-        found = first_difference(resumed, expected)
+        at = first_difference(resumed, expected)
         same = [batch for batch, _ in resumed] == [batch for batch, _ in expected]
         which = "another loss, of the same batches," if same else "another"
-        raise Differs(f"resumed at {saved_at}: {len(resumed)} batches for {len(expected)}, {which} at {found}")
+        raise Differs(f"resumed at {saved_at}: {len(resumed)} batches for {len(expected)}, {which} at {at}")
 
 
 def first_difference(found: Log, expected: Log) -> int:
@@ -91,7 +92,7 @@ def one_rank(trainer: str, folder: Path, **settings: object) -> Trial:
     """Killed at a random batch after the first checkpoint, and resumed, on one rank."""
     kill_at = random.randint(5, 8)
     cases = legs(trainer, folder, kill_at, **settings)
-    return Trial([(1, case) for case in cases], lambda: expect_resumed(*logs(cases), saved_before(kill_at, 4)))
+    return Trial([(1, case) for case in cases], lambda: expect_resumed(logs(cases), saved_before(kill_at, 4)))
 
 
 def two_ranks(trainer: str, folder: Path) -> Trial:
@@ -100,7 +101,7 @@ def two_ranks(trainer: str, folder: Path) -> Trial:
 
     def check() -> None:
         for rank in range(2):
-            expect_resumed(*logs(cases, rank=rank), 4)
+            expect_resumed(logs(cases, rank=rank), 4)
         if logs(cases)[0] == logs(cases, rank=1)[0]:
             raise Differs("both ranks saw the same batches")
 
@@ -113,7 +114,7 @@ def dp_by_tp(trainer: str, folder: Path) -> Trial:
 
     def check() -> None:
         for rank in range(4):
-            expect_resumed(*logs(cases, rank=rank), 4)
+            expect_resumed(logs(cases, rank=rank), 4)
         seen = [batches(cases[0], rank) for rank in range(4)]
         if seen[0] != seen[1] or seen[2] != seen[3] or seen[0] == seen[2]:
             raise Differs("peers saw different batches, or data-parallel ranks the same ones")
@@ -166,7 +167,7 @@ def passes(trainer: str, folder: Path, kind: str, count: int) -> list[str]:
 def last_batch(trainer: str, folder: Path, *, kind: str) -> Trial:
     """A checkpoint at the last batch of an epoch, of three."""
     cases = legs(trainer, folder, EPOCH + 2, kind=kind, epochs=3, batches=3 * EPOCH, save_every=EPOCH)
-    return Trial([(1, case) for case in cases], lambda: expect_resumed(*logs(cases), EPOCH))
+    return Trial([(1, case) for case in cases], lambda: expect_resumed(logs(cases), EPOCH))
 
 
 def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = False) -> Trial:
@@ -177,61 +178,46 @@ def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = Fals
     def check() -> None:
         if batches(cases[0]) != passes(trainer, folder, kind, 3 * EPOCH):
             raise Differs(f"{len(batches(cases[0]))} batches in three epochs, or other ones than without a trainer")
-        expect_resumed(*logs(cases), saved_before(len(logs(cases)[1]), 5))
+        expect_resumed(logs(cases), saved_before(len(logs(cases)[1]), 5))
         if validate:
-            check_validations(*logs(cases, train=False))
+            check_validations(cases)
 
     return Trial([(1, case) for case in cases], check)
 
 
-def check_validations(straight: Log, killed: Log, resumed: Log) -> None:
-    """Each validation sees the same batches; a resumed run scores as one that never stopped."""
-    seen = [batch for batch, _ in straight]
-    each = len(set(seen))
-    seen = seen[len(seen) % max(each, 1) :]  # behind a sanity check
-    if not seen or any(seen[i : i + each] != seen[:each] for i in range(0, len(seen), each)):
-        raise Differs("validations differ in their batches")
+def epochs_on_other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
+    """Three epochs with a length, begun on `before` ranks and ended on `after`: no slot is left out or too many."""
+    kill_at = random.choice([5, 6, 7, 13, 14, 15, 21, 22, 23])  # after fewer or more batches than an epoch has
+    settings = {"kind": "counted", "epochs": 3, "batches": 3 * EPOCH, "save_every": 4, "workers": 1}
+    _, killed, resumed = legs(trainer, folder, kill_at, **settings)
+
+    def check() -> None:
+        expected = passes(trainer, folder, "counted", 3 * EPOCH)
+        first = saved_before(kill_at, 4) * before
+        for rank in range(before):
+            check_slots(batches(killed, rank), expected, rank, before, 0)
+        for rank in range(after):
+            found = batches(resumed, rank)
+            check_slots(found, expected, rank, after, first)
+            if len(found) * after != len(expected) - first:
+                raise Differs(f"from slot {first} on, rank {rank} of {after} saw {len(found)} batches")
+
+    return Trial([(before, killed), (after, resumed)], check)
+
+
+def check_validations(cases: list[Case]) -> None:
+    """Each validation sees the first batches of its loader, or all; a resumed run scores as one that never stopped."""
+    straight, _, resumed = logs(cases, train=False)
+    slots = evaluation_slots(cases[0])
+    each = VALIDATED.get(cases[0].trainer, len(slots))
+    check = len(straight) % each  # batches of a sanity check
+    passes, rest = divmod(len(straight) - check, each)
+    if rest or passes < 3 or [batch for batch, _ in straight] != slots[:check] + slots[:each] * passes:
+        raise Differs(f"{len(straight)} batches of validations, or other ones than the first {each} of the loader")
     if resumed[-2 * each :] != straight[-2 * each :]:  # after the second and third epoch
         raise Differs("the resumed run's validations score otherwise")
 
 
-CASES: dict[str, Plan] = {
-    "kill, 0 workers": partial(one_rank, workers=0),
-    "kill, 2 workers": partial(one_rank, workers=2),
-    "accumulate 2": partial(one_rank, accumulate=2),
-    "2 ranks": two_ranks,
-    "dp 2 × tp 2": dp_by_tp,
-    "2 → 1 ranks": partial(other_ranks, before=2, after=1),
-    "1 → 2 ranks": partial(other_ranks, before=1, after=2),
-    "last batch, length": partial(last_batch, kind="counted"),
-    "last batch, no length": partial(last_batch, kind="packed"),
-    "3 epochs, length": partial(three_epochs, kind="counted"),
-    "3 epochs, no length": partial(three_epochs, kind="packed"),
-    "validation": partial(three_epochs, kind="counted", validate=True),
-}
-_OWN_LOOP = {"accumulate 2", "validation"}  # the page's loop has neither
-_ONE_PASS = {"last batch, length", "last batch, no length", "3 epochs, length", "3 epochs, no length"}
-LEFT_OUT = {
-    "torch": _OWN_LOOP,
-    "fsdp2": _OWN_LOOP,
-    "fabric": _OWN_LOOP,
-    "accelerate": {"validation"},
-    "deepspeed": {"validation"},
-} | {
-    "torchtitan": _OWN_LOOP | _ONE_PASS,
-    "composer": {"accumulate 2"},  # it cuts a batch into micro-batches, and takes no two for a step
-    "megatron": _OWN_LOOP | _ONE_PASS,
-}
-for _trainer in (
-    "torch",
-    "fsdp2",
-    "accelerate",
-    "fabric",
-    "lightning",
-    "hf",
-    "trl",
-    "deepspeed",
-    "torchtitan",
-    "composer",
-):
-    LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"}
+def evaluation_slots(case: Case) -> list[str]:
+    """The batches of the loader for evaluation, as models are given them."""
+    return [digest({name: part for name, part in batch.items() if name != "valid"}) for batch in make_evaluation(case)]

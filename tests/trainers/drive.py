@@ -47,6 +47,7 @@ class Case:
     kill_at: int | None = None  # batches of this process
     resume: bool = False
     validate: bool = False
+    best: bool = False  # evaluates with each checkpoint, keeps the best one and loads it at the end
 
     @property
     def text(self) -> str:
@@ -59,6 +60,11 @@ class Case:
 
     def log_of(self, rank: int) -> Path:
         return Path(self.folder, f"{self.log}-{rank}.jsonl")
+
+    @property
+    def loaded(self) -> Path:
+        """The folder of the model that was loaded at the end, with `best`."""
+        return Path(self.folder, f"{self.log}-loaded")
 
 
 def rank() -> int:
@@ -356,13 +362,17 @@ def run_hf(case: Case) -> dict[str, Any]:
     }
     if ranks() > 1:
         settings["ddp_backend"] = "gloo"
-    if case.validate:
+    evaluates = case.validate or case.best
+    if evaluates:
         settings |= {"eval_strategy": "steps", "eval_steps": case.save_every, "load_best_model_at_end": True}
+    if case.best:
+        # the worst of the model that learns, the best of the one that cannot: an early one, to be remembered
+        settings |= {"metric_for_best_model": "loss", "greater_is_better": case.trainer == "hf"}
     return {
         "model": _hf_model(model),
         "settings": settings,
         "make_loader": partial(make_loader, case),
-        "make_evaluation": lambda: make_evaluation(case) if case.validate else None,
+        "make_evaluation": lambda: make_evaluation(case) if evaluates else None,
         "resume": case.resume,
     }
 
@@ -487,6 +497,8 @@ def run(case: Case) -> None:
     names = {"__name__": "page", **NAMES[case.trainer](case)}
     with contextlib.suppress(LastStep):
         exec(compile(block(case.trainer), f"docs/trainers/{case.trainer}.md", "exec"), names)
+    if case.best:
+        names["trainer"].save_model(str(case.loaded))
     for name in ("loader", "dataloader", "trainer"):  # the others end with the process
         if hasattr(names.get(name), "close"):
             names[name].close()

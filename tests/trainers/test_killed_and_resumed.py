@@ -24,4 +24,4 @@ def test_a_trainer_killed_with_two_workers_and_resumed_repeats_every_batch_and_l
     for trainer, kill_at in kills.items():
         straight, killed, resumed = logs(cases[trainer])
         assert (len(straight), len(killed)) == (12, kill_at), trainer
-        expect_resumed(straight, killed, resumed, saved_before(kill_at, 4))
+        expect_resumed([straight, killed, resumed], saved_before(kill_at, 4))

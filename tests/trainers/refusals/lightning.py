@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.lightning import SavableDataModule
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
+from tests.trainers.cases import check_slots, passes
 
-STEPS = 10
 SAVE_EVERY = 4
 
 
@@ -49,17 +50,26 @@ def make_loader(shards: Path, kind: str) -> sp.SavableLoader:
     return sp.SavableLoader(ToyPipeline(str(shards), kind), seed=7, lanes=LANES, num_workers=1)
 
 
-def fit(
-    folder: Path, run: str, strategy: str, kind: str, kill_at: int | None = None, resume: str | None = None
-) -> None:
+@dataclass(frozen=True)
+class Run:
+    """One run of the trainer, under a name, with the number of ranks that Lightning starts for it."""
+
+    name: str
+    strategy: str
+    ranks: int
+    steps: int
+    kill_at: int | None = None
+    resume: str | None = None
+
+
+def fit(folder: Path, kind: str, run: Run) -> None:
     torch.set_num_threads(1)
-    saver = ModelCheckpoint(folder / run, filename="{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1)
+    saver = ModelCheckpoint(folder / run.name, filename="{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    limits: dict[str, Any] = {"max_steps": STEPS, "devices": 2, "strategy": strategy, "accelerator": "cpu"}
+    ranks: dict[str, Any] = {"devices": run.ranks, "strategy": run.strategy, "accelerator": "cpu"}
     data = SavableDataModule(partial(make_loader, folder / "shards", kind))
-    checkpoint = resume and str(folder / resume)
-    Trainer(callbacks=[saver], **limits, **quiet).fit(
-        Module(folder / run, kill_at), datamodule=data, ckpt_path=checkpoint
+    Trainer(callbacks=[saver], max_steps=run.steps, **ranks, **quiet).fit(
+        Module(folder / run.name, run.kill_at), datamodule=data, ckpt_path=run.resume and folder / run.resume
     )
 
 
@@ -74,25 +84,66 @@ def run_in_a_process(*arguments: Any) -> int | None:
     return process.exitcode
 
 
-def lines(folder: Path, run: str) -> list[list[str]]:
-    return [(folder / f"{run}-{rank}").read_text().splitlines() for rank in range(2)]
+def killed_and_resumed(folder: Path, kind: str, strategy: str, before: int, after: int, steps: int) -> tuple[int, Any]:
+    """The step of the checkpoint it went on from, for `steps` more; and the lines of both runs by rank.
+
+    The killed run has trained beyond that checkpoint.
+    """
+    kill_at = random.choice([5, 6, 7, 9])
+    saved = kill_at // SAVE_EVERY * SAVE_EVERY
+    killed = Run("killed", strategy, before, 10, kill_at)
+    assert run_in_a_process(folder, kind, killed) == 1  # the parent says which rank was killed
+    resumed = Run("resumed", strategy, after, saved + steps, resume=f"killed/step={saved}.ckpt")
+    assert run_in_a_process(folder, kind, resumed) == 0
+    found = lines(folder, killed), lines(folder, resumed)
+    assert [*map(len, found[0])] == [kill_at] * before and [*map(len, found[1])] == [steps] * after
+    return saved, found
+
+
+def lines(folder: Path, run: Run) -> list[list[str]]:
+    """By rank, "BATCH LOSS" of each step."""
+    return [(folder / f"{run.name}-{rank}").read_text().splitlines() for rank in range(run.ranks)]
+
+
+def batches(seen: list[str]) -> list[str]:
+    return [line.split()[0] for line in seen]
+
+
+ranks_of_lightning = pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+with_and_without_length = pytest.mark.parametrize("kind", ["endless", "counted"])
 
 
 @pytest.mark.timeout(1000)  # four interpreters import Lightning for `ddp_spawn`
-@pytest.mark.parametrize("kind", ["endless", "counted"])
-@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+@with_and_without_length
+@ranks_of_lightning
 def test_ranks_that_lightning_starts_have_batches_of_their_own_and_go_on(
     tmp_path: Path, strategy: str, kind: str
 ) -> None:
     """However they were started, they do what forked ones do that were never killed."""
     write_training_shards(tmp_path / "shards")
-    kill_at = random.randint(5, STEPS - 1)
-    saved = kill_at // SAVE_EVERY * SAVE_EVERY
-    assert run_in_a_process(tmp_path, "straight", "ddp_fork", kind) == 0
-    assert run_in_a_process(tmp_path, "killed", strategy, kind, kill_at) == 1  # the parent says which rank was killed
-    assert run_in_a_process(tmp_path, "resumed", strategy, kind, None, f"killed/step={saved}.ckpt") == 0
-    straight, killed, resumed = [lines(tmp_path, run) for run in ("straight", "killed", "resumed")]
-    assert [len(rank) for rank in straight] == [STEPS, STEPS] and not set(straight[0]) & set(straight[1])
-    assert max(map(len, killed)) == kill_at
-    assert killed == [rank[: len(seen)] for rank, seen in zip(straight, killed, strict=True)]
-    assert resumed == [rank[saved:] for rank in straight]
+    never_killed = Run("straight", "ddp_fork", 2, 14)
+    assert run_in_a_process(tmp_path, kind, never_killed) == 0
+    straight = lines(tmp_path, never_killed)
+    saved, (killed, resumed) = killed_and_resumed(tmp_path, kind, strategy, 2, 2, 6)
+    assert not set(straight[0]) & set(straight[1])
+    assert killed == [rank[: len(killed[0])] for rank in straight]
+    assert resumed == [rank[saved : saved + 6] for rank in straight]
+
+
+@pytest.mark.timeout(1000)
+@with_and_without_length
+@ranks_of_lightning
+@pytest.mark.parametrize("before,after", [(2, 1), (1, 2)])
+def test_another_number_of_ranks_that_lightning_starts_goes_on_at_the_same_slot(
+    tmp_path: Path, strategy: str, kind: str, before: int, after: int
+) -> None:
+    """Through the end of an epoch where it has one, and with the weights that were saved."""
+    write_training_shards(tmp_path / "shards")
+    slots = passes("lightning", tmp_path, kind, 60)
+    saved, (killed, resumed) = killed_and_resumed(tmp_path, kind, strategy, before, after, 14)
+    for rank in range(before):
+        check_slots(batches(killed[rank]), slots, rank, before, 0)
+    for rank in range(after):
+        check_slots(batches(resumed[rank]), slots, rank, after, saved * before)
+    scored = {rank[saved] for rank in killed}
+    assert len(scored & {rank[0] for rank in resumed}) == 1  # one batch both trained on, with the same loss

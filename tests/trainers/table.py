@@ -1,0 +1,56 @@
+"""The table trainer × case: how each case is tried, and which a trainer leaves out."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.trainers.best import keeps_the_best
+from tests.trainers.cases import (
+    Plan,
+    dp_by_tp,
+    epochs_on_other_ranks,
+    last_batch,
+    one_rank,
+    other_ranks,
+    three_epochs,
+    two_ranks,
+)
+
+CASES: dict[str, Plan] = {
+    "kill, 0 workers": partial(one_rank, workers=0),
+    "kill, 2 workers": partial(one_rank, workers=2),
+    "accumulate 2": partial(one_rank, accumulate=2),
+    "2 ranks": two_ranks,
+    "dp 2 × tp 2": dp_by_tp,
+    "2 → 1 ranks": partial(other_ranks, before=2, after=1),
+    "1 → 2 ranks": partial(other_ranks, before=1, after=2),
+    "best of 2 ranks": partial(keeps_the_best, before=2, after=2),
+    "best, 2 → 1 ranks": partial(keeps_the_best, before=2, after=1),
+    "best, 1 → 2 ranks": partial(keeps_the_best, before=1, after=2),
+    "last batch, length": partial(last_batch, kind="counted"),
+    "last batch, no length": partial(last_batch, kind="packed"),
+    "3 epochs, length": partial(three_epochs, kind="counted"),
+    "3 epochs, no length": partial(three_epochs, kind="packed"),
+    "3 epochs, 2 → 1 ranks": partial(epochs_on_other_ranks, before=2, after=1),
+    "3 epochs, 1 → 2 ranks": partial(epochs_on_other_ranks, before=1, after=2),
+    "validation": partial(three_epochs, kind="counted", validate=True),
+}
+_OWN_LOOP = {"accumulate 2", "validation"}  # the page's loop has neither
+_ONE_PASS = {case for case in CASES if case.startswith(("last batch", "3 epochs"))}
+LEFT_OUT = {
+    "torch": _OWN_LOOP,
+    "fsdp2": _OWN_LOOP,
+    "fabric": _OWN_LOOP,
+    "accelerate": {"validation"},
+    "deepspeed": {"validation"},
+} | {
+    "torchtitan": _OWN_LOOP | _ONE_PASS,
+    "composer": {"accumulate 2"},  # it cuts a batch into micro-batches, and takes no two for a step
+    "megatron": _OWN_LOOP | _ONE_PASS,
+}
+_BEST = {case for case in CASES if case.startswith("best")}  # an option of Hugging Face's
+for _trainer in ("hf", "trl"):
+    LEFT_OUT[_trainer] = {"dp 2 × tp 2"}
+for _trainer in ("torch", "fsdp2", "accelerate", "fabric", "lightning", "deepspeed", "torchtitan", "composer"):
+    LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"} | _BEST
+LEFT_OUT["megatron"] |= _BEST
