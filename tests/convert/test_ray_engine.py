@@ -193,7 +193,7 @@ def test_no_cluster_is_a_line_that_says_how_to_begin_one(monkeypatch: pytest.Mon
         RayEngine()
 
 
-def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_is_killed(
+def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_and_a_node_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
@@ -203,8 +203,9 @@ def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_is_kille
     }
     for kind, source in sources.items():
         converted(source, tmp_path / "local" / kind)
-    python, killed = [sys.executable, "-m", "savable_pipeline.cli.main"], False
-    with bucket_of(tmp_path / "data", monkeypatch), ray_cluster(1, monkeypatch) as cluster:  # it knows the bucket
+    python, killed = [sys.executable, "-m", "savable_pipeline.cli.main"], set[str]()
+    with bucket_of(tmp_path / "data", monkeypatch), ray_cluster(2, monkeypatch) as cluster:  # it knows the bucket
+        kept, lost = cluster.nodes
         index_remote("s3://data/some/where/tars/")
         local = {path.name: path.read_bytes() for path in (tmp_path / "cache").rglob("index")}
         shutil.rmtree(tmp_path / "cache")
@@ -218,13 +219,16 @@ def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_is_kille
             command += ["--shard-samples", "4", "--split", "a=0.5", "--split", "b=0.5"]
             command += ["--reshard"] if kind == "tars" else []
             driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-            while not killed and driver.poll() is None:
-                if pid := writer(cluster.nodes[0], tmp_path / "far" / kind):
+            while len(killed) < 2 and driver.poll() is None:
+                if "process" not in killed and (pid := writer(kept, tmp_path / "far" / kind)):
                     os.kill(pid, signal.SIGKILL)
-                    killed = True
+                    killed.add("process")
+                if "node" not in killed and is_writing(lost, tmp_path / "far" / kind):
+                    cluster.kill(lost)
+                    killed.add("node")
             assert driver.wait(240) == 0, driver.stderr and driver.stderr.read()
             assert shards_in(tmp_path / "far" / kind) == shards_in(tmp_path / "local" / kind), kind
-    assert killed, "no process was killed while it wrote"
+    assert killed == {"process", "node"}, "killed while they wrote"
 
 
 def test_nodes_write_to_a_bucket_though_the_driver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
