@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import shutil
@@ -96,9 +97,15 @@ def seconds_of(source: Path, target: Path, workers: int) -> float:
     return time.monotonic() - begun
 
 
+def work_in_fork(source: Path, target: Path, workers: int) -> None:
+    """`work`, in a fork of a process whose fork server, if it has begun one, is not that of the fork."""
+    vars(multiprocessing.forkserver._forkserver).update(_forkserver_pid=None)
+    work(source, target, workers)
+
+
 def killed_after(seconds: float, source: Path, target: Path, workers: int) -> bool:
     """Convert in a process that is killed after this time; tells whether it was."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=(source, target, workers))
+    process = multiprocessing.get_context("fork").Process(target=work_in_fork, args=(source, target, workers))
     process.start()
     process.join(seconds)
     process.kill()
