@@ -174,7 +174,7 @@ def place_of_objects(root: str, stats: dict[str, tuple[int, str]], dataset: str,
     """The place in the cache of objects of any kind with these sizes and stamps; `dataset` names its folder there."""
     cache = cache_folder(None)
     folder = cache / hashlib.sha256(dataset.encode()).hexdigest()[:32]
-    sizes = np.array([size for size, _ in stats.values()])
+    sizes = np.array([size for size, _ in stats.values()], np.int64)
     found = RemoteShards(root, [*stats], sizes, [stamp for _, stamp in stats.values()])
     with locked_folder(folder):
         version = version_now(found, folder, ("", ""), downloader)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ from tests.support.kills import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill
 from tests.support.toy_remote_stores import KINDS, WRITERS
-from tests.support.toy_server import ToyServer, serving, use_as_s3
+from tests.support.toy_server import ToyServer, serving_a_machine
 
 
 @pytest.fixture
@@ -34,15 +32,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServe
     for kind, write in WRITERS.items():
         (tmp_path / "www" / kind).mkdir()
         write(tmp_path / "www" / kind)
-    (tmp_path / "node").mkdir()
-    get_temp_dir()  # of multiprocessing: for its sockets the path below would be too long
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
-    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
-    monkeypatch.setenv("SAVABLE_RETRY_S", "5")
-    with serving(tmp_path / "www") as server:
-        use_as_s3(server, monkeypatch)
+    with serving_a_machine(tmp_path, monkeypatch) as server:
         yield server
-    close_scratch()
 
 
 @pytest.fixture

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import pytest
+
+from savable_pipeline.remote.scratch import close_scratch
 
 Fault = Callable[[str, int], str | None]  # of a path and the number of the request → what goes wrong with it
 SLOW_S = 1.0
@@ -41,7 +45,7 @@ class ToyServer(ThreadingHTTPServer):
         self.link_bytes = 0  # that the limited link has carried
         self._link_free_at = 0.0
         self.changes = True  # whether objects come and go: if not, a bucket is looked at once
-        self._rows: tuple[str, list[tuple[str, int]]] = "", []  # of the listing in progress
+        self._listed: dict[tuple[str, str], list[tuple[str, int]]] = {}  # by bucket and prefix, when last begun
         self.lock = threading.Lock()
 
     @property
@@ -54,13 +58,13 @@ class ToyServer(ThreadingHTTPServer):
 
     def page(self, bucket: str, prefix: str, first: int) -> tuple[list[tuple[str, int]], bool]:
         """Names and sizes of the objects from the number `first` on, and whether there are more behind them."""
-        root = self.folder / bucket
-        if not first and (self.changes or self._rows[0] != bucket + prefix):
+        rows = self._listed.get((bucket, prefix))
+        if rows is None or (self.changes and not first):
+            root = self.folder / bucket
             found = [file for file in sorted(root.rglob("*")) if file.is_file()]
             keys = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in found]
-            self._rows = bucket + prefix, [(key, size) for key, size in keys if key.startswith(prefix)]
-        listed, rows = self._rows
-        assert listed == bucket + prefix, "two listings at once: this server pages one"
+            rows = [(key, size) for key, size in keys if key.startswith(prefix)]
+            self._listed[bucket, prefix] = rows
         return rows[first : first + PAGE], first + PAGE < len(rows)
 
     def wait_for_link(self, size: int) -> None:
@@ -191,6 +195,22 @@ def serving(folder: Path, port: int = 0) -> Iterator[ToyServer]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def serving_a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    """A server of `www` in this folder, which `s3://` means too; what passes through this machine lies in `node`."""
+    (folder / "www").mkdir(exist_ok=True)
+    (folder / "node").mkdir()
+    get_temp_dir()  # of multiprocessing: for its sockets the path below would be too long
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "node"))
+    monkeypatch.setenv("SAVABLE_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
+    monkeypatch.setenv("SAVABLE_RETRY_S", "5")
+    with serving(folder / "www") as server:
+        use_as_s3(server, monkeypatch)
+        yield server
+    close_scratch()
 
 
 def s3_settings(server: ToyServer) -> dict[str, str]:
