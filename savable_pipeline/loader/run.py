@@ -126,7 +126,10 @@ class Run:
         return -(-end // self.ranks.world_size) if self.settings.pad else end // self.ranks.world_size
 
     def given_of_epoch(self) -> int | None:
-        """How many batches of `length` are not left of the epoch here, whatever ranks began it; None where it is."""
+        """How many of an epoch's `length` batches lie before this place, whatever ranks began it.
+
+        None without a length, and in an epoch that was begun with other settings, which cannot be counted.
+        """
         length, at, slots = self.length(), self.position, self.settings.epoch_slots
         if length is None or at.changed:
             return None
