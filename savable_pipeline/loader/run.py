@@ -179,20 +179,29 @@ class Run:
             raise StopIteration
         if not self._is_settled:
             return self._led(self.taking())
-        self._claim()
         try:
+            self._claim()
             started = time.perf_counter()
-            return self._hand_out(*self._advance("batch", 1), started)
-        finally:
-            self._thread.clear()
+            delivery, after = self._advance("batch", 1)
+            batch = self._prepare(delivery, after, started)
+        except BaseException:
+            self._release()
+            raise
+        # from here to the trainer nothing is called: Python delivers signals at calls, so that none comes between
+        del self._thread["id"]
+        self.position = after
+        return batch
 
     def taking(self) -> Voting[Any]:
         """Take the next batch."""
         started = time.perf_counter()
         delivery, after = yield from self._step("batch", 1)
-        return self._hand_out(delivery, after, started)
+        batch = self._prepare(delivery, after, started)
+        self.position = after  # last, as in `__next__`: a step that fails or is interrupted before has given nothing
+        return batch
 
-    def _hand_out(self, delivery: Delivery, after: Position, started: float) -> Any:
+    def _prepare(self, delivery: Delivery, after: Position, started: float) -> Any:
+        """The batch as the trainer gets it, which then stands at `after`: noted, and the next ones requested."""
         batch = delivery.batch
         if self.settings.ids or self._ledger is not None:
             delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
@@ -205,7 +214,6 @@ class Run:
         if self._ledger is not None:
             self._ledger.given(self.position, delivery, self.local.last_stage, self._packed_fingerprint)
         self.stats.add(time.perf_counter() - started, delivery)
-        self.position = after  # last: a step that fails or is interrupted before has given nothing
         return batch
 
     @cached_property
@@ -242,16 +250,18 @@ class Run:
 
     def _led(self, voting: Voting[T]) -> T:
         """What `voting` returns, with the votes of all ranks. Raises `SavableError` if another thread is in a step."""
-        self._claim()
         try:
+            self._claim()
             vote = next(voting)
             while True:
                 vote = voting.send(self._agree(vote))
         except StopIteration as returned:
             result: T = returned.value
+            del self._thread["id"]  # no call, as in `__next__`
             return result
-        finally:
-            self._thread.clear()
+        except BaseException:
+            self._release()
+            raise
 
     def _claim(self) -> None:
         """Note this thread as the one that moves the run. Raises `SavableError` if another one does."""
@@ -261,6 +271,11 @@ class Run:
                 "two threads use one loader at a time: take batches, skip and load in one thread, or under a lock; "
                 "state_dict() may be called from any"
             )
+
+    def _release(self) -> None:
+        """Let other threads move the run, if this one may."""
+        if self._thread.get("id") == get_ident():
+            self._thread.clear()
 
     def _step(self, want: RequestKind, slots: int) -> Voting[tuple[Delivery, Position]]:
         """This rank's batch of the next step, and the position after it; the next `slots` are wanted alike.
@@ -392,14 +407,14 @@ class Run:
 
     def return_to(self, position: Position) -> None:
         """Stand at a position where this run was: what was given or passed over since then comes again."""
-        self._claim()
         try:
+            self._claim()
             self.prefetcher.restart()
             if self._ledger is not None:
                 self._ledger.begin_anew()
             self.position = position
         finally:
-            self._thread.clear()
+            self._release()
 
     def take_back(self, before: Position) -> None:
         """Return to `before` if a batch has been handed out since, which its taker has not got."""
@@ -409,11 +424,11 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Iterable[str] = ()) -> None:
         """See `SavableLoader.load_state_dict`."""
-        self._claim()
         try:
+            self._claim()
             self._load(state, allow)
         finally:
-            self._thread.clear()
+            self._release()
 
     def _load(self, state: Mapping[str, Any], allow: Iterable[str]) -> None:
         check_flat(state)

@@ -111,7 +111,7 @@ class SavableLoader:
 
     def __next__(self) -> Any:
         try:
-            return next(self._run)
+            return self._run.__next__()  # `next` would be a call that Python may deliver a signal behind: see there
         except (EncodeError, WorkerError) as error:
             raise error.with_traceback(None)  # noqa: B904  # the same error; how it came here helps no one
 
