@@ -44,7 +44,7 @@ class SignalAt:
             self.left -= 1
             if not self.left:
                 sys.settrace(None)  # the next call of this function would deliver it too
-                -self.signal
+                self.sent = -self.signal
         return self
 
 
