@@ -1,0 +1,144 @@
+"""How simple the library is, in numbers: its size, its floors, and the walk of a call through its files.
+
+    python tools/house/measure.py
+
+Code lines are those with a token of code: no docstrings, comments or blank lines. A walk is a call from outside, such
+as `sp.open_dataset(shards)[0]["json"]`: it enters each file of which a function runs, and climbs where a function of a
+lower floor calls one of a higher. Floors are those of the contracts in `pyproject.toml`, the lowest last.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import sys
+import tarfile
+import tempfile
+import tokenize
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import savable_pipeline as sp
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("savable_pipeline", "task_encoders")
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(source: str) -> int:
+    """The lines of a module that hold code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def floors() -> list[str]:
+    """Each row of the layers contracts as a prefix of modules ("a|b" for several), the lowest first; inner ones too."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = {each["containers"][0]: each["layers"] for each in contracts if each["type"] == "layers"}
+
+    def rows(container: str) -> list[str]:
+        found: list[str] = []
+        for layer in reversed(layers[container]):
+            names = [f"{container}.{name.strip()}" for name in layer.split("|")]
+            inner = [row for name in names if name in layers for row in rows(name)]
+            found += ["|".join(names), *inner]
+        return found
+
+    return rows("savable_pipeline")
+
+
+class Walk:
+    """Which files of the library a call enters, and how often it climbs."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, None] = {}  # in the order in which they were entered
+        self.climbs: dict[tuple[str, str], None] = {}
+        self._floors = [row.split("|") for row in floors()]
+
+    def of(self, call: Callable[[], Any]) -> Walk:
+        """Take the walk of this call."""
+        sys.setprofile(self._profile)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return self
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or frame.f_code.co_name in ("<module>", "<listcomp>", "<genexpr>", "<lambda>"):
+            return
+        entered = _module(frame)
+        if not entered.startswith("savable_pipeline."):
+            return
+        self.files[entered] = None
+        caller = _module(frame.f_back)
+        if caller.startswith("savable_pipeline.") and self._floor(caller) < self._floor(entered):
+            self.climbs[caller, entered] = None
+
+    def _floor(self, module: str) -> int:
+        found = [
+            i for i, names in enumerate(self._floors) if any(f"{module}.".startswith(f"{name}.") for name in names)
+        ]
+        return max(found, default=len(self._floors))
+
+
+def _lies_in(module: str, names: list[str]) -> bool:
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+def _module(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def _tar(folder: Path) -> Path:
+    """A folder with one shard of one sample."""
+    data = json.dumps({"id": 0}).encode()
+    with tarfile.open(folder / "shard.tar", "w") as tar:
+        member = tarfile.TarInfo("s000.json")
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))
+    return folder
+
+
+def _parquet(folder: Path) -> Path:
+    """A folder with one Parquet file of one row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"json": ['{"id": 0}']}), folder / "part.parquet")
+    return folder
+
+
+def main() -> None:
+    """Print the numbers."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    sources = [path.read_text() for path in files]
+    print(f"{sum(map(code_lines, sources)):,} code lines of {sum(text.count(chr(10)) for text in sources):,}")
+    print(f"{len(files)} files, {len(floors())} rows of floors, {sum(text.count('noqa: SLF') for text in sources)} SLF")
+    for kind, make in {"a tar": _tar, "Parquet": _parquet}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            _show_walk(kind, str(make(Path(folder))))
+
+
+def _show_walk(kind: str, path: str) -> None:
+    sp.open_dataset(path)[0]["json"]  # what is imported and indexed once is no part of the walk
+    walk = Walk().of(lambda: sp.open_dataset(path)[0]["json"])
+    print(f'sp.open_dataset(p)[0]["json"] of {kind}: {len(walk.files)} files, {len(walk.climbs)} climbs')
+    for module in walk.files:
+        print(f"    {module}")
+    for caller, entered in walk.climbs:
+        print(f"    climbs from {caller} to {entered}")
+
+
+if __name__ == "__main__":
+    main()
