@@ -14,6 +14,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from savable_pipeline.errors import SavableError
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,7 +114,10 @@ class Ranks:
         return self.group
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order, on each rank. Collective. Raises ValueError without a group."""
+        """The values of all ranks, in their order, on each rank. Collective.
+
+        Raises ValueError without a group, `SavableError` if another rank does not take part.
+        """
         if self.world_size == 1:
             return [value]
         group = self._find_group()
@@ -121,7 +126,14 @@ class Ranks:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=group)
+        try:
+            dist.all_gather_object(gathered, value, group=group)
+        except RuntimeError as error:
+            raise SavableError(
+                f"rank {self.rank} could not gather the states of all {self.world_size} ranks, of which one has ended, "
+                "or does something else: the state of all ranks is collective, so ask for it on every rank (not on "
+                f"rank 0 alone) and write it on one. torch.distributed says: {error}"
+            ) from error
         return gathered
 
 

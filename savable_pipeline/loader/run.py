@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from msgspec.structs import replace
 
@@ -22,6 +24,7 @@ from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_un
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.loader.local_lanes import LocalLanes
+from savable_pipeline.loader.own_process import OwnProcess
 from savable_pipeline.loader.pin_memory import pinned
 from savable_pipeline.loader.position import MAX_LAG, Given, Position
 from savable_pipeline.loader.prefetcher import Prefetcher
@@ -76,7 +79,9 @@ class Run:
         self._asks_ranks = agree is None
         self._agree = agree or partial(self.ranks.agree, smallest=not settings.pad)
         self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
+        self._process = OwnProcess(ranked=settings.rank is not None)
         self._ranks_checked = False
+        _runs.add(self)
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
         self._thread: dict[str, int] = {}  # that moves the run now, its "id"
         self.begin_epoch(0)
@@ -298,7 +303,9 @@ class Run:
         return delivery, after
 
     def _check_ranks(self) -> None:
-        """Raise ValueError for ranks that were others, `CheckpointMismatchError` for ranks that read other shards."""
+        """Raise ValueError for ranks that were others, `CheckpointMismatchError` for ranks that read other shards, and
+        `SavableError` in a process that must not iterate."""
+        self._process.check()
         self.ranks.check_world()
         if self._asks_ranks and self.ranks.can_talk:
             check_same_data(self.ranks, self._fingerprint)
@@ -491,6 +498,18 @@ class Run:
                 "was made, loaded, or began the epoch"
             )
         return history[-1 - lag]
+
+
+_runs: WeakSet[Run] = WeakSet()
+
+
+def _check_again() -> None:
+    """A forked process checks before its first batch, as if none had been given: nothing is asked at each batch."""
+    for run in _runs:
+        run._ranks_checked = False  # noqa: SLF001  # of this file's own class
+
+
+os.register_at_fork(after_in_child=_check_again)
 
 
 def _moved(position: Position, want: RequestKind, delivery: Delivery) -> Position:

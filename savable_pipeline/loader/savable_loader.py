@@ -6,14 +6,13 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.loader.run import Run
 from savable_pipeline.loader.settings import LoaderSettings
 from savable_pipeline.loader.trace import Trace
-from savable_pipeline.loader.trainer_calls import refuse_trainer
+from savable_pipeline.loader.trainer_calls import module_of, refuse_trainer, warn_unsaved
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
 if TYPE_CHECKING:
@@ -106,6 +105,7 @@ class SavableLoader:
     # Iterating.
 
     def __iter__(self) -> SavableLoader:
+        warn_unsaved(module_of(sys._getframe(1)), self._run)  # noqa: SLF001  # Python's own name for it
         iter(self._run)
         return self
 
@@ -137,6 +137,14 @@ class SavableLoader:
 
     def __bool__(self) -> bool:
         return True  # whether its length is known or not
+
+    @property
+    def dataset(self) -> NoReturn:
+        """Raises AttributeError: what looks for a dataset means to skip the batches of a run that is resumed."""
+        raise AttributeError(
+            "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where "
+            "to go on. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
+        )
 
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots of all ranks together, as after a spike of the loss. Call it on each rank.
@@ -171,7 +179,7 @@ class SavableLoader:
         fetches ahead: `savable_pipeline.trainers` has what it takes.
         """
         caller = sys._getframe(1)  # noqa: SLF001  # Python's own name for it
-        refuse_trainer(_module(caller), _module(caller.f_back), self._run.ranks.world_size)
+        refuse_trainer(module_of(caller), module_of(caller.f_back), self._run.ranks.world_size)
         return self._run.state_dict(lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
@@ -231,11 +239,6 @@ class SavableLoader:
         if settings.epoch_slots is not None:
             place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
         return f"SavableLoader({shown}): {rank}, {place}\n{data_path(self._run.local.last_stage)}"
-
-
-def _module(frame: FrameType | None) -> str:
-    """The name of the module whose code runs in this frame."""
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def run_of(loader: SavableLoader) -> Run:

@@ -1,11 +1,20 @@
-"""Refuses to give a bare loader's state to trainers that keep rank 0's only, or that fetch ahead of it.
+"""What trainers do wrong with a bare loader, as far as it shows in who calls it.
 
-Their checkpoints would look whole, and be found to lack lanes, or to be a batch late, when they are needed.
+Those that keep rank 0's state only, or that fetch ahead of it, are refused the state: their checkpoints would look
+whole, and be found to lack lanes, or to be a batch late, when they are needed. Those that save no state at all are
+named in a warning when they begin: with a callback of the user's that saves it, all is well.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from types import FrameType
+
 from savable_pipeline.errors import SavableError
+from savable_pipeline.loader.run import Run
+
+log = logging.getLogger(__name__)
 
 _KEEPS_ONE = "keeps the state of rank 0 only, and the other lanes would be missing at the resume"
 _CURES = {  # by the module that asks: whether one rank is refused too, what is wrong, and the cure
@@ -39,3 +48,37 @@ def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
 
 def _refusal(why: str, cure: str) -> SavableError:
     return SavableError(f"{why}: give it what {cure} makes, in the place of the loader")
+
+
+def warn_unsaved(caller: str, run: Run) -> None:
+    """Warn if the module `caller`, which begins to iterate over a fresh loader, is of a trainer that saves none.
+
+    A loader for evaluation needs no state, and one that has been loaded is saved by somebody.
+    """
+    at = run.position
+    if at.loaded or at.epoch or at.slot or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
+        return
+    if caller.startswith("transformers."):
+        _warn(
+            "Hugging Face's Trainer iterates over",
+            "Give it to savable_pipeline.trainers.hf.SavableTrainer(train_loader=…), which saves it",
+        )
+    elif (state := sys.modules.get("accelerate.state")) and state.is_initialized():
+        _warn(
+            "there is an Accelerator, whose save_state knows nothing of loaders, and beside it a loop iterates over",
+            "Iterate over what savable_pipeline.trainers.accelerate.prepare(accelerator, loader) gives",
+        )
+
+
+def _warn(what: str, cure: str) -> None:
+    log.warning(
+        "%s a bare SavableLoader, of which no checkpoint holds the state: a run that is resumed would begin at slot 0 "
+        "again, without a word. %s; if you save and load its state yourself, all is well",
+        what,
+        cure,
+    )
+
+
+def module_of(frame: FrameType | None) -> str:
+    """The name of the module whose code runs in this frame."""
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

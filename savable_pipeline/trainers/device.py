@@ -9,6 +9,7 @@ it was given last, which is kept beside the batches.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from savable_pipeline.core.containers import with_parts_changed
 from savable_pipeline.loader.position import Position
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.loader.trace import Trace
+from savable_pipeline.loader.trainer_calls import module_of, warn_unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,7 @@ class OnDevice:
         return self._run.epoch_at(self._place.given)
 
     def __iter__(self) -> OnDevice:
+        warn_unsaved(module_of(sys._getframe(1)), self._run)  # noqa: SLF001  # Python's own name for it
         if settings_of(self.loader).on_iter == "restart":  # the first pass after a load goes on
             self._place = _Place(self._place.given)
         if not self._place.held:
@@ -108,6 +111,11 @@ class OnDevice:
 
     def __bool__(self) -> bool:
         return True
+
+    @property
+    def dataset(self) -> Any:
+        """Raises AttributeError, as that of the loader."""
+        return self.loader.dataset
 
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots after the batch given last, as `SavableLoader.skip`."""

@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_callback import ExportableState
 
-from savable_pipeline.core.files import replace_file
-from savable_pipeline.errors import StateError
 from savable_pipeline.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.evaluation import check_restarts
-from savable_pipeline.trainers.forms import from_json, to_json
+from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
 from savable_pipeline.trainers.whole import Whole
-
-_FILE = "savable_loader.json"
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +42,11 @@ class SavableData:
             kwargs.setdefault("eval_dataset", eval_loader)
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, eval_loader)
+        if eval_loader is not None and not (self.label_names or self.can_return_loss):  # type: ignore[attr-defined]
+            log.warning(
+                'evaluations will have no eval_loss: the model\'s forward names no argument with "label" in it, so '
+                "say in TrainingArguments(label_names=[…]) which fields of a batch are labels"
+            )
         self._batches: Whole | None = None
         if train_loader is not None:
             counter = _Counter()
@@ -60,26 +61,41 @@ class SavableData:
         """The loader to evaluate on: `eval_dataset`, or that under this name, or the one that was given."""
         found = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         found = self.eval_dataset if found is None else found
-        return found if isinstance(found, SavableLoader) else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return _evaluated(found) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The loader that `predict` was given."""
+        return _evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the state of the data, then the model: a checkpoint with a model in it has both."""
         if _internal_call and output_dir is not None and self._batches is not None:
-            state = self._batches.state_dict()
+            try:
+                state = self._batches.state_dict()
+            except BaseException:
+                if self.args.should_save:
+                    take_away(Path(output_dir))
+                raise
             if self.args.should_save:
-                Path(output_dir).mkdir(parents=True, exist_ok=True)
-                replace_file(Path(output_dir, _FILE), [json.dumps(to_json(state)).encode()], sync=True)
+                begin(Path(output_dir), state)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint on if one is named. Raises `StateError` if it lacks the state of the data."""
-        found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        """Train, from a checkpoint on if one is named; True means the newest that is whole.
+
+        Raises `StateError` for a checkpoint that is not whole, or lacks the state of the data.
+        """
+        found = resume_from_checkpoint
         max_steps = self.args.max_steps
         if found and self._batches is not None:
-            self._batches.load_state_dict(_read(Path(found, _FILE)))
-            self.args.max_steps = _last_step(self.args, self._batches, Path(found, "trainer_state.json"))
+            folder = newest_whole(Path(self.args.output_dir)) if found is True else Path(found)
+            if folder is not None:
+                self._batches.load_state_dict(read_state(folder))
+                self.args.max_steps = _last_step(self.args, self._batches, folder / "trainer_state.json")
+                _warn_of_forgotten(self.args, self.callback_handler.callbacks)  # type: ignore[attr-defined]
+                found = str(folder)
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().train(found, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.max_steps = max_steps
 
@@ -125,6 +141,23 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
     check_restarts(eval_loader)
 
 
+def _evaluated(given: Any) -> SavableLoader | None:
+    """A loader to evaluate on, if it is one of ours. Raises ValueError for one that goes on where it was broken off."""
+    check_restarts(given)
+    return given if isinstance(given, SavableLoader) else None
+
+
+def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
+    """Name the callbacks whose counts a checkpoint holds, and the trainer does not restore unless it is told to."""
+    names = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
+    if names and not args.restore_callback_states_from_checkpoint:
+        log.warning(
+            "the resumed run may end at another step: %s begins anew (EarlyStoppingCallback forgets its patience) "
+            "unless TrainingArguments has restore_callback_states_from_checkpoint=True",
+            ", ".join(names),
+        )
+
+
 def _check_accumulation(args: Any, batches: Whole) -> None:
     """Raise ValueError where an epoch's last gradients would be carried into the next one, but only after a resume."""
     steps = args.gradient_accumulation_steps
@@ -164,15 +197,3 @@ def _last_step(args: Any, batches: Whole, trainer_state: Path) -> int:
             in_all,
         )
     return last
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return from_json(json.loads(file.read_bytes()))
-    except FileNotFoundError as error:
-        raise StateError(
-            f"{file} is not there: the checkpoint was saved without SavableTrainer; resume from another, or load a "
-            "state that you saved yourself into the loader and pass the trainer no checkpoint"
-        ) from error
-    except ValueError as error:
-        raise StateError(f"{file}: no JSON ({error}); resume from another checkpoint") from error

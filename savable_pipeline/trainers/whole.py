@@ -59,7 +59,9 @@ class Whole:
         place: Callable[[Any], Any] | None = None,
     ) -> None:
         if not isinstance(loader, SavableLoader):
-            raise TypeError(f"Whole takes a SavableLoader, not {type(loader).__name__}")
+            raise TypeError(
+                f"Whole takes a SavableLoader, not {type(loader).__name__}: it, or the trainer, moves batches itself"
+            )
         self._loader = loader
         self._run = run_of(loader)
         self._ahead = Ahead(trained, most_ahead)
@@ -172,11 +174,8 @@ class Whole:
 
     @property
     def dataset(self) -> Any:
-        """Raises AttributeError: what looks for a dataset means to skip the batches of a run that is resumed."""
-        raise AttributeError(
-            "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where "
-            "to go on. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
-        )
+        """Raises AttributeError, as that of the loader."""
+        return self._loader.dataset
 
     def skip(self, slots: int) -> None:
         """As `SavableLoader.skip`, of slots behind the batches that the trainer has fetched. Call it on each rank.

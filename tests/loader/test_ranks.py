@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -229,3 +231,29 @@ def test_an_endless_run_needs_no_one_to_agree_with(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     assert "WORLD_SIZE" not in os.environ
     assert len(take(sp.SavableLoader(pipeline, seed=3, lanes=12, rank=1, world_size=2), 30)) == 30
+
+
+ALONE = """
+import os, sys
+import torch.distributed as dist
+import savable_pipeline as sp
+
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+loader = sp.SavableLoader(lambda lane: sp.Batcher(sp.TarShardReader(sys.argv[1], lane), size=4), seed=3, lanes=4)
+loader.global_state_dict()  # on both
+if rank == 0:
+    try:
+        loader.global_state_dict()
+    except sp.SavableError as error:
+        print(error)
+os._exit(0) if rank else os.wait()
+"""
+
+
+def test_a_state_of_all_ranks_that_only_rank_0_asks_for_says_that_each_must(make_shards: Any) -> None:
+    folder = make_shards([40])
+    run = subprocess.run([sys.executable, "-c", ALONE, str(folder)], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    assert "rank 0 could not gather the states of all 2 ranks" in run.stdout
+    assert "ask for it on every rank (not on rank 0 alone)" in run.stdout

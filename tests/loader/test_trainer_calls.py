@@ -1,15 +1,20 @@
-"""A bare loader refuses trainers that keep rank 0's state only, or are a batch ahead; and to be copied."""
+"""A bare loader refuses trainers that keep rank 0's state only, or are a batch ahead; names those that save none of it;
+and refuses to be copied."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.trainers.device import OnDevice
+from savable_pipeline.trainers.whole import Whole
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -67,3 +72,56 @@ def test_a_state_that_is_whole_is_given(make: Any, module: str) -> None:
 def test_a_loader_is_not_copied_and_says_what_to_do(make: Any, copied: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: .*give a function that makes it"):
         copied(make())
+
+
+# Trainers that save nothing of it.
+
+
+def warned(loader: Any, caller: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is logged when that module begins to iterate."""
+    caplog.clear()
+    asked_by(caller, loader, "__iter__")
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if one had been made."""
+    state: Any = ModuleType("accelerate.state")
+    state.is_initialized = lambda: True
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+
+
+BARE = [lambda loader: loader, lambda loader: OnDevice(loader, "cpu")]
+
+
+@pytest.mark.parametrize("wrap", BARE)
+def test_hugging_faces_trainer_that_begins_a_bare_loader_is_told_that_nothing_saves_it(
+    make: Any, wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (found,) = warned(wrap(make()), "transformers.trainer", caplog)
+    assert "Hugging Face's Trainer iterates over a bare SavableLoader" in found and "SavableTrainer" in found
+    assert warned(wrap(make()), "__main__", caplog) == []
+
+
+@pytest.mark.parametrize("wrap", BARE)
+@pytest.mark.usefixtures("accelerator")
+def test_a_loop_beside_an_accelerator_is_told_that_nothing_saves_a_bare_loader(
+    make: Any, wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (found,) = warned(wrap(make()), "__main__", caplog)
+    assert "whose save_state knows nothing of loaders" in found and "prepare(accelerator, loader)" in found
+
+
+@pytest.mark.parametrize("caller", ["transformers.trainer", "__main__"])
+@pytest.mark.usefixtures("accelerator")
+def test_what_is_loaded_whole_or_evaluated_and_what_goes_on_is_begun_without_a_word(
+    make: Any, caller: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = make()
+    next(begun)
+    loaded = make()
+    loaded.load_state_dict(begun.state_dict())
+    for loader in (begun, loaded, Whole(make()), make(on_iter="restart")):
+        assert warned(loader, caller, caplog) == []
+    assert next(iter(Whole(make()))) is not None and not caplog.records

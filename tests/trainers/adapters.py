@@ -20,6 +20,7 @@ import savable_pipeline as sp
 from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import fabric as with_fabric
 from savable_pipeline.trainers import hf, lightning
+from savable_pipeline.trainers.device import OnDevice
 from tests.project.test_docstrings import examples, run_example
 from tests.support.example_shards import write_example_shards
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
@@ -191,8 +192,9 @@ def test_accelerate_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_
 
 def test_accelerate_skips_nothing(make: Any) -> None:
     batches = with_accelerate.prepare(accelerate.Accelerator(cpu=True), make())
-    with pytest.raises(AttributeError, match="needs no skip_first_batches"):
-        accelerate.skip_first_batches(batches, 3)
+    for loader in (batches, make(), OnDevice(make(), "cpu")):
+        with pytest.raises(AttributeError, match="needs no skip_first_batches"):
+            accelerate.skip_first_batches(loader, 3)
 
 
 def test_fabric_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_path: Path) -> None:

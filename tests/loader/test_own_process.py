@@ -1,0 +1,133 @@
+"""A loader gives its batches in the process that made it: copies in other processes would give each batch again."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers.device import OnDevice
+from savable_pipeline.trainers.whole import Whole
+from tests.support.streams import take
+from tests.support.toy_pipelines import toy_pipeline
+
+LANES = 4
+
+
+@pytest.fixture
+def make(make_shards: Any) -> Any:
+    return partial(sp.SavableLoader, partial(toy_pipeline, str(make_shards([40]))), seed=3, lanes=LANES)
+
+
+class FromLoader(IterableDataset[Any]):
+    """Five hashes of batches, of what `give` gives in the process that iterates."""
+
+    def __init__(self, give: Callable[[], Any]) -> None:
+        super().__init__()
+        self.give = give
+
+    def __iter__(self) -> Iterator[str]:
+        batches = iter(self.give())
+        return (digest(next(batches)) for _ in range(5))
+
+
+def through_workers(give: Callable[[], Any], workers: int = 2) -> list[str]:
+    context = "fork" if workers else None
+    batches = iter(DataLoader(FromLoader(give), batch_size=None, num_workers=workers, multiprocessing_context=context))
+    try:
+        return list(batches)
+    finally:
+        if workers:
+            batches._shutdown_workers()  # type: ignore[attr-defined]  # none is left for the next test to inherit
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loader_that_a_worker_of_torch_makes_for_itself_is_refused(make: Any, workers: int) -> None:
+    with pytest.raises(sp.SavableError, match=f"was made in worker 0 of the {workers} of torch's DataLoader"):
+        through_workers(make, workers)
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, Whole, lambda loader: OnDevice(loader, "cpu")])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"rank": 0, "world_size": 1}])
+def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_before(
+    make: Any, wrap: Any, begun: bool, settings: dict[str, int]
+) -> None:
+    loader = make(**settings)
+    if begun:
+        next(loader)
+    with pytest.raises(sp.SavableError, match="made in another process than worker 0 of the 2 of torch"):
+        through_workers(lambda: wrap(loader))
+
+
+def test_workers_that_were_told_their_share_give_each_batch_once(make: Any) -> None:
+    def share() -> Any:
+        info: Any = get_worker_info()
+        return make(rank=info.id, world_size=info.num_workers)
+
+    assert through_workers(share) == take(make(), 10)
+
+
+def test_without_workers_torchs_loader_may_hold_one(make: Any) -> None:
+    loader = make()
+    assert through_workers(lambda: loader, 0) == take(make(), 5)
+
+
+def in_a_fork(work: Callable[[], Any]) -> str:
+    """What a forked process raises, or ""."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException as error:
+            os.write(writer, "".join(traceback.format_exception_only(error)).encode()[:4000])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as told:  # noqa: PTH123  # a pipe
+        found = told.read().decode()
+    os.waitpid(pid, 0)
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"rank": 0, "world_size": 1}])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_forked_process_does_not_go_on_with_its_parents_loader(
+    make: Any, settings: dict[str, int], begun: bool
+) -> None:
+    expected = take(make(), 6)
+    with make(**settings) as loader:
+        found = take(loader, 3) if begun else []
+        told = in_a_fork(lambda: next(iter(loader)))
+        assert f"SavableError: this loader was made in process {os.getpid()} and is iterated in process" in told
+        assert "SavableError" in in_a_fork(lambda: loader.skip(LANES))
+        assert found + take(loader, 6 - len(found)) == expected  # the parent's goes on
+
+
+def test_a_forked_process_may_look_at_its_parents_loader_and_make_its_own(make: Any) -> None:
+    loader = make()
+    next(loader)
+    state = loader.state_dict()
+
+    def work() -> None:
+        assert loader.state_dict() == state
+        own = make()
+        own.load_state_dict(state)
+        assert take(own, 2) == take(make(), 3)[1:]
+
+    assert in_a_fork(work) == ""
+
+
+def test_other_batches_cost_no_look_at_the_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = make()
+    next(loader)
+    monkeypatch.setattr(loader._run._process, "check", lambda: pytest.fail("looked again"))
+    next(loader)

@@ -1,0 +1,214 @@
+"""Hugging Face's Trainer: which checkpoint it goes on from, what it forgets, evaluates and says of a bare loader.
+
+Run in a process that has imported the trainers (`drive.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerState
+from transformers.trainer_jit_checkpoint import CheckpointManager
+
+import savable_pipeline as sp
+from savable_pipeline.trainers import accelerate as with_accelerate
+from savable_pipeline.trainers import hf
+from savable_pipeline.trainers.device import OnDevice
+from savable_pipeline.trainers.hf_checkpoints import newest_whole
+from tests.trainers.adapters import Model, make, trainer
+
+__all__ = ["make"]  # a fixture
+
+
+# Checkpoints that are whole.
+
+
+def killed_while_it_saves(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run leaves that ends in `checkpoint-AT` before the trainer has written its own state."""
+    written = TrainerState.save_to_json
+
+    def cut(state: TrainerState, path: str) -> None:
+        if state.global_step == at:
+            raise KeyboardInterrupt
+        written(state, path)
+
+    monkeypatch.setattr(TrainerState, "save_to_json", cut)
+
+
+@pytest.mark.parametrize("cut", [None, b"", b'{"best_metric": nul'])
+def test_hf_goes_on_from_the_newest_checkpoint_that_is_whole_and_names_the_others(
+    make: Any, tmp_path: Path, cut: bytes | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        killed_while_it_saves(6, patch)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(make, tmp_path, max_steps=8).train()
+    run = tmp_path / "run"
+    if cut is not None:
+        (run / "checkpoint-6/trainer_state.json").write_bytes(cut)
+    (run / "checkpoint-7").mkdir()
+    (run / "checkpoint-7/checkpoint-is-incomplete.txt").touch()
+    loader = make()
+    resumed = trainer(make, tmp_path, loader, max_steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == loader.state_dict()["slot"] == 8
+    (told,) = [record.getMessage() for record in caplog.records if "not whole" in record.getMessage()]
+    assert "checkpoint-4; newer" in told and "checkpoint-6, whose trainer_state.json" in told
+    assert "checkpoint-7, whose savable_loader.json is not there" in told
+    again = trainer(make, tmp_path, max_steps=8)
+    again.train(resume_from_checkpoint=True)  # from 8, which is whole: nothing is left to do
+    assert len([record for record in caplog.records if "not whole" in record.getMessage()]) == 1
+
+
+def test_hf_a_checkpoint_that_is_named_and_not_whole_is_refused(make: Any, tmp_path: Path) -> None:
+    trainer(make, tmp_path, max_steps=2).train()
+    folder = tmp_path / "run/checkpoint-2"
+    (folder / "trainer_state.json").unlink()
+    with pytest.raises(sp.StateError, match=r"is not whole: its trainer_state\.json.*while it was saved"):
+        trainer(make, tmp_path).train(resume_from_checkpoint=str(folder))
+
+
+def test_hf_a_checkpoint_that_is_saved_over_is_not_whole_before_the_end(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(make, tmp_path, max_steps=4).train()
+    killed_while_it_saves(4, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(make, tmp_path, max_steps=4).train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert (tmp_path / "run/checkpoint-4/savable_loader.json").exists()
+    assert newest_whole(tmp_path / "run") == tmp_path / "run/checkpoint-2"
+
+
+def test_hf_a_folder_is_begun_when_the_state_is_at_hand(make: Any, tmp_path: Path) -> None:
+    loader = make("endless")
+    made = trainer(make, tmp_path, loader, save_strategy="no", max_steps=2)
+    made.train()
+    next(loader)  # moved by something else
+    folder = tmp_path / "run/checkpoint-2"
+    with pytest.raises(sp.SavableError, match="something else took batches"):
+        made._save_checkpoint(made.model, trial=None)
+    assert not folder.exists()
+    manager = CheckpointManager(made)  # which makes the folder beforehand, on SIGTERM
+    with pytest.raises(sp.SavableError, match="something else took batches"):
+        manager.execute_jit_checkpoint()
+    assert not folder.exists()
+
+
+# What is forgotten.
+
+
+def test_hf_early_stopping_keeps_its_patience_if_told_to_and_its_loss_is_named_otherwise(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}
+    every = {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "constant", **best}
+
+    def run(name: str, max_steps: int, resume: bool = False, **settings: Any) -> int:
+        """The step at which it stops: the loss falls, so that no evaluation is better than the first."""
+        torch.manual_seed(1)
+        evaluation = make(on_iter="restart", tail="pad")
+        made = trainer(make, tmp_path / name, evaluation=evaluation, max_steps=max_steps, **every, **settings)
+        made.add_callback(EarlyStoppingCallback(3))
+        made.train(resume_from_checkpoint=resume or None)
+        return made.state.global_step
+
+    forgets = "EarlyStoppingCallback begins anew"
+    assert run("straight", 14) == 8
+    assert run("kept", 6) == 6
+    shutil.copytree(tmp_path / "kept", tmp_path / "forgotten")
+    assert run("kept", 14, True, restore_callback_states_from_checkpoint=True) == 8
+    assert forgets not in caplog.text
+    assert run("forgotten", 14, True) == 12
+    assert caplog.text.count(forgets) == 1
+
+
+# What is evaluated.
+
+
+def test_hf_predicts_on_a_loader(make: Any, tmp_path: Path) -> None:
+    class Predicts(Model):
+        def forward(self, x: Any, label: Any, valid: Any = None) -> dict[str, Any]:
+            return {**super().forward(x, label), "numbers": x[:, 0]}
+
+    arguments = trainer(make, tmp_path).args
+    made = hf.SavableTrainer(Predicts(), arguments, train_loader=make())
+    expected = torch.cat([batch["x"][:, 0] for batch in make(on_iter="restart")]).tolist()
+    for _ in range(2):
+        found = made.predict(make(on_iter="restart"))
+        assert found.predictions.tolist() == expected and len(expected) == 72
+        assert found.metrics["test_loss"] > 0
+    for ask in (made.predict, made.evaluate):
+        with pytest.raises(ValueError, match='on_iter="restart"'):
+            ask(make())
+
+
+def test_hf_names_the_labels_that_it_needs_for_an_evaluations_loss(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class AnyFields(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def forward(self, **fields: Any) -> dict[str, Any]:
+            return self.model(**fields)
+
+    arguments = trainer(make, tmp_path, evaluation=make(on_iter="restart")).args
+    assert "eval_loss" not in caplog.text
+    for names, has_loss in ((None, False), (["label"], True)):
+        caplog.clear()
+        arguments.label_names = names
+        made = hf.SavableTrainer(AnyFields(), arguments, train_loader=make(), eval_loader=make(on_iter="restart"))
+        assert ("eval_loss" in made.evaluate()) == has_loss
+        assert ("evaluations will have no eval_loss" in caplog.text) != has_loss
+
+
+def test_hf_takes_no_loader_on_a_device(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"Whole takes a SavableLoader, not OnDevice: .*the trainer, moves batches itself"
+    ):
+        trainer(make, tmp_path, OnDevice(make(), "cpu"))
+
+
+# A bare loader.
+
+
+class Bare(Trainer):  # type: ignore[misc]
+    """A trainer of the user's, which saves nothing of its loader."""
+
+    loader: Any
+
+    def get_train_dataloader(self) -> Any:
+        return self.loader
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: OnDevice(loader, "cpu")])
+def test_hf_a_bare_loader_that_its_trainer_iterates_over_is_named(
+    make: Any, tmp_path: Path, wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = trainer(make, tmp_path, max_steps=1).args
+    made = Bare(Model(), arguments)
+    made.loader = wrap(make())
+    made.train()
+    assert caplog.text.count("Hugging Face's Trainer iterates over a bare SavableLoader") == 1
+    caplog.clear()
+    trainer(make, tmp_path, evaluation=make(on_iter="restart"), max_steps=2).train()
+    assert "bare SavableLoader" not in caplog.text
+
+
+def test_accelerate_a_loader_that_is_merely_prepared_is_named_when_its_loop_begins(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    for batch in (bare := accelerator.prepare(make())):
+        assert batch is not None
+        break
+    assert caplog.text.count("there is an Accelerator, whose save_state knows nothing of loaders") == 1
+    next(iter(bare))
+    next(iter(with_accelerate.prepare(accelerator, make())))
+    assert caplog.text.count("bare SavableLoader") == 1
