@@ -38,12 +38,14 @@ def blocks_of(path: Path) -> list[bytes]:
     return [BLOCK.pack(message.offset, message.head, message.body) for message in messages]
 
 
-def as_polars(path: Path, *, gap: int = 0, shuffled: bool = False) -> None:
+def as_polars(path: Path, *, gap: int = 0, shuffled: bool = False, schema: bool = False) -> None:
     """Writes a file of pyarrow anew: no message of the schema, gaps before batches, which lie in any order."""
     raw, blocks = path.read_bytes(), blocks_of(path)
+    first = BLOCK.unpack(blocks[0])[0]
     length = struct.unpack("<i", raw[-10:-6])[0]
     footer = raw[-10 - length : -10]
     out = b"ARROW1\0\0" + b"\x04\0\0\0\xf2\xff\xff\xff" + bytes(48)  # a flatbuffer by itself, where a message begins
+    out = raw[:first] if schema else out
     for block in random.Random(7).sample(blocks, len(blocks)) if shuffled else blocks:
         begin, head, body = BLOCK.unpack(block)
         out += b"\xaa" * gap
@@ -58,7 +60,11 @@ def samples(path: Path, **settings: Any) -> list[dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
-@pytest.mark.parametrize("layout", [{}, {"gap": 24}, {"gap": 8, "shuffled": True}], ids=["plain", "gaps", "shuffled"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"gap": 24}, {"gap": 8, "shuffled": True}, {"schema": True, "shuffled": True}],
+    ids=["plain", "gaps", "shuffled", "with a schema"],
+)
 def test_batches_lie_where_the_footer_says(tmp_path: Path, compression: str | None, layout: dict[str, Any]) -> None:
     path = tmp_path / "a.arrow"
     written(path, compression)
