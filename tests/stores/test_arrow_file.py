@@ -43,13 +43,14 @@ def as_polars(path: Path, *, gap: int = 0, shuffled: bool = False, schema: bool 
     raw, blocks = path.read_bytes(), blocks_of(path)
     first = BLOCK.unpack(blocks[0])[0]
     length = struct.unpack("<i", raw[-10:-6])[0]
-    footer = raw[-10 - length : -10]
+    footer = bytearray(raw[-10 - length : -10])
+    places = {block: footer.index(block) for block in blocks}
     out = b"ARROW1\0\0" + b"\x04\0\0\0\xf2\xff\xff\xff" + bytes(48)  # a flatbuffer by itself, where a message begins
     out = raw[:first] if schema else out
     for block in random.Random(7).sample(blocks, len(blocks)) if shuffled else blocks:
         begin, head, body = BLOCK.unpack(block)
         out += b"\xaa" * gap
-        footer = footer.replace(block, BLOCK.pack(len(out), head, body))
+        BLOCK.pack_into(footer, places[block], len(out), head, body)
         out += raw[begin : begin + head + body]
     path.write_bytes(out + b"\xff\xff\xff\xff\0\0\0\0" + footer + raw[-10:])
 
