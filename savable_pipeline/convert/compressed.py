@@ -1,4 +1,4 @@
-"""Files that are read through a decompressor, by the end of their name: .gz, .bz2, .xz, .zst."""
+"""Files that are read through a decompressor, by the end of their name: .gz, .bz2, .xz, .zst; tars by their content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from savable_pipeline.convert.names import PACKED, is_tar
 from savable_pipeline.convert.source_file import name_of, open_source
+from savable_pipeline.shards.tar import BLOCK, compression_of
 
 _CHUNK = 1 << 17
 ENDINGS = (".gz", ".bz2", ".xz", ".zst")
@@ -28,8 +30,26 @@ def opened(path: Path | str) -> Iterator[IO[bytes]]:
 
     Raises `DamagedError` in the block, ValueError without zstandard; of a URL `ShardError`, `RemoteError`.
     """
-    with open_source(path) as packed, _opener(name_of(path), packed) as file, _damage_told():
+    with open_source(path) as packed, _opener(_name_by_content(path, packed), packed) as file, _damage_told():
         yield file
+
+
+def is_compressed_tar(path: Path | str) -> bool:
+    """Whether a tar is compressed, by its name or by its content: programs leave out the ending. Raises OSError.
+
+    Of a URL it raises `ShardError`, `RemoteError`.
+    """
+    if name_of(path).lower().endswith(PACKED):
+        return True
+    with open_source(path) as file:
+        return bool(compression_of(file.peek(BLOCK)))
+
+
+def _name_by_content(path: Path | str, file: io.BufferedReader[Any]) -> str:
+    """The name of a file; that of a tar ends as its content is compressed, whatever its own end says."""
+    name = name_of(path)
+    ending = compression_of(file.peek(BLOCK)) if is_tar(name) else None
+    return name if ending is None else f"x.tar{ending}"
 
 
 def inflated(data: bytes, kind: str) -> bytes:

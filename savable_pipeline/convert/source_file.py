@@ -8,7 +8,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from savable_pipeline.remote.remote_files import check_stamp
 from savable_pipeline.stores.cached_blocks import CachedBytes
@@ -28,7 +28,7 @@ def name_of(path: Path | str) -> str:
 
 
 @contextlib.contextmanager
-def open_source(path: Path | str) -> Iterator[BinaryIO]:
+def open_source(path: Path | str) -> Iterator[io.BufferedReader[Any]]:
     """A file to read from its begin. Raises OSError; of a URL `ShardError`, `RemoteError`."""
     if isinstance(path, Path):
         with path.open("rb") as file:

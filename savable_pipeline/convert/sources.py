@@ -14,6 +14,7 @@
 | arrow   | .arrow, .feather, or a folder of them                         | stored        |
 | hf      | a folder that `save_to_disk` of HF datasets wrote             | stored        |
 | packed  | .tar.gz, .tgz, .tar.bz2, .tar.xz, .tar.zst, or a folder of them | repack      |
+|         | .tar that is compressed all the same, by its first bytes      |               |
 
 Tables and JSON may be compressed: .gz, .bz2, .xz, .zst. Behind a URL lie jsonl, json, csv, mds, litdata, tars, parquet
 and arrow; what lies below one is told by the names that a bucket lists, or by the indexes that a web server has.
@@ -25,12 +26,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
+from savable_pipeline.convert.compressed import ENDINGS, DamagedError, is_compressed_tar, opened
 from savable_pipeline.convert.folder_marks import FolderMarks, add_names, format_in, look_into
 from savable_pipeline.convert.jsonl import BOM
 from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar
 from savable_pipeline.convert.record_folder import INDEX, index_of
-from savable_pipeline.convert.source_file import close_objects, name_of
+from savable_pipeline.convert.source_file import close_objects, is_url, name_of
 from savable_pipeline.core.wording import listed
 from savable_pipeline.remote.remote_files import names_behind
 from savable_pipeline.remote.urls import is_remote
@@ -70,6 +71,7 @@ _CHUNK = re.compile(r"(.*/)?chunk-[0-9]+-[0-9]+([.].+)?[.]bin")
 _PEEK, _HEAD = 1 << 20, 64  # bytes of a file that are looked at
 _PATTERN = "*?[{"
 _FEW = 16  # files that are opened to see what they hold
+_MANY = 4096  # tars that are
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ def _below_url(url: str) -> str:
 def _of_file(path: Path | str) -> str:
     name = name_of(path).lower()
     if is_tar(name):
-        return "packed" if name.endswith(PACKED) else "tars"
+        several = is_url(path) and any(c in name for c in _PATTERN)
+        return "packed" if name.endswith(PACKED) or (not several and is_compressed_tar(path)) else "tars"
     plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
     suffix = Path(plain).suffix
     if suffix == ".json":
@@ -218,7 +221,8 @@ def _of_names(path: Path | str, marks: FolderMarks) -> str | None:
         return "packed"
     if marks.count(".tar") and not marks.others:
         _refuse_capitals(path, marks)
-        return "tars"
+        tars = [path / name for name in marks.names if is_tar(name)] if isinstance(path, Path) else []
+        return "packed" if any(map(is_compressed_tar, tars[:_MANY])) else "tars"
     return None
 
 

@@ -2,18 +2,24 @@
 
     [ "ARROW1" 0 0 ]  schema  batch 0  batch 1  …  end  [ footer "ARROW1" ]        in brackets: files only
 
+Of a file the footer says which batches it has, wherever they lie; of a stream they follow each other.
+
     message   0xffffffff │ length i32 │ metadata: flatbuffer │ body
                                         ├ kind, length of the body
                                         └ of a batch: rows, compression
 
 Places of a file in the index: the offset of the schema; of each batch, and the end of the last; the rows of each; a
-hash of the metadata of each, which says where every column begins.
+hash of the metadata of each, which says where every column begins. Where batches do not follow the schema's message
+one after the other (Polars writes none): 2⁶³ plus the offset of the footer, which has the schema too; the offset of
+each batch; the end of each; the rows; the hashes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +28,19 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.shards.paths import ShardKind
 from savable_pipeline.shards.shard_list import ShardEntry
+from savable_pipeline.stores.arrow_footer import MAGIC, FooterError, read_footer
 from savable_pipeline.stores.file_bytes import FileBytes
 from savable_pipeline.stores.file_format import FileFormat, scan_file
+from savable_pipeline.stores.flatbuffer import Table
 from savable_pipeline.stores.place_index import FileTable, Places
 
-_MAGIC = b"ARROW1"
+_FEATHER_1 = b"FEA1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
 _LARGEST_METADATA = 1 << 28
 _MOST_ROWS = 1 << 40
+_IN_FOOTER = 1 << 63
+_NO_DICTIONARIES = "dictionary-encoded columns are not read; write them as plain ones (`column.dictionary_decode()`)"
+_CURE = "the file was cut short or is damaged; copy it again"
 
 
 class MessageError(ValueError):
@@ -58,16 +69,24 @@ class Message:
 class Batches:
     """The places of a file, in words: uint64 each."""
 
-    schema: int
-    offsets: Places  # (batches + 1,)
+    schema: int  # the offset of its message, or of the footer
+    in_footer: bool
+    begins: Places  # (batches,)
+    ends: Places  # (batches,)
     rows: Places  # (batches,)
     digests: Places  # (batches,)
 
 
 def batches_of(places: Places) -> Batches:
     """The places of a file by their meaning."""
+    schema = int(places[0])
+    if schema >= _IN_FOOTER:
+        begins, ends, rows, digests = places[1:].reshape(4, -1)
+        return Batches(schema - _IN_FOOTER, True, begins, ends, rows, digests)
     count = (len(places) - 2) // 3
-    return Batches(int(places[0]), places[1 : count + 2], places[count + 2 : 2 * count + 2], places[2 * count + 2 :])
+    offsets = places[1 : count + 2]
+    rows, digests = places[count + 2 : 2 * count + 2], places[2 * count + 2 :]
+    return Batches(schema, False, offsets[:-1], offsets[1:], rows, digests)
 
 
 def scan(root: Path, name: str) -> FileTable:
@@ -77,18 +96,17 @@ def scan(root: Path, name: str) -> FileTable:
 
 def read_table(file: FileBytes, name: str) -> FileTable:
     """Entry and batches of a file; damage is the entry's fault, and the batches before it are taken."""
-    found: list[Message] = []
-    fault = _read_messages(file, found)
+    found = _Found()
+    try:
+        fault = _read_file(file, found) if file.read(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
+    except (MessageError, FooterError) as error:
+        fault = f"{error}: {_CURE}"
     places = _places(found)
-    rows = sum(message.rows for message in found[1:])
-    digest = _digest(places, found[:1])
+    rows = sum(message.rows for message in found.batches)
+    digest = _digest(places, found.schema_digest)
     return FileTable(
         ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), places.tobytes()
     )
-
-
-def _digest(places: Places, schema: list[Message]) -> int:
-    return xxh3_64_intdigest(places.tobytes() + str([message.digest for message in schema]).encode())
 
 
 def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
@@ -96,14 +114,19 @@ def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
     batches = batches_of(table.array())
     count = len(batches.rows)
     try:
-        if _digest(table.array(), [read_message(file, batches.schema)]) != table.entry.digest:
+        schema = read_footer(file).digest if batches.in_footer else read_message(file, batches.schema).digest
+        if _digest(table.array(), schema) != table.entry.digest:
             return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
-            if read_message(file, int(batches.offsets[i])).digest != batches.digests[i]:
+            if read_message(file, int(batches.begins[i])).digest != batches.digests[i]:
                 return False
-    except (MessageError, OSError):
+    except (MessageError, FooterError, OSError):
         return False
     return True
+
+
+def _digest(places: Places, schema: int | None) -> int:
+    return xxh3_64_intdigest(places.tobytes() + str([] if schema is None else [schema]).encode())
 
 
 def read_message(file: FileBytes, offset: int) -> Message:
@@ -116,7 +139,7 @@ def read_message(file: FileBytes, offset: int) -> Message:
         raise MessageError(f"a message of {length} bytes at byte {offset} of {size}")
     metadata = file.read(offset + 8, length)
     try:
-        table = _Table.root(metadata)
+        table = Table.root(metadata)
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
         rows = header.number(0, "<q") if kind == _BATCH else 0
         compressed = kind == _BATCH and header.has(3)
@@ -136,8 +159,8 @@ def decoded_bytes(raw: memoryview, message: Message) -> int:
     """
     total = 0
     try:
-        header = _Table.root(bytes(raw[8 : message.head])).table(2)
-        for offset, length in header.pairs(2):
+        header = Table.root(bytes(raw[8 : message.head])).table(2)
+        for offset, length in header.structs(2, "<qq"):
             if length:
                 total += max(length, struct.unpack_from("<q", raw, message.head + offset)[0])  # -1: not compressed
     except struct.error as error:
@@ -145,85 +168,108 @@ def decoded_bytes(raw: memoryview, message: Message) -> int:
     return total
 
 
-def _read_messages(file: FileBytes, found: list[Message]) -> str:
-    """Adds the schema and the batches of a file to `found`. Returns its fault, if it has one."""
-    size = file.size
-    is_file = file.read(0, 6) == _MAGIC
-    if is_file and file.read(max(0, size - 6), 6) != _MAGIC:
-        return "no footer at its end: the file was cut short; copy it again"
-    offset = 8 if is_file else 0
+class _Found:
+    """What was read of a file so far: its schema's message, or its footer; its batches."""
+
+    def __init__(self) -> None:
+        self.schema: Message | None = None
+        self.batches: list[Message] = []
+        self.footer: tuple[int, int] | None = None  # its offset and its digest, where only it has all that is needed
+
+    @property
+    def schema_digest(self) -> int | None:
+        """A hash of what says the schema; None where nothing does."""
+        if self.footer is not None:
+            return self.footer[1]
+        return None if self.schema is None else self.schema.digest
+
+    def follow_each_other(self) -> bool:
+        """Whether the batches lie behind the schema's message, one after the other."""
+        before = [self.schema, *self.batches]
+        return all(a is not None and a.end == b.offset for a, b in zip(before, self.batches, strict=False))
+
+
+def _read_stream(file: FileBytes, found: _Found) -> str:
+    """Adds the messages of a stream to `found`. Returns its fault, if it has one. Raises `MessageError`."""
+    if file.read(0, len(_FEATHER_1)) == _FEATHER_1:
+        return (
+            "Feather version 1, which only old libraries read; write it as version 2 with one of them: "
+            "`feather.write_feather(feather.read_table(FILE), FILE)` of pyarrow.feather"
+        )
+    offset = 0
+    while offset < file.size and file.read(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
+        message = read_message(file, offset)
+        offset = message.end
+        if message.kind == _DICTIONARY:
+            return _NO_DICTIONARIES
+        if message.kind != (_SCHEMA if found.schema is None else _BATCH):
+            return f"a message of kind {message.kind} at byte {message.offset}; is it an Arrow file?"
+        if found.schema is None:
+            found.schema = message
+        else:
+            found.batches.append(message)
+    return "no Arrow schema; is it an Arrow file?" if found.schema is None else ""
+
+
+def _read_file(file: FileBytes, found: _Found) -> str:
+    """Adds the batches that the footer names to `found`. Returns the fault. Raises `MessageError`, `FooterError`."""
+    footer = read_footer(file)
+    found.schema = _leading_schema(file)
+    if found.schema is None:
+        found.footer = footer.offset, footer.digest
+    if footer.has_dictionaries:
+        return _NO_DICTIONARIES
     try:
-        while offset < size and file.read(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
+        for offset, head, body in footer.batches:
             message = read_message(file, offset)
-            offset = message.end
-            if message.kind == _DICTIONARY:
-                return (
-                    "dictionary-encoded columns are not read; write them as plain ones (`column.dictionary_decode()`)"
-                )
-            if message.kind != (_BATCH if found else _SCHEMA):
-                return f"a message of kind {message.kind} at byte {message.offset}; is it an Arrow file?"
-            found.append(message)
-    except MessageError as error:
-        return f"{error}: the file was cut short or is damaged; copy it again"
-    return "" if found else "no Arrow schema; is it an Arrow file?"
+            if message.kind != _BATCH or (message.head, message.body) != (head, body) or message.end > footer.offset:
+                raise MessageError(f"no record batch of {head} and {body} bytes at byte {offset}, as the footer says")
+            found.batches.append(message)
+    finally:
+        if not found.follow_each_other():
+            found.footer = footer.offset, footer.digest
+    return _overlap(found) or _unnamed(file, found)
 
 
-def _places(found: list[Message]) -> Places:
-    if not found:
+def _leading_schema(file: FileBytes) -> Message | None:
+    """The message of the schema at the beginning of a file, where there is one."""
+    with contextlib.suppress(MessageError):
+        message = read_message(file, 8)
+        return message if message.kind == _SCHEMA else None
+    return None
+
+
+def _overlap(found: _Found) -> str:
+    """The fault of a file whose footer names bytes twice; none of its batches is taken then."""
+    batches = sorted(found.batches, key=lambda message: message.offset)
+    for before, after in pairwise(batches):
+        if after.offset < before.end:
+            found.batches.clear()
+            return (
+                f"the footer names record batches at the bytes {before.offset} and {after.offset} that overlap: {_CURE}"
+            )
+    return ""
+
+
+def _unnamed(file: FileBytes, found: _Found) -> str:
+    """The fault of a file that has a batch behind another, or behind the schema, which its footer does not name."""
+    named = {message.offset for message in found.batches}
+    ends = [message.end for message in (found.schema, *found.batches) if message is not None]
+    for end in ends:
+        with contextlib.suppress(MessageError):
+            if end not in named and read_message(file, end).kind == _BATCH:
+                return f"the footer does not name the record batch at byte {end}: {_CURE}"
+    return ""
+
+
+def _places(found: _Found) -> Places:
+    begins, ends = [message.offset for message in found.batches], [message.end for message in found.batches]
+    rows, digests = [message.rows for message in found.batches], [message.digest for message in found.batches]
+    if found.footer is not None:
+        return np.array([_IN_FOOTER + found.footer[0], *begins, *ends, *rows, *digests], dtype="<u8")
+    if found.schema is None:
         return np.zeros(2, "<u8")
-    batches = found[1:]
-    offsets = [message.offset for message in batches]
-    rows, digests = [message.rows for message in batches], [message.digest for message in batches]
-    return np.array([found[0].offset, *offsets, found[-1].end, *rows, *digests], dtype="<u8")
-
-
-class _Table:
-    """A table in a flatbuffer. Reading outside of the bytes raises struct.error."""
-
-    def __init__(self, data: bytes, place: int) -> None:
-        self._data, self._place = data, place
-        self._fields = place - self._at("<i", place)
-        if not 0 <= self._fields < len(data):
-            raise struct.error("a table outside of the buffer")
-        self._length = self._at("<H", self._fields)
-
-    @classmethod
-    def root(cls, data: bytes) -> _Table:
-        """The table that the buffer begins with."""
-        return cls(data, struct.unpack_from("<I", data, 0)[0])
-
-    def has(self, field: int) -> bool:
-        """Whether a field is there."""
-        return bool(self._offset(field))
-
-    def number(self, field: int, kind: str) -> int:
-        """A field that is an integer; 0 where it is left out."""
-        offset = self._offset(field)
-        return self._at(kind, self._place + offset) if offset else 0
-
-    def table(self, field: int) -> _Table:
-        """A field that is a table."""
-        place = self._place + self._offset(field)
-        return _Table(self._data, place + self._at("<I", place))
-
-    def pairs(self, field: int) -> list[tuple[int, int]]:
-        """A field that is a vector of structs of two int64."""
-        place = self._place + self._offset(field)
-        place += self._at("<I", place)
-        count = self._at("<I", place)
-        if place + 4 + 16 * count > len(self._data):
-            raise struct.error("a vector outside of the buffer")
-        return list(struct.iter_unpack("<qq", self._data[place + 4 : place + 4 + 16 * count]))
-
-    def _offset(self, field: int) -> int:
-        at = 4 + 2 * field
-        return self._at("<H", self._fields + at) if at + 2 <= self._length else 0
-
-    def _at(self, kind: str, place: int) -> int:
-        if place < 0:
-            raise struct.error("before the buffer")
-        found: int = struct.unpack_from(kind, self._data, place)[0]
-        return found
+    return np.array([found.schema.offset, *begins, [found.schema.end, *ends][-1], *rows, *digests], dtype="<u8")
 
 
 ARROW = FileFormat(

@@ -24,6 +24,7 @@ from savable_pipeline.stores.arrow_file import (
     decoded_bytes,
     read_message,
 )
+from savable_pipeline.stores.arrow_footer import file_of_footer
 from savable_pipeline.stores.cached_blocks import CachedBlocks
 from savable_pipeline.stores.columnar_store import ColumnarStore
 from savable_pipeline.stores.decoded_blocks import DecodedBlocks
@@ -77,7 +78,7 @@ class ArrowStore(ColumnarStore):
         import pyarrow as pa
 
         file = self._file(shard)
-        begin, end = int(file.batches.offsets[group]), int(file.batches.offsets[group + 1])
+        begin, end = int(file.batches.begins[group]), int(file.batches.ends[group])
         try:
             self.check_columns(shard, file.schema.names)
             message = read_message(self.file(shard), begin)
@@ -116,12 +117,20 @@ class ArrowStore(ColumnarStore):
         batches = batches_of(self.places(shard))
         view = None if isinstance(self.files, CachedBlocks) else self._map(shard)
         try:
-            message = read_message(self.file(shard), batches.schema)
-            raw = self.files.read(shard, message.offset, message.end - message.offset)
-            schema = pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
+            schema = self._schema(shard, batches)
         except (pa.ArrowException, MessageError, OSError) as error:
             raise self.damaged(shard, f"schema at byte {batches.schema}", " ".join(str(error).split())) from error
         return _File(view, schema, batches)
+
+    def _schema(self, shard: int, batches: Batches) -> Any:
+        import pyarrow as pa
+
+        if batches.in_footer:
+            tail = self.files.read(shard, batches.schema, self.entries[shard].size - batches.schema)
+            return pa.ipc.open_file(pa.BufferReader(file_of_footer(tail))).schema
+        message = read_message(self.file(shard), batches.schema)
+        raw = self.files.read(shard, message.offset, message.end - message.offset)
+        return pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
 
     def _map(self, shard: int) -> memoryview:
         """A file on a disk, mapped."""
@@ -157,8 +166,7 @@ class ArrowStore(ColumnarStore):
             return super().byte_ranges(shard, rows)
         file = self._file(shard)
         groups = np.unique(np.searchsorted(file.ends, rows, side="right"))
-        offsets = file.batches.offsets.astype(np.int64)
-        return offsets[groups], offsets[groups + 1]
+        return file.batches.begins[groups].astype(np.int64), file.batches.ends[groups].astype(np.int64)
 
 
 def _batch(raw: memoryview, schema: Any) -> Any:

@@ -35,10 +35,9 @@ class IndexedShards:
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
-            raise ShardError(
-                f"{address}: no sample in {len(self.entries)} shards; a sample's files are named KEY.EXTENSION in the "
-                "tar"
-            )
+            fault = next((entry.fault for entry in self.entries if entry.fault), "")
+            why = fault or "a sample's files are named KEY.EXTENSION in the tar"
+            raise ShardError(f"{address}: no sample in {len(self.entries)} shards; {why}")
         self.sizes_in_bytes = self.entries.sizes
         self.mean_bytes = int(self.sizes_in_bytes.sum()) / self.count  # of a sample, with its headers
 

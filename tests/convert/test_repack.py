@@ -5,13 +5,18 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
+from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.convert import Options, convert
+from savable_pipeline.cli.main import app
+from savable_pipeline.convert import Options, convert, recognize
 from savable_pipeline.errors import SavableError
 from tests.conftest import write_tar
 from tests.support.toy_files import reasons, snapshot
@@ -54,6 +59,36 @@ def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(p
 def test_one_tar_by_itself(packed: Path, tmp_path: Path) -> None:
     assert convert(packed / "d.tar.bz2", tmp_path / "out", Options()).samples == 2
     assert texts(tmp_path / "out") == ["text 4", "text 5"]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
+def test_a_compressed_tar_under_the_name_of_a_plain_one_is_told_and_converted(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    folder = tmp_path / "in"
+    for name, first in (("a.tar", 0), ("b.tar", 2)):
+        write_tar(folder / name, [(f"k{first + n}.txt", b"text %d" % (first + n)) for n in range(2)])
+    plain = (folder / "b.tar").read_bytes()
+    (folder / "b.tar").write_bytes(compress(plain))
+    told = "a compressed tar cannot be read at an offset; `savable convert` re-packs it"
+    with pytest.raises(sp.ShardError, match=f"b.tar: {told}"):
+        sp.TarShardReader(folder, sp.Lane())
+    for command, code in (("info", 2), ("check", 1), ("preview", 2)):
+        more = ["-o", str(tmp_path / "page.html")] if command == "preview" else []
+        result = CliRunner().invoke(app, [command, str(folder / "b.tar"), *more], catch_exceptions=False)
+        assert result.exit_code == code and told in " ".join(result.output.split()), result.output
+    for source, target, count in ((folder, "all", 4), (folder / "b.tar", "one", 2)):
+        result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / target)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / target / "b.tar").read_bytes() == plain
+        assert len(texts(tmp_path / target)) == count
+
+
+def test_a_plain_tar_whose_first_name_looks_compressed_is_plain(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("BZh9.txt", b"text 0")])
+    assert recognize(tmp_path / "a.tar").kind == "tars" and texts(tmp_path / "a.tar") == ["text 0"]
+    shutil.copy(tmp_path / "a.tar", tmp_path / "b.tar.gz")  # as a server leaves it that unpacks what it sends
+    assert convert(tmp_path / "b.tar.gz", tmp_path / "out", Options()).samples == 1
 
 
 def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -45,6 +46,13 @@ def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
     assert result.exit_code == 2
     assert re.search(words, " ".join(result.stderr.split())), result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_compressed_tar_behind_a_url_under_the_name_of_a_plain_one_is_told(server: ToyServer) -> None:
+    (server.folder / "b").mkdir()
+    (server.folder / "b/a.tar").write_bytes(gzip.compress(bytes(2000)))
+    with pytest.raises(ValueError, match="compressed tars: not read behind a URL: copy it to a disk, and convert that"):
+        recognize("s3://b/a.tar")
 
 
 OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
