@@ -12,7 +12,6 @@ from savable_pipeline.cli.console import out
 app = typer.Typer(
     help="Make and inspect datasets for savable_pipeline.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )

@@ -4,7 +4,7 @@ A block begins with its language; a comment on the line above says why one is no
 
     ```python                       run, after the others of its page, in one namespace
     ```python title="train.py"      the same, and written to that file, as a block of any language is
-    ```console                      lines with `$ savable …` are run; the lines below one are what it prints
+    ```console                      lines with `$ savable …` and `$ python FILE` are run; below one is what it prints
     <!-- not run: needs two nodes -->
 
 Other languages (`text`, `sh`, `yaml`, `json`) are never run.
@@ -12,10 +12,12 @@ Other languages (`text`, `sh`, `yaml`, `json`) are never run.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
 import re
+import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +86,27 @@ def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
 
 def _run_commands(block: Block) -> None:
     """Run the commands of a block. What stands below one must be what it prints; `…` there is any text."""
-    for command, expected in re.findall(r"^\$ savable (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
-        result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
-        if not expected:
-            assert result.exit_code == 0, f"{block.place}: {command}: {result.output}"
+    for program, command, expected in re.findall(
+        r"^\$ (savable|python) (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE
+    ):
+        printed = _printed_by_file(command) if program == "python" else _printed_by_savable(command, block, expected)
         pattern = ".*".join(map(re.escape, expected.rstrip().split("…")))
-        found = result.stdout.rstrip() if expected else ""
-        assert re.fullmatch(pattern, found, re.DOTALL), f"{block.place}: {command} printed\n{result.output}"
+        found = printed.rstrip() if expected else ""
+        assert re.fullmatch(pattern, found, re.DOTALL), f"{block.place}: {command} printed\n{printed}"
+
+
+def _printed_by_savable(command: str, block: Block, expected: str) -> str:
+    result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
+    if not expected:
+        assert result.exit_code == 0, f"{block.place}: {command}: {result.output}"
+    return result.stdout
+
+
+def _printed_by_file(path: str) -> str:
+    """What a file prints that is started as a program; in this process, which has imported torch already."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
 def png(number: int) -> bytes:

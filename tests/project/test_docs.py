@@ -41,6 +41,8 @@ NOT_RUN = {
     "docs/trainers/torch.md": 1,
     "docs/trainers/torchtitan.md": 1,
 }
+# Pages that begin in an empty folder and need nothing that they do not make.
+FROM_NOTHING = {"docs/first-day.md"}
 LANGUAGES = {"python", "console", "text", "sh", "yaml", "json"}
 
 # Addresses in the theme's scripts that are loaded only for what no page has.
@@ -54,24 +56,27 @@ NEVER_LOADED = {
 
 
 @pytest.fixture
-def folder_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shards and files; what a page sets for its whole process is as before afterwards."""
-    write_captioned_shards(tmp_path / "shards")
-    write_files(tmp_path)
+def folder_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shards and files, or nothing; what a page sets for its whole process is as before afterwards."""
+    if name_of(page) not in FROM_NOTHING:
+        write_captioned_shards(tmp_path / "shards")
+        write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     logger = logging.getLogger("savable_pipeline")
     level = logger.level
     yield
     logger.setLevel(level)
-    sys.modules.pop("train", None)
+    for name in ("train", "data"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks_of(page))], ids=name_of)
 @pytest.mark.usefixtures("folder_of_a_page")
 def test_the_blocks_of_a_page_run_one_after_the_other(page: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.runs]
-    run_blocks(blocks, {"train_step": lambda batch: None, "__name__": page.stem})
+    given = {} if name_of(page) in FROM_NOTHING else {"train_step": lambda batch: None}
+    run_blocks(blocks, {**given, "__name__": page.stem})
 
 
 def test_every_block_has_a_language_and_those_that_are_not_run_are_counted() -> None:

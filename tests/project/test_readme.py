@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from savable_pipeline.cli.main import app
 from savable_pipeline.stages.batch_difference import digest
 from tests.project.pages import README, ROOT, blocks_of, write_captioned_shards
 
@@ -19,24 +27,53 @@ def folder_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_recipe_resumed_from_its_own_checkpoint_goes_on_with_the_same_batches() -> None:
-    (recipe,) = (block.text for block in blocks_of(README) if block.runs)
     whole: list[str] = []
-    exec(recipe, {"train_step": lambda batch: whole.append(digest(batch)), "__name__": "readme"})
+    _train(lambda step, batch: whole.append(digest(batch)))
     assert len(whole) == 30
     Path("checkpoint.pt").unlink()
 
-    parts: list[str] = []
+    parts: dict[int, str] = {}
 
-    def killed_at_25(batch: Any) -> None:
-        if len(parts) == 25:
+    def killed_at_25(step: int, batch: Any) -> None:
+        if step == 25:
             raise KeyboardInterrupt
-        parts.append(digest(batch))
+        parts[step] = digest(batch)
 
     with pytest.raises(KeyboardInterrupt):
-        exec(recipe, {"train_step": killed_at_25, "__name__": "readme"})
-    del parts[20:]  # the last checkpoint was after 20 steps
-    exec(recipe, {"train_step": lambda batch: parts.append(digest(batch)), "__name__": "readme"})
-    assert parts == whole
+        _train(killed_at_25)
+    for step in range(20, 25):  # the last checkpoint was after 20 steps
+        del parts[step]
+    _train(lambda step, batch: parts.update({step: digest(batch)}))
+    assert list(parts) == list(range(50))
+    assert list(parts.values())[:30] == whole
+
+
+def test_its_recipe_pasted_into_a_file_runs_twice_ends_and_is_previewed_without_training() -> None:
+    Path("train.py").write_text(_recipe())
+    with contextlib.redirect_stdout(io.StringIO()) as first:
+        runpy.run_path("train.py", run_name="__main__")
+    second = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=True)
+    steps = [line.split()[0] for line in (first.getvalue() + second.stdout).splitlines()]
+    assert steps == [str(step) for step in range(60)]
+    assert "torch.Size([4, " in second.stdout
+    assert second.stderr == ""
+
+    saved = Path("checkpoint.pt").read_bytes()
+    shown = CliRunner().invoke(app, ["preview", "train.py:pipeline", "--batches", "1"], catch_exceptions=False)
+    assert shown.exit_code == 0 and "torch.Size" not in shown.output
+    assert Path("preview.html").exists() and Path("checkpoint.pt").read_bytes() == saved
+
+
+def _recipe() -> str:
+    (recipe,) = (block.text for block in blocks_of(README) if block.runs)
+    return recipe
+
+
+def _train(train_step: Callable[[int, Any], None]) -> None:
+    """Run the recipe, with `train_step(step, batch)` in the place of the line that prints."""
+    code, replaced = re.subn(r"print\(step, .*\)  # here your model trains", "train_step(step, batch)", _recipe())
+    assert replaced == 1
+    exec(code, {"train_step": train_step, "__name__": "__main__"})
 
 
 def test_its_commands_stand_where_newcomers_and_tests_look_for_them() -> None:
