@@ -6,14 +6,13 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.loader.run import Run
 from savable_pipeline.loader.settings import LoaderSettings
 from savable_pipeline.loader.trace import Trace
-from savable_pipeline.loader.trainer_calls import refuse_trainer
+from savable_pipeline.loader.trainer_calls import module_of, refuse_trainer
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
 if TYPE_CHECKING:
@@ -146,6 +145,7 @@ class SavableLoader:
         slots are the next epoch's, in a running loader as in one that was resumed there; a `for` loop still ends, and
         the next `iter()` goes on behind them. Raises ValueError if a step of all ranks would be cut.
         """
+        self._run.check_nothing_held()
         self._run.skip(slots)
 
     def close(self) -> None:
@@ -168,10 +168,11 @@ class SavableLoader:
         since the loader was made, loaded or began the epoch, that is where it stands. What was skipped since the batch
         that is taken back comes again: skip it again after loading. Raises ValueError for a lag beyond the batches that
         have been given since, or beyond 16; `SavableError` where a trainer asks that keeps rank 0's state only, or
-        fetches ahead: `savable_pipeline.trainers` has what it takes.
+        fetches ahead, or behind an `OnDevice`: `savable_pipeline.trainers` has what it takes.
         """
         caller = sys._getframe(1)  # noqa: SLF001  # Python's own name for it
-        refuse_trainer(_module(caller), _module(caller.f_back), self._run.ranks.world_size)
+        refuse_trainer(module_of(caller), module_of(caller.f_back), self._run.ranks.world_size)
+        self._run.check_nothing_held()
         return self._run.state_dict(lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
@@ -183,10 +184,12 @@ class SavableLoader:
         error if another field differs or a lane is missing, `StateError` if the state is damaged; then nothing has
         changed here.
         """
+        self._run.check_nothing_held()
         self._run.load_state_dict(state, allow)
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
+        self._run.check_nothing_held()
         return self._run.state_dict(0)
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
@@ -195,6 +198,7 @@ class SavableLoader:
 
     def global_state_dict(self, group: dist.ProcessGroup | None = None, *, lag: int = 0) -> dict[str, Any]:
         """The state with the lanes of all ranks, on each of them; `lag` as in `state_dict`. Collective."""
+        self._run.check_nothing_held()
         return self._run.global_state(group, lag=lag)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -231,11 +235,6 @@ class SavableLoader:
         if settings.epoch_slots is not None:
             place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
         return f"SavableLoader({shown}): {rank}, {place}\n{data_path(self._run.local.last_stage)}"
-
-
-def _module(frame: FrameType | None) -> str:
-    """The name of the module whose code runs in this frame."""
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def run_of(loader: SavableLoader) -> Run:

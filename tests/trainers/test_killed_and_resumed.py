@@ -1,6 +1,7 @@
 """Each trainer is killed and resumed by its own mechanism, on the code of its page: no batch and no loss differs.
 
-What their files refuse is tested in the same process (`adapters.py`), since it takes long to import the trainers.
+What their files refuse (`adapters.py`), and checkpoints of any moment of a step (`lightning_state.py`, `hf_state.py`),
+are tested in the same process, since it takes long to import the trainers.
 `python tools/try_trainers.py` tries the other cases.
 """
 
@@ -20,7 +21,8 @@ def test_a_trainer_killed_with_two_workers_and_resumed_repeats_every_batch_and_l
     for trainer, kill_at in kills.items():
         (tmp_path / trainer).mkdir()
         cases[trainer] = legs(trainer, tmp_path / trainer, kill_at)
-    drive([case for found in cases.values() for case in found], str(Path(__file__).with_name("adapters.py")))
+    tests = [str(Path(__file__).with_name(name)) for name in ("adapters.py", "lightning_state.py", "hf_state.py")]
+    drive([case for found in cases.values() for case in found], *tests)
     for trainer, kill_at in kills.items():
         straight, killed, resumed = logs(cases[trainer])
         assert (len(straight), len(killed)) == (12, kill_at), trainer
