@@ -84,6 +84,7 @@ class Run:
         _runs.add(self)
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
         self._thread: dict[str, int] = {}  # that moves the run now, its "id"
+        self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
         self.begin_epoch(0)
         own_lanes = len(self.position.lanes)
         if settings.num_workers > own_lanes:
@@ -422,6 +423,15 @@ class Run:
             self.position = position
         finally:
             self._release()
+
+    def check_nothing_held(self) -> None:
+        """Raise `SavableError` if this run is further than what its trainer was given."""
+        if self.held_ahead():
+            raise SavableError(
+                "OnDevice has taken a batch of this loader ahead of the trainer, so that the loader's own state would "
+                "be a batch late: save, load and skip by what the trainer iterates over, the OnDevice, whose state is "
+                "that of a loader"
+            )
 
     def take_back(self, before: Position) -> None:
         """Return to `before` if a batch has been handed out since, which its taker has not got."""

@@ -154,6 +154,7 @@ class SavableLoader:
         slots are the next epoch's, in a running loader as in one that was resumed there; a `for` loop still ends, and
         the next `iter()` goes on behind them. Raises ValueError if a step of all ranks would be cut.
         """
+        self._run.check_nothing_held()
         self._run.skip(slots)
 
     def close(self) -> None:
@@ -176,10 +177,11 @@ class SavableLoader:
         since the loader was made, loaded or began the epoch, that is where it stands. What was skipped since the batch
         that is taken back comes again: skip it again after loading. Raises ValueError for a lag beyond the batches that
         have been given since, or beyond 16; `SavableError` where a trainer asks that keeps rank 0's state only, or
-        fetches ahead: `savable_pipeline.trainers` has what it takes.
+        fetches ahead, or behind an `OnDevice`: `savable_pipeline.trainers` has what it takes.
         """
         caller = sys._getframe(1)  # noqa: SLF001  # Python's own name for it
         refuse_trainer(module_of(caller), module_of(caller.f_back), self._run.ranks.world_size)
+        self._run.check_nothing_held()
         return self._run.state_dict(lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
@@ -191,10 +193,12 @@ class SavableLoader:
         error if another field differs or a lane is missing, `StateError` if the state is damaged; then nothing has
         changed here.
         """
+        self._run.check_nothing_held()
         self._run.load_state_dict(state, allow)
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
+        self._run.check_nothing_held()
         return self._run.state_dict(0)
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
@@ -203,6 +207,7 @@ class SavableLoader:
 
     def global_state_dict(self, group: dist.ProcessGroup | None = None, *, lag: int = 0) -> dict[str, Any]:
         """The state with the lanes of all ranks, on each of them; `lag` as in `state_dict`. Collective."""
+        self._run.check_nothing_held()
         return self._run.global_state(group, lag=lag)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

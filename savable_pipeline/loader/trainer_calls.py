@@ -16,11 +16,12 @@ from savable_pipeline.loader.run import Run
 
 log = logging.getLogger(__name__)
 
+_LIGHTNING = "lightning.pytorch"
 _KEEPS_ONE = "keeps the state of rank 0 only, and the other lanes would be missing at the resume"
 _CURES = {  # by the module that asks: whether one rank is refused too, what is wrong, and the cure
     "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
     "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
-    "lightning.pytorch": (
+    _LIGHTNING: (
         True,
         f"Lightning may have fetched a batch ahead, and {_KEEPS_ONE}",
         "savable_pipeline.trainers.lightning.SavableDataModule",
@@ -38,12 +39,24 @@ def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
         raise _refusal(*_COMPOSER)
     if not caller.startswith(("accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric.")):
         return
-    caller = caller.replace("pytorch_lightning.", "lightning.pytorch.").replace(
-        "lightning_fabric.", "lightning.fabric."
-    )
     for module, (always, why, cure) in _CURES.items():
-        if caller.startswith(module) and (always or world_size > 1):
+        if _known(caller).startswith(module) and (always or world_size > 1):
             raise _refusal(why, cure)
+
+
+def refuse_fetching_ahead(caller: str) -> None:
+    """Raise `SavableError` if the module `caller` belongs to Lightning's Trainer, which fetches ahead of a `Whole`.
+
+    It also drops what it saved, where it resumes from a checkpoint of an epoch's end.
+    """
+    if _known(caller).startswith(_LIGHTNING):
+        _, why, cure = _CURES[_LIGHTNING]
+        raise _refusal(why, cure)
+
+
+def _known(module: str) -> str:
+    """The name in the package `lightning` of a module that lies in one of the older packages."""
+    return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
 
 
 def _refusal(why: str, cure: str) -> SavableError:

@@ -36,8 +36,9 @@ class OnDevice:
     containers of the same kinds.
 
     It takes the loader's place for iterating, saving and loading: `state_dict()` is after the batch that the *trainer*
-    was given last. `lag` counts batches that the trainer itself is ahead. Use the loader through it alone. An error of
-    the loader is raised where its batch would have come, not one batch early.
+    was given last. `lag` counts batches that the trainer itself is ahead. Use the loader through it alone: while it is
+    a batch ahead, the loader's own saving, loading and skipping raise `SavableError`. An error of the loader is raised
+    where its batch would have come, not one batch early.
 
     >>> from savable_pipeline.trainers.device import OnDevice
     >>> class Numbers(sp.TaskEncoder):
@@ -60,8 +61,18 @@ class OnDevice:
         self.device = torch.device(device)
         self._move = _mover(self.device)
         self._run = run_of(loader)
-        self._place = _Place(self._run.position)
+        self._run.check_nothing_held()
+        self._stand = _Stand(_Place(self._run.position))
+        self._run.held_ahead = self._stand.holds
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
+
+    @property
+    def _place(self) -> _Place:
+        return self._stand.place
+
+    @_place.setter
+    def _place(self, place: _Place) -> None:
+        self._stand.place = place
 
     @property
     def epoch(self) -> int:
@@ -147,7 +158,7 @@ class OnDevice:
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Go on from where `state` was saved, as `SavableLoader.load_state_dict`; what was moved ahead is dropped."""
-        self.loader.load_state_dict(state, allow=allow)
+        self._run.load_state_dict(state, allow)
         self._place, self._failed = _Place(self._run.position), None
 
     def save_state(self) -> dict[str, Any]:
@@ -177,6 +188,17 @@ class _Place(NamedTuple):
     def holding(self, moved: _Moved, after: Position) -> _Place:
         """With one more batch."""
         return self._replace(held=(*self.held, (moved, after)))
+
+
+class _Stand:
+    """A place that the loader's run can look at without holding the `OnDevice`."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+
+    def holds(self) -> bool:
+        """Whether batches are held that are not given yet."""
+        return bool(self.place.held)
 
 
 # Moving.

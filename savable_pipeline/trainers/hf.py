@@ -14,6 +14,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from savable_pipeline.loader.position import MAX_LAG
 from savable_pipeline.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.evaluation import check_restarts
 from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
@@ -50,12 +51,22 @@ class SavableData:
         self._batches: Whole | None = None
         if train_loader is not None:
             counter = _Counter()
-            self._batches = counter.batches = Whole(train_loader, trained=lambda: counter.trained)
+            self._batches = counter.batches = Whole(
+                train_loader, trained=lambda: counter.trained, begun=lambda: counter.begun
+            )
+            self._counter = counter
             self.add_callback(counter)  # type: ignore[attr-defined]
 
     def get_train_dataloader(self) -> Any:
         """The batches to train on."""
         return self._batches if self._batches is not None else super().get_train_dataloader()  # type: ignore[misc]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of one step of the optimizer, which are fetched before any is trained on."""
+        batches, *rest = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if self._batches is not None:
+            self._counter.begun += len(batches)
+        return batches, *rest
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader to evaluate on: `eval_dataset`, or that under this name, or the one that was given."""
@@ -112,21 +123,25 @@ class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
 
 
 class _Counter(TrainerCallback):  # type: ignore[misc]
-    """Counts the batches that were trained on, and checks at each step that none was skipped."""
+    """Counts the batches that the optimizer has stepped on, and checks at each step that none was skipped."""
 
     batches: Whole
 
     def __init__(self) -> None:
+        self.begun = 0
         self.trained = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _check_accumulation(args, self.batches)
+        self.batches.give_back()  # those of a step that was interrupted, whose gradients are gone
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trained += 1
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trained = self.begun  # gradients of an epoch's last batches may wait for the next one's first step
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trained = self.begun
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trained += 1
         self.batches.check()
 
 
@@ -135,6 +150,11 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
         raise ValueError(
             "TrainingArguments needs ignore_data_skip=True: the state of the loader says where to go on, and skipping "
             "beside it would leave batches out"
+        )
+    if args.deepspeed and getattr(args, "enable_jit_checkpoint", False):
+        raise ValueError(
+            "enable_jit_checkpoint=True saves before the trainer counts a step, but DeepSpeed has taken it by then: "
+            "its batches would be trained on twice. Save by save_steps"
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True begins again with smaller batches; the pipeline makes the batches")
@@ -161,6 +181,11 @@ def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
 def _check_accumulation(args: Any, batches: Whole) -> None:
     """Raise ValueError where an epoch's last gradients would be carried into the next one, but only after a resume."""
     steps = args.gradient_accumulation_steps
+    if steps > MAX_LAG:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps}: a checkpoint takes back at most {MAX_LAG} batches that the "
+            "optimizer has not stepped on. Accumulate fewer, larger batches"
+        )
     try:
         length = len(batches)
     except TypeError:

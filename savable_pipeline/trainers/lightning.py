@@ -1,21 +1,29 @@
 """The loader in Lightning's `Trainer`: `SavableDataModule` makes it where it may be made, and counts with the trainer.
 
 Lightning asks what `train_dataloader()` gave for its state, on every rank, and keeps that of rank 0. Where the loader
-has no length it fetches one batch ahead, except behind an epoch's last one; where it has one, none.
+has no length it fetches one batch ahead, except behind an epoch's last one; where it has one, none. From a checkpoint
+of an epoch's end it does not load that state again: the DataModule does, from every one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
 
+from savable_pipeline.errors import StateError
+from savable_pipeline.loader.position import MAX_LAG
 from savable_pipeline.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.evaluation import check_restarts, each
+from savable_pipeline.trainers.lightning_step import Step
+from savable_pipeline.trainers.put_off import PutOff
 from savable_pipeline.trainers.whole import Whole
 
-_AHEAD = 1  # batches that Lightning fetches before it trains on one
+_AHEAD = 1  # batches that Lightning fetches before it trains on one, where it does not know how many there are
 
 
 class SavableDataModule(LightningDataModule):  # type: ignore[misc]
@@ -25,7 +33,10 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
     `train`). They are called once in each process, after torch.distributed has begun: so `ddp`, `ddp_spawn` and
     `ddp_fork` give each rank its own batches (functions for `ddp_spawn` must be picklable). Loaders for evaluation must
     have `on_iter="restart"`, so that neither a sanity check nor a limit on batches takes any from the next evaluation:
-    otherwise ValueError.
+    otherwise ValueError. `fit` raises `StateError` where the trainer goes on behind its first batch and the checkpoint
+    holds no state of the loader, and ValueError for `accumulate_grad_batches` over 16 with what is fetched ahead.
+
+    Another trainer on the same DataModule goes on behind the batch that the last one trained on.
 
     ```python
     from savable_pipeline.trainers.lightning import SavableDataModule
@@ -48,8 +59,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         super().__init__()
         self._makers = {"train": train, "val": val, "test": test, "predict": predict}
         self._made: dict[str, Any] = {}
-        self._batches: Whole | None = None
-        self._batches_for: Any = None
+        self._checkpoints = _Checkpoints(self, lambda: self._loaders("train"))
 
     def _loaders(self, name: str) -> Any:
         """What the function under this name makes; [] without one."""
@@ -58,12 +68,14 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
             self._made[name] = [] if make is None else make()
         return self._made[name]
 
-    def train_dataloader(self) -> Whole:
+    def setup(self, stage: str) -> None:
+        """Have the trainer's checkpoints give and take the state. Whoever overrides it calls it."""
+        if stage == "fit":
+            self._checkpoints.begin(self.trainer)
+
+    def train_dataloader(self) -> _Batches:
         """The batches to train on, with the state that goes into the trainer's checkpoints."""
-        trainer = self.trainer
-        if self._batches is None or self._batches_for is not trainer:
-            self._batches, self._batches_for = _Batches(self._loaders("train"), trainer), trainer
-        return self._batches
+        return self._checkpoints.batches(self.trainer)
 
     def val_dataloader(self) -> Any:
         """The loaders to validate on."""
@@ -85,15 +97,34 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
 
 
 class _Batches(Whole):
-    """Has the trainer count an epoch that other ranks began as if these had begun it: it ends by that count."""
+    """What `trainer` trains on. Has it count an epoch that other ranks began as if these had begun it: it ends by that
+    count."""
 
     def __init__(self, loader: SavableLoader, trainer: Any) -> None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        super().__init__(loader, trained=lambda: progress.total.processed, most_ahead=_AHEAD)
-        self._of_epoch = progress.current
+        self.trainer = trainer
+        self.step = step = Step(trainer)
+        ahead = _most_ahead(trainer, loader)
+        super().__init__(loader, trained=lambda: step.trained, begun=lambda: step.begun, most_ahead=ahead)
+        self._of_epoch = trainer.fit_loop.epoch_loop.batch_progress.current
         self._whole_epochs = trainer.limit_train_batches == 1.0
+        self._taking = False
+        self.put_off = PutOff(lambda: self._taking or step.in_training)
+
+    def _next(self) -> Any:
+        self.step.look()
+        self._taking = True
+        try:
+            return super()._next()
+        finally:
+            self._taking = False
+            if not self.step.in_training:
+                self.put_off.run()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()  # for Lightning, to which another `Whole` gives none
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lightning calls it too, where it goes on in an epoch: that changes nothing."""
         super().load_state_dict(state)
         given, counted = self.given_of_epoch, self._of_epoch
         if given is None or not self._whole_epochs or not counted.ready:
@@ -101,6 +132,117 @@ class _Batches(Whole):
         more = (given or len(self)) - counted.ready  # a checkpoint at an epoch's end has all of its batches
         for name in ("ready", "started", "processed", "completed"):
             setattr(counted, name, getattr(counted, name) + more)
+
+
+class _Checkpoints(Callback):  # type: ignore[misc]
+    """Puts the state into a trainer's checkpoints and takes it out of them, at any moment of a step."""
+
+    def __init__(self, data: SavableDataModule, make: Callable[[], SavableLoader]) -> None:
+        self._data = data
+        self._make = make
+        self._batches: _Batches | None = None
+        self._state: Mapping[str, Any] | None = None  # of the checkpoint that a trainer goes on from
+
+    def begin(self, trainer: Any) -> None:
+        """Take part in a `fit`."""
+        self._state = None
+        if self not in trainer.callbacks:
+            trainer.callbacks.append(self)
+
+    def batches(self, trainer: Any) -> _Batches:
+        """What the trainer trains on, behind the state of its checkpoint if there is one."""
+        if self._batches is None or self._batches.trainer is not trainer:
+            made = _Batches(self._make(), trainer)
+            if self._batches is not None:
+                made.take_over(self._batches)
+            elif self._state is None:
+                _check_untrained(trainer)
+            self._batches = made
+        if self._state is not None:
+            self._batches.load_state_dict(self._state)
+            self._state = None
+        return self._batches
+
+    def _takes_part(self, trainer: Any) -> bool:
+        return trainer.datamodule is self._data and trainer.state.fn == TrainerFn.FITTING
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._takes_part(trainer):
+            states = _fit_loop(checkpoint)["state_dict"].get("combined_loader", [])
+            self._state = states[0] if len(states) == 1 else None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if not self._takes_part(trainer):
+            return
+        batches, loop = self.batches(trainer), _fit_loop(checkpoint)
+        if "combined_loader" not in loop["state_dict"]:  # Lightning has not asked for a loader yet
+            loop["state_dict"]["combined_loader"] = [batches.state_dict()]
+        batches.step.put_back(loop["epoch_loop.batch_progress"])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._takes_part(trainer):
+            _check_accumulation(trainer, _most_ahead(trainer, self.batches(trainer)))
+            self.batches(trainer).put_off.wrap("lightning")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self._takes_part(trainer):
+            batches = self.batches(trainer)
+            batches.step.look()
+            batches.check()
+            batches.put_off.run()
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        self._run_what_waits(trainer)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self._run_what_waits(trainer)
+
+    def _run_what_waits(self, trainer: Any) -> None:
+        if self._takes_part(trainer) and not trainer.sanity_checking:
+            self.batches(trainer).put_off.run()
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = checkpoint["loops"]["fit_loop"]
+    return found
+
+
+def _check_untrained(trainer: Any) -> None:
+    """Raise `StateError` if a trainer has trained, for which a fresh loader would begin anew."""
+    begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+    if begun:
+        raise StateError(
+            f"the trainer has trained on {begun} batches, in {trainer.current_epoch} whole epochs, but no state of the "
+            "loader was in a checkpoint, so that it would begin with the first ones again: resume from a checkpoint "
+            "that was saved with a SavableDataModule (one that overrides `setup` must call `super().setup(stage)`), or "
+            "load the weights alone and fit with a new Trainer"
+        )
+
+
+def _most_ahead(trainer: Any, batches: Any) -> int:
+    """How many batches the trainer fetches ahead of one that it trains on."""
+    takes_iterator = "dataloader_iter" in signature(trainer.lightning_module.training_step).parameters
+    limited = isinstance(trainer.limit_train_batches, int)
+    return 0 if (limited or _has_length(batches)) and not takes_iterator else _AHEAD
+
+
+def _has_length(batches: Any) -> bool:
+    try:
+        len(batches)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_accumulation(trainer: Any, ahead: int) -> None:
+    """Raise ValueError where more batches lie between two steps of the optimizer than can be taken back."""
+    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
+    steps = max([trainer.accumulate_grad_batches, *(n for each in schedulers for n in each.scheduling.values())])
+    if steps + ahead > MAX_LAG:
+        raise ValueError(
+            f"accumulate_grad_batches={steps} with {ahead} batches fetched ahead: a checkpoint takes back at most "
+            f"{MAX_LAG} batches that the optimizer has not stepped on. Accumulate fewer, larger batches"
+        )
 
 
 def _restarting(made: Any) -> Any:

@@ -1,26 +1,31 @@
 """`Whole`: a loader as a trainer takes it. Its state is that of all ranks, after the batch that was trained on last.
 
     SavableLoader ── batch ──▶ Whole ── place(batch) ──▶ trainer
-                              given            trained()         Ahead: given - trained
+                              given       begun(), trained()     Ahead: given - trained
 
 A trainer may fetch ahead of what it trains on (Lightning does, by one batch, where the loader has no length). It knows
 how many batches it has trained on, `Whole` how many it gave; both count from where the run began or was resumed here.
-The difference is the `lag` of the state that is saved. Where it is more than the trainer ever fetches ahead, the
-trainer has skipped batches: it was wired to skip, beside a state that says where to go on. That is an error.
+The difference is the `lag` of the state that is saved: at any moment of a step, that of the last batch which the
+optimizer has stepped on. Where a trainer has fetched more beyond what it has begun than it ever does, it has skipped
+batches: it was wired to skip, beside a state that says where to go on. That is an error.
 
-An integration makes a `Whole` with the trainer's counter (`trained`), how far it may fetch ahead (`most_ahead`) and
-what moves a batch to its device (`place`), hands it to the trainer in the place of the loader, and has the trainer call
-`state_dict()` on every rank when it saves, and `load_state_dict()` on every rank before the first batch.
+An integration makes a `Whole` with the trainer's counters (`trained`, `begun`), how far it may fetch ahead
+(`most_ahead`) and what moves a batch to its device (`place`), hands it to the trainer in the place of the loader, and
+has the trainer call `state_dict()` on every rank when it saves, and `load_state_dict()` on every rank before the first
+batch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from savable_pipeline.loader.position import Position
+from savable_pipeline.loader.position import MAX_LAG, Position
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of
+from savable_pipeline.loader.trainer_calls import module_of, refuse_fetching_ahead
 from savable_pipeline.state.to_skip import Span, taken_apart, with_spans
 from savable_pipeline.trainers.ahead import Ahead
 from savable_pipeline.trainers.left_at import LeftAt
@@ -29,10 +34,13 @@ from savable_pipeline.trainers.left_at import LeftAt
 class Whole:
     """The batches of `loader`, and the state with the lanes of all ranks on each of them.
 
-    `trained` gives the number of batches that this rank's trainer has trained on, from any start; without it, it trains
-    on each batch before it takes the next one. `most_ahead` is how many it may have fetched beyond that. `place` moves
-    a batch to the trainer's device. Batches that the trainer fetched and left when it began another pass are given
-    again. Each `iter()` begins with its first batch, so that one that is thrown away takes nothing.
+    `trained` gives the number of batches that this rank's trainer has trained on, from any start: its optimizer has
+    stepped on them. Without it, the trainer trains on each batch before it takes the next one. `begun` gives the number
+    that it has begun to train on, from the same start, where gradients of several batches are added up before a step,
+    up to 16 with what is fetched ahead; without it, that is `trained`. `most_ahead` is how many it may have fetched
+    beyond that. `place` moves a batch to the trainer's device. Batches that the trainer fetched and left when it began
+    another pass are given again. Each `iter()` begins with its first batch, so that one that is thrown away takes
+    nothing.
 
     Between two batches only this object may move the loader: by `load_state_dict` and `skip`.
 
@@ -55,6 +63,7 @@ class Whole:
         loader: SavableLoader,
         *,
         trained: Callable[[], int] | None = None,
+        begun: Callable[[], int] | None = None,
         most_ahead: int = 0,
         place: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -64,10 +73,10 @@ class Whole:
             )
         self._loader = loader
         self._run = run_of(loader)
-        self._ahead = Ahead(trained, most_ahead)
+        self._ahead = Ahead(trained, most_ahead, begun)
         self._place = place
         self._left = LeftAt(self._run)
-        self._given: deque[_Given] = deque(maxlen=most_ahead + 1)  # the last ones
+        self._given: deque[_Given] = deque(maxlen=most_ahead + 1 if begun is None else MAX_LAG)  # the last ones
         self._skipped: list[Span] = []  # since the last one
         self._to_skip: list[Span] = []  # where the loader comes to them
 
@@ -102,24 +111,38 @@ class Whole:
         return self._ahead.batches
 
     def check(self) -> None:
-        """Raise `SavableError` if batches were skipped, or the loader was moved by anyone but this object."""
+        """Raise `SavableError` if batches were skipped, or the loader was moved by anyone but this object.
+
+        While a batch is on its way to the trainer, which has not begun it yet, one skipped batch looks like it: an
+        integration calls this where a step has ended, too.
+        """
         self._left.check()
         self._ahead.check()
 
     # Iterating.
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self._begin, self._next)
+        return _Pass(partial(self._begin, self._ahead.begun), self._next)
 
-    def _begin(self) -> None:
+    def _begin(self, begun: int) -> None:
+        self.give_back()
+        iter(self._loader)
+        self._ahead.begin(begun)
+        self._left.leave()
+
+    def give_back(self) -> None:
         """Stand after the batch that was trained on last: what was fetched beyond it comes again."""
         self._left.check()
         if ahead := self._fetched():
             position, self._to_skip = ahead[0].before, self._spans()
             self._run.return_to(position)
             self._mark()
-        iter(self._loader)
-        self._left.leave()
+
+    def take_over(self, other: Whole) -> None:
+        """Go on, on the same loader, where the trainer of `other` has left it: what it only fetched comes again."""
+        other.give_back()
+        self._to_skip, other._to_skip = other._to_skip, []
+        self._mark()
 
     def _next(self) -> Any:
         """The next batch, placed. Where that fails, the loader stands before it again."""
@@ -204,8 +227,9 @@ class Whole:
         """The state with the lanes of all ranks after the batch that was trained on last. Collective.
 
         A flat dict of int and bytes, the same on each rank; any number of ranks goes on from it. Raises `SavableError`
-        if the trainer skips batches.
+        if the trainer skips batches, or is Lightning's, for which there is `SavableDataModule`.
         """
+        refuse_fetching_ahead(module_of(sys._getframe(1)))  # noqa: SLF001  # Python's own name for it
         self.check()
         fetched = self._fetched()
         state = self._run.global_state(position=fetched[0].before if fetched else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType
@@ -290,3 +291,46 @@ def test_batches_arrive_whole_on_a_gpu_while_it_is_at_work(shards: str) -> None:
         found.append(batch["id"] * 2)
         del batch  # its memory may be taken by a later copy only once it has been read
     assert all(got.is_cuda and torch.equal(got.cpu(), want * 2) for got, want in zip(found, expected, strict=True))
+
+
+def test_the_loader_behind_it_gives_no_state_that_is_a_batch_late(shards: str) -> None:
+    """Nor takes one: what was moved ahead would be given before it."""
+    make = streams(shards)["endless"]
+    loader = make()
+    ahead = OnDevice(loader, "cpu")
+    fresh = loader.state_dict()
+    assert fresh == ahead.state_dict()
+    loader.load_state_dict(fresh)
+    expected = take(make(), 2)
+    assert digest(next(ahead)) == expected[0]
+    for act in (
+        loader.state_dict,
+        loader.save_state,
+        loader.global_state_dict,
+        lambda: loader.load_state_dict(fresh),
+        lambda: loader.restore_state(fresh),
+        lambda: loader.skip(1),
+        lambda: OnDevice(loader, "cpu"),
+    ):
+        with pytest.raises(sp.SavableError, match="a batch of this loader ahead of the trainer"):
+            act()
+    assert digest(next(ahead)) == expected[1]
+
+
+def test_the_loader_behind_it_may_be_used_where_it_holds_nothing(shards: str) -> None:
+    loader = streams(shards)["with a length"]()
+    ahead = OnDevice(loader, "cpu")
+    assert len(list(ahead)) == len(loader)
+    assert loader.state_dict() == ahead.state_dict()
+    again = OnDevice(loader, "cpu")
+    assert len(list(again)) == len(loader)
+
+
+def test_the_loader_ends_with_the_last_name_for_it(shards: str) -> None:
+    """It does not hold what stands before it."""
+    loader = streams(shards)["endless"]()
+    ahead = OnDevice(loader, "cpu")
+    next(ahead)
+    gone = weakref.ref(ahead)
+    del ahead
+    assert gone() is None

@@ -1,8 +1,7 @@
 """Each trainer is killed and resumed by its own mechanism, on the code of its page: no batch and no loss differs.
 
-What their files refuse is tested in the same process (`adapters.py`, `adapters_hf.py`), since it takes long to import
-the trainers.
-`python tools/try_trainers.py` tries the other cases.
+What their files refuse, and checkpoints of any moment of a step, are tested in the same process (`_TESTS`), since it
+takes long to import the trainers. `python tools/try_trainers.py` tries the other cases.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import random
 from pathlib import Path
 
 from tests.trainers.cases import drive, expect_resumed, legs, logs, saved_before
+
+_TESTS = ("adapters.py", "adapters_hf.py", "lightning_state.py", "hf_state.py")
 
 TRAINERS = ("torch", "accelerate", "hf", "lightning")
 
@@ -21,8 +22,8 @@ def test_a_trainer_killed_with_two_workers_and_resumed_repeats_every_batch_and_l
     for trainer, kill_at in kills.items():
         (tmp_path / trainer).mkdir()
         cases[trainer] = legs(trainer, tmp_path / trainer, kill_at)
-    adapters = [str(Path(__file__).with_name(file)) for file in ("adapters.py", "adapters_hf.py")]
-    drive([case for found in cases.values() for case in found], *adapters)
+    tests = [str(Path(__file__).with_name(file)) for file in _TESTS]
+    drive([case for found in cases.values() for case in found], *tests)
     for trainer, kill_at in kills.items():
         straight, killed, resumed = logs(cases[trainer])
         assert (len(straight), len(killed)) == (12, kill_at), trainer

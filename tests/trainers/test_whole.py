@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -254,3 +255,80 @@ def test_who_asks_for_a_dataset_is_told_that_nothing_is_to_be_skipped(make: Any)
 def test_only_a_loader_is_taken() -> None:
     with pytest.raises(TypeError, match="a SavableLoader, not list"):
         Whole([])  # type: ignore[arg-type]
+
+
+class Accumulates(Trainer):
+    """Its optimizer steps on every third batch; counts a batch as begun before it trains on it."""
+
+    def __init__(self, loader: sp.SavableLoader, ahead: int, done: int = 0) -> None:
+        self.begun = self.trained = done
+        self.ahead = ahead
+        self.batches = Whole(loader, trained=lambda: self.trained, begun=lambda: self.begun, most_ahead=ahead)
+
+    def moments(self) -> Iterator[tuple[int, str | None, dict[str, Any]]]:
+        """What the optimizer has stepped on, the batch that was trained on, and the state: at each moment of a step."""
+        while True:
+            batches, fetched = iter(self.batches), deque[Any]()
+            while fetched.extend(islice(batches, self.ahead + 1 - len(fetched))) or fetched:
+                yield self.trained, None, self.batches.state_dict()
+                self.begun += 1
+                yield self.trained, None, self.batches.state_dict()
+                if self.begun % 3 == 0:
+                    self.trained = self.begun
+                yield self.trained, digest(fetched.popleft()), self.batches.state_dict()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_state_at_any_moment_of_a_step_is_that_after_what_the_optimizer_has_stepped_on(
+    make: Any, ahead: int
+) -> None:
+    expected = [batch for batch, _ in Trainer(make(), 0).steps(18)]
+    moments = list(islice(Accumulates(make(), ahead).moments(), 45))
+    assert [batch for _, batch, _ in moments if batch] == expected[:15]
+    for done, _, state in moments[::4]:
+        again = Accumulates(make(), ahead, done)
+        again.batches.load_state_dict(through_a_file(state))
+        assert [batch for _, batch, _ in islice(again.moments(), 9) if batch] == expected[done : done + 3]
+
+
+def test_a_step_that_was_broken_off_comes_again_from_its_first_batch(make: Any) -> None:
+    expected = [batch for batch, _ in Trainer(make(), 0).steps(12)]
+    for broken_off in range(12, 21):
+        trainer = Accumulates(make(), 1)
+        for _ in islice(trainer.moments(), broken_off):
+            pass
+        done = trainer.trained
+        trainer.begun = trainer.trained  # counted anew
+        found = [batch for _, batch, _ in islice(trainer.moments(), 9) if batch]
+        assert found == expected[done : done + 3], broken_off
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_one_batch_more_may_be_on_its_way_only_until_the_trainer_has_begun_it(make: Any, ahead: int) -> None:
+    trainer = Trainer(make(), ahead)
+    batches = iter(trainer.batches)
+    for _ in range(ahead + 1):
+        next(batches)
+    assert trainer.batches.state_dict()["slot"] == 0  # it is in training, or will be
+    trainer.trained = 1
+    trainer.batches.check()
+    next(batches)
+    next(batches)
+    with pytest.raises(sp.SavableError, match="it skips batches"):
+        trainer.batches.state_dict()
+    skipped_one = Trainer(make(), ahead)
+    take(iter(skipped_one.batches), ahead + 2)
+    skipped_one.trained = 1
+    with pytest.raises(sp.SavableError, match="it skips batches"):
+        skipped_one.batches.check()
+
+
+def test_another_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any) -> None:
+    slots = take(make(), 12)
+    loader = make()
+    first = Trainer(loader, ahead=1)
+    assert [batch for batch, _ in first.steps(3)] == slots[:3]
+    first.batches.skip(2)  # behind the fourth, which is fetched
+    other = Trainer(loader, ahead=1)
+    other.batches.take_over(first.batches)
+    assert [batch for batch, _ in other.steps(4)] == [slots[3], *slots[6:9]]

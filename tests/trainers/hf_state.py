@@ -1,0 +1,132 @@
+"""The Trainer's checkpoints at any moment of a step. Run in a process that has imported it (`drive.py`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers import hf
+from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    write_training_shards(tmp_path / "shards")
+
+    def loader(kind: str = "endless") -> sp.SavableLoader:
+        return sp.SavableLoader(ToyPipeline(str(tmp_path / "shards"), kind), seed=7, lanes=LANES)
+
+    return loader
+
+
+class Model(torch.nn.Module):
+    """Notes its batches, and fails in the one numbered `fails_at`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(4, 1)
+        self.seen: list[str] = []
+        self.fails_at = 0
+
+    def forward(self, x: Any, label: Any) -> dict[str, Any]:
+        self.seen.append(digest(x))
+        if len(self.seen) == self.fails_at:
+            raise KeyboardInterrupt
+        return {"loss": self.layer(x).square().mean()}
+
+    @property
+    def weights(self) -> str:
+        return digest([part.detach() for part in self.parameters()])
+
+
+def trainer(folder: Path, loader: Any, *callbacks: Any, **settings: Any) -> hf.SavableTrainer:
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder), ignore_data_skip=True, **{**quiet, "max_steps": 6, **settings})
+    return hf.SavableTrainer(Model(), arguments, train_loader=loader, callbacks=[*callbacks])
+
+
+class Preempted(TrainerCallback):  # type: ignore[misc]
+    """Asks for a checkpoint in an event of a step, as SIGTERM does."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.trainer: Any = None
+
+        def ask(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                [jit] = [each for each in self.trainer.callback_handler.callbacks if hasattr(each, "jit_manager")]
+                assert isinstance(jit, JITCheckpointCallback) and jit.jit_manager is not None
+                jit.jit_manager.is_checkpoint_requested = True
+
+        setattr(self, event, ask)
+
+
+@pytest.mark.parametrize(
+    "event,accumulate",
+    [("on_step_begin", 1), ("on_pre_optimizer_step", 1), ("on_step_begin", 3), ("on_substep_end", 3)]
+    + [("on_optimizer_step", accumulate) for accumulate in (1, 3)],
+)
+def test_a_checkpoint_before_the_end_of_the_job_is_right_wherever_it_is_saved(
+    make: Any, tmp_path: Path, event: str, accumulate: int
+) -> None:
+    """In the event itself or in the next one: also between a window's backward passes and its step."""
+    straight = trainer(tmp_path / "straight", make(), gradient_accumulation_steps=accumulate)
+    straight.train()
+    settings = {"gradient_accumulation_steps": accumulate, "enable_jit_checkpoint": True}
+    asks = Preempted(event, 2)
+    killed = trainer(tmp_path / "run", make(), asks, **settings)
+    asks.trainer = killed
+    killed.train()
+    [saved] = (tmp_path / "run").glob("checkpoint-*")
+    done = int(saved.name.split("-")[1]) * accumulate
+    assert len(killed.model.seen) >= done
+    resumed = trainer(tmp_path / "run", make(), **settings)
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert killed.model.seen[:done] + resumed.model.seen == straight.model.seen
+    assert resumed.model.weights == straight.model.weights
+
+
+@pytest.mark.parametrize("kind", ["endless", "counted"])
+def test_a_step_that_was_interrupted_begins_anew_in_the_next_call(make: Any, tmp_path: Path, kind: str) -> None:
+    straight = trainer(tmp_path / "straight", make(kind), gradient_accumulation_steps=3, max_steps=5)
+    straight.train()
+    made = trainer(tmp_path / "run", make(kind), gradient_accumulation_steps=3, max_steps=5)
+    made.model.fails_at = random.choice([7, 8, 9])
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    seen = made.model.seen[:6]
+    made.model.seen, made.model.fails_at = [], 0
+    made.train()
+    assert seen + made.model.seen[:9] == straight.model.seen
+
+
+def test_gradients_that_wait_for_the_next_epoch_do_not_give_their_batches_twice(make: Any, tmp_path: Path) -> None:
+    made = trainer(tmp_path, make("packed"), gradient_accumulation_steps=4, max_steps=8)
+    made.train()
+    assert len(made.model.seen) == len(set(made.model.seen))
+
+
+def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make: Any, tmp_path: Path) -> None:
+    trainer(tmp_path, make(), gradient_accumulation_steps=16, max_steps=1).train()
+    made = trainer(tmp_path, make(), gradient_accumulation_steps=17, max_steps=1)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=17: .* at most 16 batches"):
+        made.train()
+    assert not made.model.seen
+
+
+def test_a_checkpoint_behind_the_step_of_deepspeed_is_refused() -> None:
+    given: dict[str, Any] = {"ignore_data_skip": True, "auto_find_batch_size": False, "deepspeed": {}}
+    check: Callable[..., None] = hf._check_arguments
+    check(SimpleNamespace(**given, enable_jit_checkpoint=True), None)
+    with pytest.raises(ValueError, match="DeepSpeed has taken it by then"):
+        check(SimpleNamespace(**{**given, "deepspeed": "zero.json"}, enable_jit_checkpoint=True), None)

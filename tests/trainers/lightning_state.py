@@ -1,0 +1,337 @@
+"""Lightning's checkpoints, of the ends of epochs and of any moment of a step. Run in a process that has imported it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.tuner import Tuner
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers.lightning import SavableDataModule
+from savable_pipeline.trainers.whole import Whole
+from tests.support.toy_training import LANES, Noisy, ToyPipeline, write_training_shards
+
+EPOCH = 18  # batches
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes a function that makes a loader: of 18 batches an epoch, or endless."""
+    folder = tmp_path_factory.mktemp("data")
+    write_training_shards(folder / "shards")
+
+    def maker(kind: str = "counted", encoder: type[Noisy] = Noisy, **settings: Any) -> Callable[[], sp.SavableLoader]:
+        pipeline = ToyPipeline(str(folder / "shards"), kind, encoder=encoder)
+        return lambda: sp.SavableLoader(pipeline, seed=7, lanes=LANES, **settings)
+
+    return maker
+
+
+class Optimizer(torch.optim.SGD):
+    """Calls `during` while it is at work."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__(module.layer.parameters(), lr=0.05)
+        self.module = module
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.module.at("optimizer")
+        super().step()
+        self.module.stepped_on = len(self.module.seen)
+        self.module.at("stepped")
+        return loss
+
+
+class Module(LightningModule):
+    """Notes its batches, and how many of them the optimizer stepped on; something happens in the one numbered `n`."""
+
+    def __init__(self, where: str = "", n: int = 0, what: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(4, 3)
+        self.seen: list[str] = []
+        self.stepped_on = 0
+        self.happens = (where, n, what)
+
+    def at(self, where: str) -> None:
+        wanted, n, what = self.happens
+        if where == wanted and len(self.seen) == n:
+            self.happens = ("", 0, what)
+            what()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training:
+            self.at("fetched")
+        return batch
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.seen.append(digest(batch))
+        self.at("step")
+        return torch.nn.functional.cross_entropy(self.layer(batch["x"]), batch["label"])
+
+    def on_after_backward(self) -> None:
+        self.at("backward")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at("end")
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.at("validation")
+        self.log("score", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Optimizer(self)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    @property
+    def weights(self) -> str:
+        return digest([part.detach() for part in self.layer.parameters()])
+
+
+def trainer(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"limit_val_batches": 0, "enable_checkpointing": bool(callbacks), **quiet, **settings}
+    return Trainer(accelerator="cpu", default_root_dir=folder, callbacks=[*callbacks], **settings)
+
+
+def fit(made: Trainer, data: SavableDataModule, module: Module | None = None, resume: Path | None = None) -> Module:
+    module = module or Module()
+    made.fit(module, datamodule=data, ckpt_path=resume)
+    return module
+
+
+def newest(folder: Path) -> Path:
+    return max(folder.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+# Checkpoints of the ends of epochs.
+
+ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Path], list[Callback]]]] = {
+    "default": ({}, {}, lambda folder: [ModelCheckpoint(folder)]),
+    "no length": ({"kind": "packed"}, {}, lambda folder: [ModelCheckpoint(folder)]),
+    "epoch_slots": ({"kind": "endless", "epoch_slots": 12}, {}, lambda folder: [ModelCheckpoint(folder)]),
+    "limit": ({"kind": "endless"}, {"limit_train_batches": 10}, lambda folder: [ModelCheckpoint(folder)]),
+    "save_last": ({}, {}, lambda folder: [ModelCheckpoint(folder, save_last=True)]),
+    "monitor": ({}, {"limit_val_batches": 3}, lambda folder: [ModelCheckpoint(folder, monitor="score", save_top_k=-1)]),
+    "monitor, no length": (
+        {"kind": "packed"},
+        {"limit_val_batches": 3},
+        lambda folder: [ModelCheckpoint(folder, monitor="score", save_top_k=-1)],
+    ),
+    "accumulation": ({}, {"accumulate_grad_batches": 4}, lambda folder: [ModelCheckpoint(folder)]),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_run_goes_on_behind_the_epoch_of_its_last_checkpoint(make: Any, tmp_path: Path, case: str) -> None:
+    loader, settings, callbacks = ENDS[case]
+
+    def run(epochs: int, name: str, resume: Path | None = None) -> Module:
+        data = SavableDataModule(make(**loader), val=make(on_iter="restart"))
+        made = trainer(tmp_path, *callbacks(tmp_path / name), max_epochs=epochs, **settings)
+        return fit(made, data, resume=resume)
+
+    straight, first = run(4, "straight"), run(2, "first")
+    resumed = run(4, "resumed", newest(tmp_path / "first"))
+    assert first.seen + resumed.seen == straight.seen and len(first.seen) == len(resumed.seen) > 0
+    assert resumed.weights == straight.weights
+
+
+def test_a_run_that_was_stopped_early_goes_on_behind_its_last_epoch(make: Any, tmp_path: Path) -> None:
+    def run(patience: int, resume: Path | None = None) -> Module:
+        stop = EarlyStopping("score", patience=patience)
+        saver = ModelCheckpoint(tmp_path / f"{patience}")
+        data = SavableDataModule(make(), val=make(on_iter="restart"))
+        return fit(trainer(tmp_path, stop, saver, max_epochs=3, limit_val_batches=1), data, resume=resume)
+
+    straight, first = run(9), run(1)
+    assert len(first.seen) == 2 * EPOCH
+    assert first.seen + run(8, newest(tmp_path / "1")).seen == straight.seen
+
+
+def test_a_trainer_that_has_trained_needs_the_state_of_the_loader(make: Any, tmp_path: Path) -> None:
+    made = trainer(tmp_path, ModelCheckpoint(tmp_path / "saved"), max_epochs=1)
+    fit(made, SavableDataModule(make()))
+    made.fit_loop.max_epochs = 2
+    with pytest.raises(sp.StateError, match=r"trained on 18 batches, in 1 whole epochs, but no state of the loader"):
+        fit(made, SavableDataModule(make()))
+    saved = torch.load(newest(tmp_path / "saved"), weights_only=False)
+    assert len(saved["loops"]["fit_loop"]["state_dict"].pop("combined_loader")) == 1
+    torch.save(saved, tmp_path / "without.ckpt")
+    with pytest.raises(sp.StateError, match="with a SavableDataModule"):
+        fit(trainer(tmp_path, max_epochs=2), SavableDataModule(make()), resume=tmp_path / "without.ckpt")
+
+
+def test_a_data_module_that_leaves_out_our_setup_is_told(make: Any, tmp_path: Path) -> None:
+    class Own(SavableDataModule):
+        def setup(self, stage: str) -> None:
+            pass
+
+    fit(trainer(tmp_path, ModelCheckpoint(tmp_path / "saved"), max_epochs=1), SavableDataModule(make()))
+    with pytest.raises(sp.StateError, match=r"must call `super\(\).setup\(stage\)`"):
+        fit(trainer(tmp_path, max_epochs=2), Own(make()), resume=newest(tmp_path / "saved"))
+
+
+# Any moment of a step.
+
+
+class Broken(Exception):
+    pass
+
+
+def broken() -> None:
+    raise Broken
+
+
+runs = pytest.mark.parametrize("kind,accumulate", [("endless", 1), ("endless", 3), ("counted", 3)])
+
+
+@runs
+@pytest.mark.parametrize("where", ["fetched", "step", "backward", "end"])
+def test_an_error_at_any_moment_leaves_a_checkpoint_from_which_no_batch_is_lost(
+    make: Any, tmp_path: Path, where: str, kind: str, accumulate: int
+) -> None:
+    settings = {"max_steps": 30 // accumulate, "accumulate_grad_batches": accumulate}
+    straight = fit(trainer(tmp_path, **settings), SavableDataModule(make(kind)))
+    n = random.choice([1, 4, 5, 6, EPOCH - 1, EPOCH, EPOCH + 1])
+    module = Module(where, n, broken)
+    with pytest.raises(Broken):
+        fit(trainer(tmp_path, OnExceptionCheckpoint(tmp_path), **settings), SavableDataModule(make(kind)), module)
+    resumed = Module()
+    fit(trainer(tmp_path, **settings), SavableDataModule(make(kind)), resumed, tmp_path / "on_exception.ckpt")
+    assert module.seen[: module.stepped_on] + resumed.seen == straight.seen, n
+    assert resumed.weights == straight.weights, n
+
+
+@runs
+@pytest.mark.parametrize("where", ["fetched", "step", "optimizer", "stepped", "end", "validation", "encode"])
+def test_a_signal_at_any_moment_has_a_checkpoint_saved_from_which_no_batch_is_lost(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, kind: str, accumulate: int
+) -> None:
+    """SLURM's, before it ends a job."""
+    settings = {"max_steps": 24 // accumulate, "accumulate_grad_batches": accumulate, "limit_val_batches": 2}
+    settings |= {"val_check_interval": 6, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    n = 12 if where == "validation" else random.choice([3, 4, 5, 6, 7, 8, 9, 19])
+    n = n // accumulate * accumulate if where in ("optimizer", "stepped") else n  # where the optimizer is at work
+    module = Module()
+
+    class Signals(Noisy):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            module.at("encode")
+            return super().encode(sample, rng)
+
+    def run(folder: Path, resume: Path | None = None, **more: Any) -> Module:
+        data = SavableDataModule(make(kind, Signals), val=make(on_iter="restart"))
+        return fit(trainer(folder, **settings, **more), data, module, resume)
+
+    straight = run(tmp_path)
+    for name, value in {"NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    module = Module(where, n, partial(os.kill, os.getpid(), signal.SIGUSR1))
+    run(tmp_path / "killed", plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR1)])
+    assert module.seen == straight.seen and module.weights == straight.weights  # it was not ended
+    monkeypatch.undo()
+    module = Module()
+    resumed = run(tmp_path, tmp_path / "killed/hpc_ckpt_1.ckpt")
+    first = len(straight.seen) - len(resumed.seen)
+    assert n - accumulate <= first <= n and first % accumulate == 0, (n, first)
+    assert resumed.seen == straight.seen[first:]
+    assert resumed.weights == straight.weights, n
+
+
+@pytest.mark.parametrize("where,accumulate", [("fetched", 3), ("step", 1), ("step", 3), ("end", 3)])
+def test_a_fit_that_was_interrupted_goes_on_in_the_next_one(
+    make: Any, tmp_path: Path, where: str, accumulate: int
+) -> None:
+    settings = {"max_steps": 12 // accumulate, "accumulate_grad_batches": accumulate}
+    straight = fit(trainer(tmp_path, **settings), SavableDataModule(make("endless")))
+    n = random.choice([1, 4, 5, 6])
+    module, made, data = Module(where, n, broken), trainer(tmp_path, **settings), SavableDataModule(make("endless"))
+    with pytest.raises(Broken):
+        fit(made, data, module)
+    done = module.seen[: module.stepped_on]
+    module.seen = []
+    assert done + fit(made, data, module).seen == straight.seen, n
+
+
+def test_the_search_for_a_learning_rate_takes_no_batch(make: Any, tmp_path: Path) -> None:
+    class Rated(Module):
+        lr = 0.1
+
+    for kind in ("endless", "counted"):
+        straight = fit(trainer(tmp_path, max_steps=5), SavableDataModule(make(kind)))
+        made, data, module = trainer(tmp_path, max_steps=5), SavableDataModule(make(kind)), Rated()
+        Tuner(made).lr_find(module, datamodule=data, num_training=7, update_attr=False)
+        assert module.seen[:5] == straight.seen
+        module.seen = []
+        assert fit(made, data, module).seen == straight.seen, kind
+
+
+class Skips(Callback):
+    """Takes a batch, once or in each step, that nobody trains on."""
+
+    def __init__(self, always: bool) -> None:
+        self.left = 10 if always else 1
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.left:
+            self.left -= 1
+            next(trainer.fit_loop._data_fetcher.iterator)
+
+
+@pytest.mark.parametrize("always", [True, False])
+@pytest.mark.parametrize("kind", ["endless", "counted"])
+def test_a_trainer_that_skips_a_batch_is_found_in_that_step(make: Any, tmp_path: Path, kind: str, always: bool) -> None:
+    with pytest.raises(sp.SavableError, match="it skips batches"):
+        fit(trainer(tmp_path, Skips(always), max_steps=4), SavableDataModule(make(kind)))
+
+
+def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make: Any, tmp_path: Path) -> None:
+    for kind, most in (("endless", 15), ("counted", 16)):
+        fit(trainer(tmp_path, max_steps=1, accumulate_grad_batches=most), SavableDataModule(make(kind)))
+        module = Module()
+        with pytest.raises(ValueError, match=f"accumulate_grad_batches={most + 1} with .* at most 16"):
+            fit(trainer(tmp_path, max_steps=1, accumulate_grad_batches=most + 1), SavableDataModule(make(kind)), module)
+        assert not module.seen
+
+
+# Other objects around the loader.
+
+
+@pytest.mark.parametrize("kind", ["endless", "counted"])
+def test_a_second_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any, tmp_path: Path, kind: str) -> None:
+    straight = fit(trainer(tmp_path, max_steps=12), SavableDataModule(make(kind)))
+    data = SavableDataModule(make(kind))
+    one, other = trainer(tmp_path, max_steps=4), trainer(tmp_path, ModelCheckpoint(tmp_path / "saved"), max_steps=4)
+    seen = fit(one, data).seen + fit(other, data).seen
+    other.save_checkpoint(tmp_path / "saved.ckpt")
+    one.fit_loop.epoch_loop.max_steps = 8
+    seen += fit(one, data).seen
+    assert seen == straight.seen
+    resumed = fit(trainer(tmp_path, max_steps=8), SavableDataModule(make(kind)), resume=tmp_path / "saved.ckpt")
+    assert resumed.seen == straight.seen[8:12]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_whole_in_a_module_of_ones_own_gives_lightning_no_state(make: Any, tmp_path: Path, counts: bool) -> None:
+    class Own(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return Whole(
+                make("endless")(), trained=(lambda: self.trainer.global_step) if counts else None, most_ahead=1
+            )
+
+    with pytest.raises(sp.SavableError, match=r"a batch ahead.*SavableDataModule"):
+        trainer(tmp_path, ModelCheckpoint(tmp_path), max_steps=2).fit(Module(), datamodule=Own())
