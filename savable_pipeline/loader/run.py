@@ -19,6 +19,7 @@ from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_unused
+from savable_pipeline.loader.fresh_lanes import cuts_of, with_known_cuts
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.loader.local_lanes import LocalLanes
@@ -277,7 +278,7 @@ class Run:
             if after.must_vote:
                 end = yield proposed_end(after, self.prefetcher)
                 self.position = self.position.agreed(end)
-                after = _moved(self.position, want, delivery)
+                after = self._moved(self.position, want, delivery)
             if after.is_over:
                 after = self._next_epoch(after)
         return delivery, after
@@ -306,7 +307,12 @@ class Run:
             self.close()
             lane = position.own_slot % self.settings.lanes
             raise SavableError(f"lane {lane} had said that it had more batches, but has none")
-        return delivery, self._rolled_over(_moved(position, want, delivery))
+        return delivery, self._rolled_over(self._moved(position, want, delivery))
+
+    def _moved(self, position: Position, want: RequestKind, delivery: Delivery) -> Position:
+        """The position after a step whose batch is given, or skipped."""
+        after = position.passed_over(delivery) if want == "skip" else position.advanced(delivery)
+        return after if position.slot else after.begun_with(cuts_of(self.local.last_stage, position.epoch))
 
     def _rolled_over(self, after: Position) -> Position:
         """The position after a step, at the start of the next epoch if an epoch of `epoch_slots` is over."""
@@ -425,6 +431,7 @@ class Run:
         differing = compare(new.before if new else saved, self._fingerprint, allowed - {NEW_SHARDS})
         state = new.join(state) if new else state
         lanes = read_lanes(state, self.position.lanes)
+        state = with_known_cuts(state, lanes, self.local, settings_differ=bool(differing) or changed)
         loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=self.settings.pad)
         if loaded.growth and self._restarts:
             raise CheckpointMismatchError(
@@ -476,8 +483,3 @@ class Run:
                 "was made, loaded, or began the epoch"
             )
         return history[-1 - lag]
-
-
-def _moved(position: Position, want: RequestKind, delivery: Delivery) -> Position:
-    """The position after a step whose batch is given, or skipped."""
-    return position.passed_over(delivery) if want == "skip" else position.advanced(delivery)
