@@ -81,6 +81,8 @@ class RecordReader(SampleStage):
     """
 
     ref: ItemRef = ()
+    files: str | tuple[str, ...] = ""
+    """What was named to be read; empty of a store that was given."""
 
     def __init__(
         self,
