@@ -29,10 +29,10 @@ def seen(
     """Tell when samples were given: epoch, slot, step and rank at that time.
 
     What was given after a place from which the run was later resumed is marked as lost: the model that saw it is gone.
-    The exit code is 1 if a sample was not given.
+    Keys are read in the data as the run opened them. The exit code is 1 if a sample was not given.
     """
-    from savable_pipeline.ledger.keys import find_keys
     from savable_pipeline.ledger.reader import Ledger
+    from savable_pipeline.preview.given_keys import find_keys
 
     with errors_as_lines():
         ledger = Ledger(folder)
@@ -40,8 +40,8 @@ def seen(
         for key, found in find_keys(ledger, keys, source=source, data=data).items():
             missing |= not found
             if not found:
-                out.print(printable(f"{key}: not given"))
-            for name, given in found:
+                out.print(printable(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))
+            for name, given in found or ():
                 batch, start = given.batch, given.start
                 of = f" of {name}" if name else ""
                 lost = ", lost: the run was resumed from a place before it" if given.lost else ""

@@ -11,6 +11,7 @@ from savable_pipeline.core.rng import Rng
 T = TypeVar("T")
 PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the shards of the run, as pinned_shards.py has them
 Growth: TypeAlias = dict[str, list[tuple[int, int]]]  # by the reader's branch: (epoch, shards), as growth.py draws it
+Cuts: TypeAlias = dict[str, int]  # by the reader's branch: the unit in which the lanes' shares of a pass are cut
 
 
 class Lane:
@@ -38,6 +39,7 @@ class Lane:
         status: memoryview | None = None,
         pad: bool = False,
         growth: Growth | None = None,
+        cuts: Cuts | None = None,
         downloads: bool = True,
         pinned: PinnedShards | None = None,
     ) -> None:
@@ -51,6 +53,7 @@ class Lane:
         self.unused: int | None = None  # samples that readers gave since the last batch; None without a loader
         self.pad = pad  # whether batches are padded with rows that do not count, and go on after the lane's end
         self.growth: Growth = growth or {}  # with how many shards readers read each epoch, where shards were added
+        self.cuts: Cuts = cuts or {}  # of a pass that other lanes began before, perhaps with other settings
         self.downloads = downloads  # whether readers may download ahead; not in a lane that is only looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned
         self._shared: dict[Any, Any] = {} if shared is None else shared

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from savable_pipeline.core.lane import Growth, Lane, PinnedShards
+from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
 from savable_pipeline.dataset.sample import tag_of
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.engine.sample_watch import Watched, watched
@@ -70,7 +70,13 @@ class LaneRunner:
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
     def build(
-        self, lane: int, epoch: int, growth: Growth | None = None, *, downloads: bool = True
+        self,
+        lane: int,
+        epoch: int,
+        growth: Growth | None = None,
+        *,
+        cuts: Cuts | None = None,
+        downloads: bool = True,
     ) -> tuple[Stage, Lane]:
         """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
         built = Lane(
@@ -82,6 +88,7 @@ class LaneRunner:
             status=self._status,
             pad=self._pad,
             growth=growth,
+            cuts=cuts,
             downloads=downloads,
             pinned=self._pinned,
         )
@@ -159,7 +166,7 @@ class LaneRunner:
         return live.stage if live is not None and live.state is state else None
 
     def _restore(self, saved: LaneState) -> _Live:
-        stage, lane = self.build(saved.lane, saved.epoch, saved.grown)
+        stage, lane = self.build(saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {})
         if saved.stages is not None:
             stage.restore_state(saved.stages)
         lane.unused = 0

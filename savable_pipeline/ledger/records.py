@@ -29,11 +29,16 @@ _CONSTANT = 8  # in place of the bytes of a number: one number stands for all
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True):
-    """A source of the run: its name in a `Blend`, the tag of its refs, and where its samples lie."""
+    """A source of the run: its name in a `Blend`, the tag of its refs, and where its samples lie.
+
+    `files`: what its reader was told to read, as absolute paths; empty of a store of the run's own, and where they name
+    a password. Its other settings are in the fingerprint.
+    """
 
     name: str
     tag: int
     address: str
+    files: str | list[str] = ""
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):

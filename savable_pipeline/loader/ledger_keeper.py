@@ -13,6 +13,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.ledger.records import FORMAT, Numbers, Source, Start
 from savable_pipeline.ledger.writer import LedgerWriter
 from savable_pipeline.loader.position import Position
+from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
@@ -114,7 +115,12 @@ class LedgerKeeper:
 def _sources(last: Stage) -> list[Source]:
     """The sources of a pipeline, in the order of the data path."""
     return [
-        Source(stage.info.branch, tag, _address(stage))
+        Source(
+            stage.info.branch,
+            tag,
+            _address(stage),
+            files_to_keep(stage.files) if isinstance(stage, RecordReader) else "",
+        )
         for stage in upstream(last)
         if not stage.sources
         for tag in stage.info.tags
@@ -124,3 +130,12 @@ def _sources(last: Stage) -> list[Source]:
 def _address(reader: Stage) -> str:
     """Where a reader's samples lie; "" for a user's own."""
     return str(getattr(getattr(reader, "dataset", None), "address", ""))
+
+
+def files_to_keep(files: str | tuple[str, ...]) -> str | list[str]:
+    """What a reader was told to read, wherever that is asked from; "" where a URL names a password."""
+    named = [files] if isinstance(files, str) else list(files)
+    if not any(named) or any("@" in name.partition("://")[2].partition("/")[0] for name in named):
+        return ""
+    absolute = [name if "://" in name else str(Path(name).absolute()) for name in named]
+    return absolute[0] if isinstance(files, str) else absolute

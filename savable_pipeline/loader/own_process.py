@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import os
 import sys
+from weakref import WeakSet
 
 from savable_pipeline.errors import SavableError
 
 
 class OwnProcess:
-    """The process in which this was made. `ranked`: whether rank and world size were given as numbers there."""
+    """The process in which this was made. `ranked`: whether rank and world size were given as numbers there.
+
+    `checked` is for a loader to note that it may iterate here, so that nothing is asked at each batch; it is False
+    again in a forked process.
+    """
 
     def __init__(self, *, ranked: bool) -> None:
         self._pid = os.getpid()
         self._ranked = ranked
+        self.checked = False
+        _known.add(self)
 
     def check(self) -> None:
         """Raise `SavableError` in another process, and in a worker that was not told its share."""
@@ -39,6 +46,16 @@ class OwnProcess:
             "the process that iterates over it; load_state_dict takes it to where another one was"
         )
 
+
+_known: WeakSet[OwnProcess] = WeakSet()
+
+
+def _check_again() -> None:
+    for each in _known:
+        each.checked = False
+
+
+os.register_at_fork(after_in_child=_check_again)
 
 _INSTEAD = (
     "iterate over the loader itself in the trainer's process (it has workers of its own, num_workers=), or give "

@@ -28,8 +28,9 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.lane import Cuts, Growth
 from savable_pipeline.engine.messages import Delivery
+from savable_pipeline.loader.fresh_lanes import with_cuts
 from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
@@ -81,6 +82,7 @@ class Position(msgspec.Struct, frozen=True):
     told: bool = False
     loaded: bool = False  # no iterator has begun since a state was loaded
     growth: Growth = {}  # of the data, since the run began; never changed
+    cuts: Cuts = {}  # of the epoch, once its first batch is given: fresh_lanes.py
     changed: bool = False  # the epoch was begun with other settings: its length cannot be counted beforehand
 
     @classmethod
@@ -168,6 +170,10 @@ class Position(msgspec.Struct, frozen=True):
         lanes = {lane: LanePosition(at.state, None) for lane, at in self.lanes.items()}
         return replace(self, lanes=lanes, changed=True)
 
+    def begun_with(self, cuts: Cuts) -> Position:
+        """In an epoch in which the lanes' shares are cut so."""
+        return replace(self, cuts=cuts)
+
     def agreed(self, end: int) -> Position:
         """With the `end` that the ranks have agreed on: the epoch ends here unless it lies beyond the one known."""
         return replace(self, end=end) if end > self.end else replace(self, final=True)
@@ -228,5 +234,10 @@ class Position(msgspec.Struct, frozen=True):
             "epoch": self.epoch,
             "slot": self.slot,
             "fingerprint": fingerprint,
-            **{lane_name(lane): self.lanes[lane].state for lane in sorted(self.lanes)},
+            **{lane_name(lane): self._saved(lane) for lane in sorted(self.lanes)},
         }
+
+    def _saved(self, lane: int) -> bytes:
+        """The state of a lane as it is saved."""
+        state = self.lanes[lane].state
+        return with_cuts(state, self.cuts) if 0 < self.slot <= lane else state

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from weakref import WeakSet
 
 from msgspec.structs import replace
 
@@ -21,6 +19,7 @@ from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_unused
+from savable_pipeline.loader.fresh_lanes import cuts_of, with_known_cuts
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.loader.local_lanes import LocalLanes
@@ -80,8 +79,6 @@ class Run:
         self._agree = agree or partial(self.ranks.agree, smallest=not settings.pad)
         self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
         self._process = OwnProcess(ranked=settings.rank is not None)
-        self._ranks_checked = False
-        _runs.add(self)
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
         self._thread: dict[str, int] = {}  # that moves the run now, its "id"
         self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
@@ -289,7 +286,7 @@ class Run:
         Whether the epoch goes on after it is found out before it is given. That is stored at once: where the rest of
         the step fails and it is taken again, the ranks do not vote again.
         """
-        if not self._ranks_checked:
+        if not self._process.checked:
             self._check_ranks()
         if self._is_finite:
             yield from self._find_step()
@@ -298,7 +295,7 @@ class Run:
             if after.must_vote:
                 end = yield proposed_end(after, self.prefetcher)
                 self.position = self.position.agreed(end)
-                after = _moved(self.position, want, delivery)
+                after = self._moved(self.position, want, delivery)
             if after.is_over:
                 after = self._next_epoch(after)
         return delivery, after
@@ -310,12 +307,12 @@ class Run:
         self.ranks.check_world()
         if self._asks_ranks and self.ranks.can_talk:
             check_same_data(self.ranks, self._fingerprint)
-        self._ranks_checked = True
+        self._process.checked = True
 
     @property
     def _is_settled(self) -> bool:
         """Whether the ranks need not vote in the next step, nor does the epoch end: most steps, the short way."""
-        if not self._ranks_checked:
+        if not self._process.checked:
             return False
         at = self.position
         return not self._is_finite or at.slot + 2 * at.step <= at.end
@@ -329,7 +326,12 @@ class Run:
             self.close()
             lane = position.own_slot % self.settings.lanes
             raise SavableError(f"lane {lane} had said that it had more batches, but has none")
-        return delivery, self._rolled_over(_moved(position, want, delivery))
+        return delivery, self._rolled_over(self._moved(position, want, delivery))
+
+    def _moved(self, position: Position, want: RequestKind, delivery: Delivery) -> Position:
+        """The position after a step whose batch is given, or skipped."""
+        after = position.passed_over(delivery) if want == "skip" else position.advanced(delivery)
+        return after if position.slot else after.begun_with(cuts_of(self.local.last_stage, position.epoch))
 
     def _rolled_over(self, after: Position) -> Position:
         """The position after a step, at the start of the next epoch if an epoch of `epoch_slots` is over."""
@@ -457,6 +459,7 @@ class Run:
         differing = compare(new.before if new else saved, self._fingerprint, allowed - {NEW_SHARDS})
         state = new.join(state) if new else state
         lanes = read_lanes(state, self.position.lanes)
+        state = with_known_cuts(state, lanes, self.local, settings_differ=bool(differing) or changed)
         loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=self.settings.pad)
         if loaded.growth and self._restarts:
             raise CheckpointMismatchError(
@@ -508,20 +511,3 @@ class Run:
                 "was made, loaded, or began the epoch"
             )
         return history[-1 - lag]
-
-
-_runs: WeakSet[Run] = WeakSet()
-
-
-def _check_again() -> None:
-    """A forked process checks before its first batch, as if none had been given: nothing is asked at each batch."""
-    for run in _runs:
-        run._ranks_checked = False  # noqa: SLF001  # of this file's own class
-
-
-os.register_at_fork(after_in_child=_check_again)
-
-
-def _moved(position: Position, want: RequestKind, delivery: Delivery) -> Position:
-    """The position after a step whose batch is given, or skipped."""
-    return position.passed_over(delivery) if want == "skip" else position.advanced(delivery)

@@ -40,7 +40,7 @@ class ColumnarReader(RecordReader):
         exclude: str | os.PathLike[str] | None = None,
         cache_bytes: int = DECODED_BYTES,
     ) -> None:
-        names = as_names(files)
+        self.files = names = as_names(files)
         self.columns = None if columns is None else tuple(columns)
         self.key = key
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))

@@ -54,7 +54,7 @@ class JsonlReader(RecordReader):
         quarantine: str | os.PathLike[str] | None = None,
         exclude: str | os.PathLike[str] | None = None,
     ) -> None:
-        names = as_names(files)
+        self.files = names = as_names(files)
         self.key = key
 
         def open_store(tolerant: bool, unlistable: Any) -> JsonlStore:

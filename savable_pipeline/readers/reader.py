@@ -81,6 +81,8 @@ class RecordReader(SampleStage):
     """
 
     ref: ItemRef = ()
+    files: str | tuple[str, ...] = ""
+    """What was named to be read; empty of a store that was given."""
 
     def __init__(
         self,
@@ -145,13 +147,13 @@ class RecordReader(SampleStage):
         self.samples = GrowingSamples(self.dataset, self._selection, growth)
         if self._deals:
             self._groups_of(self.samples.of(self._first_epoch))  # which warns of groups too large
-        self._cut = self._best_cut(self._first_epoch)
+        self._cut = self._own_cut()
         self._move_to(self._first_epoch, 0)
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
         """Cut the lanes' shares for batches of `rows` samples. Called before anything was given."""
         self._rows, self._aligned = rows, aligned
-        self._cut = self._best_cut(self._first_epoch)
+        self._cut = self._own_cut()
         self._move_to(self._epoch, 0)
         whole = self._least // rows
         if self.epochs is not None and not self._lane.pad and 0 < whole < self._lane.count:
@@ -174,6 +176,16 @@ class RecordReader(SampleStage):
             whole,
         )
         return True
+
+    def _own_cut(self) -> int:
+        """That by which other lanes have begun the pass, if some have; else the best."""
+        begun = self._lane.cuts.get(self._branch)
+        return self._best_cut(self._first_epoch) if begun is None else begun
+
+    def cut_of(self, epoch: int) -> int:
+        """The unit in which the lanes' shares of pass `epoch` are cut, by which this lane stands or would begin it."""
+        first = epoch * (self._pass.epochs if self._pass else 0)
+        return self._cut if first == self._first_epoch else self._best_cut(first)
 
     def _best_cut(self, first_epoch: int) -> int:
         """The unit in which samples are dealt over the lanes, which is saved: blocks in file order, else batches.
@@ -367,8 +379,7 @@ class RecordReader(SampleStage):
         """The number of samples of a lane in a pass; None if it never ends, or damaged shards may be left out."""
         if self._pass is None or self.on_error != "raise":
             return None
-        first = epoch * self._pass.epochs
-        cut = self._cut if first == self._first_epoch else self._best_cut(first)
+        first, cut = epoch * self._pass.epochs, self.cut_of(epoch)
         shares = [self._share(lane, number, first, cut) for number in range(first, first + self._pass.epochs)]
         return sum(end - begin for begin, end in shares)
 

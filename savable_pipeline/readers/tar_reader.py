@@ -73,7 +73,7 @@ class TarShardReader(RecordReader):
         cache: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        names = as_names(shards)
+        self.files = names = as_names(shards)
         self._begin_reading(
             lane,
             ReaderSettings(split, subset, epochs, shuffle, block_size, window, on_error, exclude),

@@ -59,7 +59,7 @@ class TokenReader(RecordReader):
         quarantine: str | os.PathLike[str] | None = None,
         exclude: str | os.PathLike[str] | None = None,
     ) -> None:
-        names = as_names(files)
+        self.files = names = as_names(files)
         check_token_settings(length, stride, dtype)
         self.length, self.stride, self.dtype = length, stride, dtype
 

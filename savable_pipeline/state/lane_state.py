@@ -31,7 +31,8 @@ _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 class LaneState(msgspec.Struct):
     """A lane between two batches: `batches` given in pass `epoch`; `stages` is None before the first batch.
 
-    `growth` is absent unless shards were added in the run: `Lane.growth`.
+    `growth` is absent unless shards were added in the run: `Lane.growth`. `cuts` are those of `Lane`, of a lane before
+    its first batch of a pass that others have begun: what they read by is in their own `stages`.
     """
 
     lane: int
@@ -40,6 +41,7 @@ class LaneState(msgspec.Struct):
     more: bool | None = None  # whether another batch will come; None if not known yet
     stages: dict[str, Any] | None = None
     growth: dict[str, list[tuple[_Number, _Number]]] | msgspec.UnsetType = msgspec.UNSET
+    cuts: dict[str, _Number] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def grown(self) -> Growth:

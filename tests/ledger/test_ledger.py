@@ -426,7 +426,7 @@ def test_seen_tells_each_time_that_a_sample_was_given(shards: str, folder: Path)
         "s000005: epoch 0, slot 1, step 1, rank 0 of 1",
     ]
     shown = CliRunner().invoke(app, ["ledger", "seen", str(folder), "nothing"])
-    assert (shown.exit_code, shown.output) == (1, "nothing: not given\n")
+    assert (shown.exit_code, shown.output) == (1, "nothing: no sample has this key\n")
 
 
 PIPELINE = """
