@@ -12,12 +12,13 @@ reshards:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.errors import StateError
 
 VERSION = 1
@@ -25,7 +26,6 @@ _MAGIC = b"SAVL"
 _HEAD = len(_MAGIC) + 2 + 8
 _DEEPEST = 200  # a stage is a level or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
-_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class LaneState(msgspec.Struct):
@@ -34,12 +34,12 @@ class LaneState(msgspec.Struct):
     `growth` is absent unless shards were added in the run: `Lane.growth`.
     """
 
-    lane: int
-    epoch: int
-    batches: int = 0
+    lane: SavedCount
+    epoch: EpochNumber
+    batches: SavedCount = 0
     more: bool | None = None  # whether another batch will come; None if not known yet
     stages: dict[str, Any] | None = None
-    growth: dict[str, list[tuple[_Number, _Number]]] | msgspec.UnsetType = msgspec.UNSET
+    growth: dict[str, list[tuple[EpochNumber, EpochNumber]]] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def grown(self) -> Growth:
