@@ -16,11 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from savable_pipeline.blending.blend_counts import LaneCounts
 from savable_pipeline.core.keyed_random import derive_key, permutation
+from savable_pipeline.errors import CheckpointMismatchError
+
+_Given: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source in a lane
 
 
 class TurnsState(msgspec.Struct):
@@ -28,11 +32,19 @@ class TurnsState(msgspec.Struct):
 
     names: list[str]
     weights: list[int]
-    counts: list[int]
+    counts: list[_Given]
     lags: list[int] = []
-    unit: int = 1
-    before: int = 0  # samples or tokens given before the counts began
-    begin: list[int] = []  # of a schedule: the counts at the start of the piece
+    unit: _Given = 1
+    before: _Given = 0  # samples or tokens given before the counts began
+    begin: list[_Given] = []  # of a schedule: the counts at the start of the piece
+
+    def check_lengths(self, counts: list[int], lags: list[int], begin: list[int]) -> None:
+        """Raise `CheckpointMismatchError` unless there are as many numbers of each kind as here."""
+        if [len(self.counts), len(self.lags), len(self.begin)] != [len(counts), len(lags), len(begin)]:
+            raise CheckpointMismatchError(
+                f"Blend: the state has the counts {self.counts}, from {self.begin} on, and the lags {self.lags} of "
+                f"{len(counts)} sources; use another copy of the checkpoint"
+            )
 
 
 def lags_at(weights: Sequence[int], steps: Iterable[int]) -> list[list[int]]:
@@ -60,7 +72,11 @@ class Turns:
         """The numbers of the sources of the next `n` turns; counts nothing as taken."""
         unit = max(2, 2 * len(self.weights) - 2)
         chosen = _in_turn(self.weights, self.counts, n, off=(unit - 1, unit))
-        assert chosen is not None  # Tijdeman's theorem
+        if chosen is None:  # which Tijdeman's theorem excludes
+            raise CheckpointMismatchError(
+                f"Blend: {self.counts} samples of sources with the weights {self.weights} cannot come of its turns; "
+                "use another copy of the checkpoint"
+            )
         return chosen
 
     def take(self, chosen: Iterable[int]) -> None:

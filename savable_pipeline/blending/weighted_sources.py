@@ -15,11 +15,12 @@ from savable_pipeline.blending.blend_turns import TokenTurns, Turns, TurnsState
 from savable_pipeline.blending.lane_turns import begin_schedule, begin_turns
 from savable_pipeline.blending.schedule import Schedule
 from savable_pipeline.blending.scheduled_turns import ScheduledTurns
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.dataset.sample import REF, TAG_SHIFT, count_of_source
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.stage import Stage, StageInfo, State, parse_state
+from savable_pipeline.stages.stage import Stage, StageInfo, State, parse_state, saved_refs
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class _BlendState(msgspec.Struct):
     ahead: dict[str, bytes]
     taken: tuple[str, Any] | None
     turns: TurnsState
-    taken_sizes: list[Size] | None = None
+    taken_sizes: list[tuple[SavedCount, SavedCount]] | None = None
 
 
 class WeightedSources(BlendSources):
@@ -179,7 +180,7 @@ class WeightedSources(BlendSources):
             if name in saved.sources:
                 stage.restore_state(saved.sources[name])
         self._end_sources({name for name in saved.ended if name in self._stages})
-        self._ahead = {name: np.frombuffer(saved.ahead.get(name, b""), REF) for name in self._stages}
+        self._ahead = {name: saved_refs(self, saved.ahead.get(name, b"")) for name in self._stages}
         self._taken = None
         if saved.taken is not None and saved.taken[0] in self._stages and saved.taken[0] not in self._on:
             self.counts["dropped/source turned off"] += 1
@@ -190,6 +191,8 @@ class WeightedSources(BlendSources):
         self._begun, self._before = None, saved.turns.before
         turns = self._turns
         if saved.turns.names == self._active and saved.turns.weights == turns.weights:
+            lags = turns.lags if isinstance(turns, TokenTurns) else []
+            saved.turns.check_lengths(turns.counts, lags, turns.begin if isinstance(turns, ScheduledTurns) else [])
             turns.counts = saved.turns.counts
             if isinstance(turns, TokenTurns):
                 turns.lags, turns.unit = saved.turns.lags, saved.turns.unit

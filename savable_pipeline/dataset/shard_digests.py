@@ -10,18 +10,20 @@ leave the groups before them as they were, so that it is still told whether a da
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 from xxhash import xxh3_128
 
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.shards.shard_list import Count, ShardEntry, ShardList
 
 GROUP = 1024
 _HASH = 16  # bytes
 _SHOWN = 5  # shards listed in a message before the rest is only counted
 
+_Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\0]*\Z")]
 Summary: TypeAlias = "list[list[Any]] | dict[str, Any]"  # plain, as a state returns it
 
 
@@ -51,7 +53,7 @@ def grouped(saved: Summary) -> Summary:
 
 def kind_of_summary(saved: Any) -> Any:
     """The type that `msgspec.convert` must find in what a state keeps."""
-    return _Groups if isinstance(saved, dict) else list[tuple[str, int, int]]
+    return _Groups if isinstance(saved, dict) else list[tuple[_Name, SavedCount, int]]
 
 
 def count(saved: Summary) -> int:

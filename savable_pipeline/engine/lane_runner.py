@@ -19,6 +19,7 @@ from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import Pipeline, leaves_out_excluded, upstream
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.state.restoring import restoring
 
 _WATCH_S = 0.25
 
@@ -168,7 +169,8 @@ class LaneRunner:
     def _restore(self, saved: LaneState) -> _Live:
         stage, lane = self.build(saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {})
         if saved.stages is not None:
-            stage.restore_state(saved.stages)
+            with restoring(f"the state of lane {saved.lane}"):
+                stage.restore_state(saved.stages)
         lane.unused = 0
         return _Live(list(upstream(stage)), lane, saved.batches)
 

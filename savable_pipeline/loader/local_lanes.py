@@ -14,6 +14,7 @@ from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.lane_state import LaneState
+from savable_pipeline.state.restoring import restoring
 
 
 class LocalLanes:
@@ -38,8 +39,7 @@ class LocalLanes:
         Building it opens the shards, and indexes them on first use.
         """
         if self._example is None:
-            with as_in_a_worker(set(KINDS)):
-                self._example = self.runner.build(self._example_lane, 0, self.growth)[0]
+            self._example = self._built(self.growth)
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
             self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
@@ -53,17 +53,25 @@ class LocalLanes:
         for file in self._exclude_files:
             file.verify()
 
+    def _built(self, growth: Growth) -> Stage:
+        with as_in_a_worker(set(KINDS)):
+            return self.runner.build(self._example_lane, 0, growth)[0]
+
     def grow(self, growth: Growth) -> None:
-        """Look from now on at lanes to whose data shards were added so."""
+        """Look from now on at lanes to whose data shards were added so.
+
+        Raises `CheckpointMismatchError`, and changes nothing, if the data have no such shards.
+        """
         if growth != self.growth:
-            self.growth, self._example = growth, None
+            self._example, self.growth = self._built(growth), growth
 
     def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
         """The last stage of a lane at a saved position, in data that grew so: only to be looked at."""
         with as_in_a_worker(set(KINDS)):
             stage = self.runner.build(saved.lane, saved.epoch, growth, downloads=False)[0]
             if saved.stages is not None:
-                stage.restore_state(saved.stages)
+                with restoring(f"the state of lane {saved.lane}"):
+                    stage.restore_state(saved.stages)
         return stage
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
-from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
 from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_unused
 from savable_pipeline.loader.fresh_lanes import cuts_of, with_known_cuts
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
@@ -35,12 +35,15 @@ from savable_pipeline.loader.stats import Stats
 from savable_pipeline.loader.trace import Trace, traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.state.fingerprint import (
+    Fingerprint,
     FingerprintHere,
+    checked_allow,
     compare,
     fingerprint,
     pack_fingerprint,
     unpack_fingerprint,
 )
+from savable_pipeline.state.restoring import restoring
 from savable_pipeline.state.state_dict import check_flat, merge_states, read_lanes
 from savable_pipeline.state.to_skip import refuse_spans
 
@@ -452,27 +455,40 @@ class Run:
     def _load(self, state: Mapping[str, Any], allow: Iterable[str]) -> None:
         check_flat(state)
         refuse_spans(state)
-        saved = unpack_fingerprint(state["fingerprint"])
+        with restoring("the state"):
+            saved = unpack_fingerprint(state["fingerprint"])
+        here, allowed = self._fingerprint, {allow} if isinstance(allow, str) else set(allow)
+        checked_allow(allowed - {NEW_SHARDS}, saved, here)
+        with restoring("the state"):
+            loaded = self._read(state, saved, here, allowed)
+            if loaded.growth and self._restarts:
+                raise CheckpointMismatchError(
+                    "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which "
+                    "has none of them: begin a new loader"
+                )
+            self.local.grow(loaded.growth)
+        self.prefetcher.reset()
+        self._ends.clear()
+        if self._ledger is not None:
+            self._ledger.begin_anew()
+        self.position = loaded
+
+    def _read(self, state: Mapping[str, Any], saved: Fingerprint, here: FingerprintHere, allowed: set[str]) -> Position:
+        """The position in a state of the fingerprint `saved`, whose fields may differ where they are `allowed`."""
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
-        allowed = {allow} if isinstance(allow, str) else set(allow)
-        new = NewShards(saved, self._fingerprint, self.local) if NEW_SHARDS in allowed else None
-        differing = compare(new.before if new else saved, self._fingerprint, allowed - {NEW_SHARDS})
+        new = NewShards(saved, here, self.local) if NEW_SHARDS in allowed else None
+        differing = compare(new.before if new else saved, here, allowed - {NEW_SHARDS})
+        if state["lanes"] != self.settings.lanes:
+            raise StateError(
+                f"the state says that it has {state['lanes']} lanes, and its fingerprint {self.settings.lanes}; use "
+                "another copy of the checkpoint"
+            )
         state = new.join(state) if new else state
         lanes = read_lanes(state, self.position.lanes)
         state = with_known_cuts(state, lanes, self.local, settings_differ=bool(differing) or changed)
         loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=self.settings.pad)
-        if loaded.growth and self._restarts:
-            raise CheckpointMismatchError(
-                "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which has "
-                "none of them: begin a new loader"
-            )
-        self.prefetcher.reset()
-        self.local.grow(loaded.growth)
-        self._ends.clear()
-        if self._ledger is not None:
-            self._ledger.begin_anew()
         # with larger batches, say, a lane of which some was left may have no batch
-        self.position = loaded.with_changes() if changed or (differing and state["slot"]) else loaded
+        return loaded.with_changes() if changed or (differing and state["slot"]) else loaded
 
     @cached_property
     def _fingerprint(self) -> FingerprintHere:

@@ -88,7 +88,7 @@ class StatefulDataset(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. Raises `CheckpointMismatchError` if it was saved with other workers or settings."""
-        if not isinstance(state, Mapping) or not {"shares", "iteration"} <= state.keys():
+        if not isinstance(state, Mapping) or not all(_is_count(state.get(name)) for name in ("shares", "iteration")):
             raise StateError("this is no state of a StatefulDataset")
         shares = self._shares()[1]
         if state["shares"] != shares:
@@ -97,14 +97,20 @@ class StatefulDataset(IterableDataset[Any]):
                 f"ranks (0 counts as 1), here are {shares // self._world_size}: StatefulDataLoader keeps a state a "
                 "worker, so give it the saved num_workers; SavableLoader resumes with any number"
             )
-        run = self._begin(state["iteration"])
+        run = self._run_of(state["iteration"])
         run.load_state_dict(state)
+        self._run, self._iteration = run, state["iteration"]
         if run.epoch > self._iteration:  # saved after the last batch: this pass ends, the next one gives that epoch
             run.end_epoch()
         self._begun[0] = self._packed(self._iteration + 1)
 
     def _begin(self, iteration: int) -> Run:
         """Stand at the start of an epoch."""
+        self._run, self._iteration = self._run_of(iteration), iteration
+        return self._run
+
+    def _run_of(self, iteration: int) -> Run:
+        """A run of this process's share of the lanes, at the start of an epoch."""
         share, shares = self._shares()
         lanes = self._settings.lanes
         if lanes % shares:
@@ -117,7 +123,6 @@ class StatefulDataset(IterableDataset[Any]):
         settings = replace(self._settings, rank=share, world_size=shares)
         run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
         run.begin_epoch(iteration)
-        self._run, self._iteration = run, iteration
         return run
 
     def _shares(self) -> tuple[int, int]:
@@ -146,6 +151,10 @@ class StatefulDataset(IterableDataset[Any]):
         """A number that workers have in common if they were started together, and only then."""
         info = get_worker_info()
         return (info.seed - info.id) % (1 << _SEED_BITS) if info else 0
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << (62 - _SEED_BITS)
 
 
 def _pinned(settings: LoaderSettings) -> PinnedShards:

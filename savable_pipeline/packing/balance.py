@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.packing.balance_rule import PAST, RankRule, Waiting
 from savable_pipeline.stages.cost import Cost, Costing, Size
@@ -21,13 +22,13 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 
 class _HeldState(msgspec.Struct, array_like=True):
     ref: Any
-    arrival: int
-    sizes: list[int]  # length and images of each item in turn
+    arrival: SavedCount
+    sizes: list[SavedCount]  # length and images of each item in turn
 
 
 class _BalanceState(msgspec.Struct):
     held: list[bytes]
-    count: int
+    count: SavedCount
     past: bytes
     source: dict[str, Any]
 
@@ -218,7 +219,7 @@ class Balance(ItemStage):
             saved = msgspec.msgpack.decode(raw, type=_HeldState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointMismatchError(f"Balance: a held pack of the state cannot be read: {error}") from error
-        if len(saved.sizes) % 2 or not saved.sizes or min(saved.sizes) < 0:
+        if len(saved.sizes) % 2 or not saved.sizes:
             raise CheckpointMismatchError(f"Balance: {saved.sizes} are no lengths and images of the pack {saved.ref}")
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.packing.packing_policies import Piece
-from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 
 
@@ -15,11 +15,11 @@ class Placed(msgspec.Struct, array_like=True):
     """A piece in a state; trailing fields with their default values may be left out."""
 
     ref: Any
-    length: int
-    images: int = 0
-    start: int = 0
-    total: int = 0  # 0: the item is whole
-    rounds: int = 0
+    length: SavedCount
+    images: SavedCount = 0
+    start: SavedCount = 0
+    total: SavedCount = 0  # 0: the item is whole
+    rounds: SavedCount = 0
 
     def piece(self) -> Piece:
         """The piece, whose item is missing."""
@@ -31,13 +31,13 @@ class PackerState(msgspec.Struct):
     """The state of a packer; see `OnlinePacker.save_state`."""
 
     packs: list[list[Placed]]
-    count: int
+    count: SavedCount
     taken: Any
     source: dict[str, Any]
-    taken_part: tuple[int, int] = (0, 0)
-    taken_size: Size | None = None
+    taken_part: tuple[SavedCount, SavedCount] = (0, 0)
+    taken_size: tuple[SavedCount, SavedCount] | None = None
     held: list[Placed] = []
-    rounds: int = 0
+    rounds: SavedCount = 0
 
 
 def placed(piece: Piece) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
+from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.pinned_shards import pin
 from savable_pipeline.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample, skip_counters
@@ -44,15 +45,16 @@ _CHUNK = 2048  # refs computed at a time
 _DAMAGED = "rest of a damaged or missing shard"
 _UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or this many epochs' shares, for one batch
 _ORDER = 2  # the version of the order of finite passes and of file order, which a state must agree on
+_EPOCHS = 1 << 32  # that a ref can name
 _EPOCHS_KEPT = 4  # orders cached for the lanes of a process, which are seldom more epochs apart
 
 
 class _ReaderState(msgspec.Struct):
-    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    position: Annotated[int, msgspec.Meta(ge=0)]
-    lane: dict[str, int]
-    cut: Annotated[int, msgspec.Meta(ge=0)] = 0
-    growth: list[tuple[int, int]] = []
+    epoch: EpochNumber
+    position: SavedCount
+    lane: dict[str, SavedCount]
+    cut: SavedCount = 0
+    growth: list[tuple[EpochNumber, EpochNumber]] = []
 
 
 class RecordReader(SampleStage):
@@ -205,7 +207,9 @@ class RecordReader(SampleStage):
         return length.samples(epoch - first_epoch, count) if length else count
 
     def _move_to(self, epoch: int, position: int) -> None:
-        """Go to a position in the lane's share of an epoch."""
+        """Go to a position in the lane's share of an epoch. Raises `CheckpointMismatchError` for no epoch of a ref."""
+        if epoch >= _EPOCHS:
+            raise CheckpointMismatchError(f"{type(self).__name__}: epoch {epoch}, but a run has at most {_EPOCHS}")
         self._begin, end = self._share(self._lane.index, epoch, self._first_epoch, self._cut)
         self._length = end - self._begin
         self._epoch = epoch
@@ -398,6 +402,8 @@ class RecordReader(SampleStage):
         saved: _ReaderState = parse_state(self, state, _ReaderState)
         if saved.growth and not self.samples.pairs:  # restored by hand, in a lane that no loader made
             self._begin_with(saved.growth)
+        if not self.shuffle and not saved.cut:
+            raise CheckpointMismatchError(f"{type(self).__name__}: the state has no unit in which shares are cut")
         self._cut = saved.cut
         self._move_to(saved.epoch, saved.position)
         if not 0 <= saved.position <= self._length:

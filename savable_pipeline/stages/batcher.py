@@ -13,6 +13,7 @@ import msgspec
 
 from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.dataset.sample import TAG_SHIFT, skip_counters
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.encoder_calls import EncoderCalls
@@ -25,7 +26,7 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 
 class _BatcherState(msgspec.Struct):
     held: list[Any]
-    count: int
+    count: SavedCount
     source: dict[str, Any]
     first: Any = None
 

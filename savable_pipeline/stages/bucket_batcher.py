@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.batcher import EncoderBatches
@@ -24,7 +25,7 @@ _Key: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in 
 class _BucketState(msgspec.Struct):
     buckets: list[list[Any]]
     taken: Any
-    count: int
+    count: SavedCount
     source: dict[str, Any]
     keys: list[tuple[Any, int]] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.on_error import OnError, reason_of, skips
 from savable_pipeline.core.rng import Rng
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.dataset.sample import REF, Ref, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.cost import Size
@@ -21,7 +22,7 @@ from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import SkippedSamples
-from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, StageInfo, State, parse_state
+from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, StageInfo, State, parse_state, saved_refs
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.stages.told_size import ToldSize
 
@@ -33,10 +34,10 @@ _AHEAD = 16  # the least number of refs to take from the source at a time
 
 class _EncodeState(msgspec.Struct):
     refs: bytes
-    part: Annotated[int, msgspec.Meta(ge=0)]
+    part: SavedCount
     source: dict[str, Any]
-    samples: Annotated[int, msgspec.Meta(ge=0)] = 0
-    errors: Annotated[int, msgspec.Meta(ge=0)] = 0
+    samples: SavedCount = 0
+    errors: SavedCount = 0
     avoided: dict[str, bytes] = {}
 
 
@@ -310,11 +311,13 @@ class Encode(ItemStage):
             parts: Iterator[Any] = self._encode(sample, self._rng)
         except Exception as error:
             raise _EncoderError(error) from error
+        fans_out = hasattr(parts, "__next__")
         for passed in range(part):
-            if self._next_part(sample, parts, self._rng, passed) is _DONE:
+            if not fans_out or self._next_part(sample, parts, self._rng, passed) is _DONE:
                 raise CheckpointMismatchError(
                     f"Encode: by the state, {part} items of sample {sample.key!r} of {sample.shard} were given, but "
-                    f"made again it gives {passed}; is the encoder the one of the saved run, and pure?"
+                    f"made again it gives {passed if fans_out else 'one alone'}; is the encoder the one of the saved "
+                    "run, and pure?"
                 )
         return parts
 
@@ -360,7 +363,7 @@ class Encode(ItemStage):
         self._report_sample(sample)
         rng = self._rng
         try:
-            return self._made_again(sample, ref.part if isinstance(ref, Ref) else ref[2])
+            return self._made_again(sample, _part_of(ref))
         except _EncoderError as failed:
             return self._skipped.lose(sample, failed.error, self._done, self._given)
         finally:
@@ -377,6 +380,8 @@ class Encode(ItemStage):
         if hasattr(item, "__next__"):
             parts = (self._next_part(sample, item, self._rng, number) for number in range(part + 1))
             item = next((made for number, made in enumerate(parts) if made is _DONE or number == part), _DONE)
+        elif part and type(item) is not Skip:
+            item = _DONE
         if item is _DONE:
             raise EncodeError(
                 f"{type(self._encoder).__name__}.encode made no part {part} of shard {sample.shard}, key "
@@ -411,26 +416,32 @@ class Encode(ItemStage):
         """Return to the position in `state`; no sample is read or encoded."""
         saved = parse_state(self, state, _EncodeState)
         self.source.restore_state(saved.source)
-        refs = self._refs_of(saved.refs)
+        refs = saved_refs(self, saved.refs)
         self._refs = self.keep_known(refs)
         self._samples = self.source.open_samples(self._refs)
         self._next, self._part, self._parts = 0, saved.part, None
+        if saved.part and not len(refs):
+            raise CheckpointMismatchError(f"Encode: by the state, {saved.part} items of no sample were given")
         if not np.array_equal(self._refs[:1], refs[:1]):
             self._part = 0
         self._taken = saved.samples + len(self._refs)
         self._skipped.errors = saved.errors
         for reason, avoided in saved.avoided.items():
-            for index, epoch in self._refs_of(avoided).tolist():
+            for index, epoch in saved_refs(self, avoided).tolist():
                 self._skipped.avoid(index, epoch, reason)
-
-    def _refs_of(self, raw: bytes) -> RefArray:
-        if len(raw) % REF.itemsize:
-            raise CheckpointMismatchError(f"Encode: {len(raw)} bytes are no refs of {REF.itemsize} bytes each")
-        return np.frombuffer(raw, REF)
 
     def settings(self) -> dict[str, Any]:
         """The encoder's class and its own settings."""
         return encoder_settings(self._encoder)
+
+
+def _part_of(ref: ItemRef | Ref) -> int:
+    """The number of the part that a ref names. Raises `CheckpointMismatchError` for one of a state that names none."""
+    if isinstance(ref, Ref):
+        return ref.part
+    if len(ref) != 3 or not hasattr(ref[2], "__index__"):
+        raise CheckpointMismatchError(f"Encode: {ref} is not the ref of an item; use another copy of the checkpoint")
+    return int(ref[2])
 
 
 class _EncoderError(Exception):

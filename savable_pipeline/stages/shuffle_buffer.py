@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.keyed_random import below, word, words
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.dataset.sample import REF, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
@@ -78,7 +79,7 @@ class ShuffleBuffer(Stage):
 
 class _BufferState(msgspec.Struct):
     refs: bytes
-    draws: int
+    draws: SavedCount
     source: dict[str, Any]
 
 
@@ -179,7 +180,7 @@ class _Held(NamedTuple):
 
 class _ItemBufferState(msgspec.Struct):
     refs: list[Any]
-    draws: int
+    draws: SavedCount
     source: dict[str, Any]
 
 

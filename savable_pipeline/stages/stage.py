@@ -453,6 +453,16 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
         ) from error
 
 
+def saved_refs(stage: Stage, raw: bytes) -> RefArray:
+    """The refs that a state has as bytes. Raises `CheckpointMismatchError` for half a ref."""
+    if len(raw) % REF.itemsize:
+        raise CheckpointMismatchError(
+            f"{type(stage).__name__}: {len(raw)} bytes are no refs of {REF.itemsize} bytes each; use another copy of "
+            "the checkpoint"
+        )
+    return np.frombuffer(raw, REF)
+
+
 def max_empty_samples(population: int) -> int:
     """The number of samples in a row that may give no item before the run ends with an error.
 

@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,9 +23,12 @@ from savable_pipeline.shards.shard_list import ShardList
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.lane_state import decoded, pack_state, unpack_state
+from savable_pipeline.state.object_count import has_too_many
 
 log = logging.getLogger(__name__)
 
+_OURS = __name__.split(".")[0] + "."
+_OF_THE_RUN = {"lanes", "seed", "stages"}
 _PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
 _OTHER_ORDER = "this stage gives its samples in another order since: go on with the release that saved the state"
 _FIXED = {
@@ -67,9 +70,14 @@ class Fingerprint(msgspec.Struct):
 
 
 class FingerprintHere(Fingerprint):
-    """The fingerprint of a pipeline that is at hand; `shards`, by field, are not packed: a state keeps less of them."""
+    """The fingerprint of a pipeline that is at hand; `shards`, by field, are not packed: a state keeps less of them.
+
+    `required`: the fields of the library's own stages, which every state has where a run here has them. A release that
+    adds one writes it only where its value is not what was done before: absent means that.
+    """
 
     shards: dict[str, ShardList] = {}
+    required: frozenset[str] = frozenset()
 
 
 def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
@@ -82,16 +90,19 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
     addresses: dict[str, str] = {}
     shards: dict[str, ShardList] = {}
+    required = set(fields)
     for branch, name, step in path:
         lies_at = step.addresses()
         for setting, value in step.settings().items():
             field = _unique(_in_branch(branch, field_name(name, setting)), fields)
             fields[field] = _plain(field, value)
+            if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
+                required.add(field)
             if setting in lies_at:
                 addresses[field] = _PASSWORD.sub("//", lies_at[setting])
             if setting == _SHARDS and isinstance(step, RecordReader):
                 shards[field] = step.dataset.entries
-    return FingerprintHere(fields, _environment(), addresses, shards)
+    return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required))
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
@@ -111,7 +122,13 @@ def pack_fingerprint(found: Fingerprint) -> bytes:
             f"the settings of the pipeline take {human_bytes(len(plain))}, most of it {largest}; a state holds at most "
             f"{human_bytes(_LARGEST)} of them: give a hash or a name in place of the value"
         )
-    return pack_state(_Packed(zlib.compress(plain, 6)))
+    compressed = zlib.compress(plain, 6)
+    if has_too_many(plain, len(compressed)):
+        raise ValueError(
+            "the settings of the pipeline are more than a million values, nearly all alike: give a hash or a name in "
+            "place of the longest"
+        )
+    return pack_state(_Packed(compressed))
 
 
 def unpack_fingerprint(raw: bytes) -> Fingerprint:
@@ -125,6 +142,10 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
     if not inflate.eof:
         fault = f"more than {human_bytes(_LARGEST)} inflated" if inflate.unconsumed_tail else "cut short"
         raise StateError(f"fingerprint: {fault}; use another copy of the checkpoint")
+    if has_too_many(plain, len(packed.compressed)):
+        raise StateError(
+            "fingerprint: more than a million values, nearly all alike; use another copy of the checkpoint"
+        )
     found = decoded(plain, Fingerprint, "fingerprint")
     _check_known_fields(found.fields)
     return found
@@ -160,20 +181,17 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     Raises `CheckpointMismatchError`, which lists the differing fields that are not in `allow`, and ValueError for a
     name in `allow` that is unknown or may never differ.
     """
-    allowed = _allowed(allow, saved.fields.keys() | here.fields.keys())
+    allowed = checked_allow(allow, saved, here)
     check_shards(saved, here)
     before, after = _of_shared_sources(saved.fields, here.fields), _of_shared_sources(here.fields, saved.fields)
     differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, here))
     if "stages" in differing:  # leave out the settings of stages that only one side has
-        kept = set(before) & set(after)
+        kept = set(before) & set(after) | _OF_THE_RUN
         differing = [name for name in differing if name in kept]
     differing = [name for name in differing if not _follows(name, differing)]
     refused = [name for name in differing if not {name, _base(name), _COVERED.get(_base(name))} & allowed]
     if refused:
-        lines = [
-            f"  {name}: {_difference(name, before.get(name), after.get(name), here)}{_places(name, saved, here)}"
-            for name in refused
-        ]
+        lines = [f"  {name}: {_difference(name, before, after, here)}{_places(name, saved, here)}" for name in refused]
         may_differ = not any(_fixed(name) for name in refused)
         hint = f"\nTo go on all the same, without exactness: allow={refused}" if may_differ else ""
         raise CheckpointMismatchError(
@@ -183,7 +201,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
         log.warning(
             "restoring although %s differs: %s",
             name,
-            _difference(name, before.get(name), after.get(name), here),
+            _difference(name, before, after, here),
         )
     for name in saved.environment.keys() | here.environment.keys():
         old, new = saved.environment.get(name), here.environment.get(name)
@@ -195,6 +213,8 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
 def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
     if name in here.shards and name in before and name in after:
         return grouped(before[name]) != grouped(after[name])
+    if name in here.required and name not in before:
+        return True
     return bool(before.get(name) != after.get(name))
 
 
@@ -241,7 +261,9 @@ def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> 
     return kept
 
 
-def _allowed(allow: Iterable[str], fields: Set[str]) -> set[str]:
+def checked_allow(allow: Iterable[str], saved: Fingerprint, here: Fingerprint) -> set[str]:
+    """The names of fields that may differ. Raises ValueError for one that is unknown, or of a field that never may."""
+    fields = saved.fields.keys() | here.fields.keys()
     names = {allow} if isinstance(allow, str) else set(allow)
     known = {*fields, *map(_base, fields), _JOINS, _EXCLUDE}
     for name in names:
@@ -279,7 +301,10 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
     return name
 
 
-def _difference(name: str, saved: Any, value: Any, here: FingerprintHere) -> str:
+def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> str:
+    saved, value = before.get(name), after.get(name)
+    if name in here.required and name not in before and value is None:
+        return "not in the state, here None"
     cause = f" ({_fixed(name)})" if _fixed(name) else ""
     if name in here.shards:
         shards = here.shards[name]

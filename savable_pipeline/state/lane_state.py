@@ -18,6 +18,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.errors import StateError
 
 VERSION = 1
@@ -25,7 +26,7 @@ _MAGIC = b"SAVL"
 _HEAD = len(_MAGIC) + 2 + 8
 _DEEPEST = 200  # a stage is a level or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
-_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Cut: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 
 
 class LaneState(msgspec.Struct):
@@ -35,13 +36,13 @@ class LaneState(msgspec.Struct):
     its first batch of a pass that others have begun: what they read by is in their own `stages`.
     """
 
-    lane: int
-    epoch: int
-    batches: int = 0
+    lane: SavedCount
+    epoch: EpochNumber
+    batches: SavedCount = 0
     more: bool | None = None  # whether another batch will come; None if not known yet
     stages: dict[str, Any] | None = None
-    growth: dict[str, list[tuple[_Number, _Number]]] | msgspec.UnsetType = msgspec.UNSET
-    cuts: dict[str, _Number] | msgspec.UnsetType = msgspec.UNSET
+    growth: dict[str, list[tuple[EpochNumber, EpochNumber]]] | msgspec.UnsetType = msgspec.UNSET
+    cuts: dict[str, _Cut] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def grown(self) -> Growth:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,6 +11,11 @@ from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.state.fingerprint import are_of_one_run
 from savable_pipeline.state.lane_state import VERSION, LaneState, unpack_state
+from savable_pipeline.state.restoring import restoring
+
+_LANE = re.compile(r"lane_([0-9]{5,18})")
+_NUMBERS = ("lanes", "epoch", "slot")
+_LARGEST = 1 << 62  # of these
 
 
 def lane_name(lane: int) -> str:
@@ -19,7 +25,8 @@ def lane_name(lane: int) -> str:
 
 def lane_numbers(state: Mapping[str, Any]) -> list[int]:
     """The numbers of the lanes in a flat dict, ascending."""
-    return sorted(int(name[5:]) for name in state if name.startswith("lane_") and name[5:].isdigit())
+    numbers = {name: int(found[1]) for name in state if (found := _LANE.fullmatch(name))}
+    return sorted(number for name, number in numbers.items() if lane_name(number) == name)
 
 
 def batches_before(slot: int, lane: int, lanes: int) -> int:
@@ -29,6 +36,11 @@ def batches_before(slot: int, lane: int, lanes: int) -> int:
 
 def check_flat(state: Mapping[str, Any]) -> None:
     """Raise `StateError` unless `state` is a flat dict of this version."""
+    with restoring("the state"):
+        _check_flat(state)
+
+
+def _check_flat(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise StateError(f"a state is a dict, not {type(state).__name__}")
     missing = {"format", "lanes", "epoch", "slot", "fingerprint"} - state.keys()
@@ -39,10 +51,13 @@ def check_flat(state: Mapping[str, Any]) -> None:
             f"this is no state of a SavableLoader: it holds {', '.join(map(repr, list(state)[:8])) or 'nothing'}, "
             f"but not {', '.join(sorted(missing))}{hint}"
         )
-    if state["format"] != VERSION:
+    odd = [name for name in state if not isinstance(name, str)]
+    if odd:
+        raise StateError(f"the state has the key {reprlib.repr(odd[0])}, but its keys are texts")
+    if type(state["format"]) is not int or state["format"] != VERSION:
         found = state["format"] if isinstance(state["format"], int | str) else reprlib.repr(state["format"])
         raise StateError(f"state version {found}; this release reads version {VERSION}")
-    numbers = [name for name in ("lanes", "epoch", "slot") if type(state[name]) is not int or state[name] < 0]
+    numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
     if numbers:
         raise StateError(f"the state's {numbers[0]} is {reprlib.repr(state[numbers[0]])}, not a count")
     if not state["lanes"]:
@@ -104,14 +119,15 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     lanes: dict[int, LaneState] = {}
     for state in states:
         check_flat(state)
-        for name in ("lanes", "epoch", "slot"):
-            if merged and state[name] != merged[name]:
-                raise CheckpointMismatchError(
-                    f"the states to merge differ in {name}: {state[name]} and {merged[name]}; save all at one step"
-                )
-        if merged and not are_of_one_run(state["fingerprint"], merged["fingerprint"]):
-            raise CheckpointMismatchError("the states to merge differ in fingerprint; save all at one step")
-        lanes.update(read_lanes(state, lane_numbers(state)))
+        with restoring("the state"):
+            for name in _NUMBERS:
+                if merged and state[name] != merged[name]:
+                    raise CheckpointMismatchError(
+                        f"the states to merge differ in {name}: {state[name]} and {merged[name]}; save all at one step"
+                    )
+            if merged and not are_of_one_run(state["fingerprint"], merged["fingerprint"]):
+                raise CheckpointMismatchError("the states to merge differ in fingerprint; save all at one step")
+            lanes.update(read_lanes(state, lane_numbers(state)))
         merged.update(state)
     if not merged:
         raise ValueError("merge_states needs at least one state")

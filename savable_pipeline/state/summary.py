@@ -14,6 +14,7 @@ from savable_pipeline.dataset.sample import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.state.fingerprint import unpack_fingerprint
 from savable_pipeline.state.lane_state import LaneState, unpack_state
+from savable_pipeline.state.restoring import restoring
 from savable_pipeline.state.state_dict import check_flat, lane_name, lane_numbers
 
 _MARKS = {"format", "lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
@@ -68,6 +69,11 @@ def _find(value: Any) -> Iterator[dict[str, Any]]:
 def summarize(state: Mapping[str, Any]) -> StateSummary:
     """Decode a state. Raises `StateError` if it is damaged."""
     check_flat(state)
+    with restoring("the state"):
+        return _summarized(state)
+
+
+def _summarized(state: Mapping[str, Any]) -> StateSummary:
     fingerprint = unpack_fingerprint(state["fingerprint"])
     stages = list(fingerprint.fields.get("stages", []))
     numbers = lane_numbers(state)

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.state.restoring import restoring
 
 _NAME = "to_skip"  # in the flat dict
 
@@ -22,9 +24,9 @@ _NAME = "to_skip"  # in the flat dict
 class Span(NamedTuple):
     """The slots from `first` to `stop - 1` of an epoch."""
 
-    epoch: int
-    first: int
-    stop: int
+    epoch: SavedCount
+    first: SavedCount
+    stop: SavedCount
 
 
 def with_spans(state: Mapping[str, Any], spans: Iterable[Span]) -> dict[str, Any]:
@@ -35,11 +37,8 @@ def with_spans(state: Mapping[str, Any], spans: Iterable[Span]) -> dict[str, Any
 
 def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Span]]:
     """A flat dict without spans, and these. Raises `StateError` if they are damaged."""
-    raw = state.get(_NAME, b"[]")
-    try:
-        spans = msgspec.json.decode(raw, type=list[Span])
-    except (TypeError, msgspec.DecodeError) as error:
-        raise StateError(f"{_NAME}: {error}; use another copy of the checkpoint") from error
+    with restoring(_NAME):
+        spans = msgspec.json.decode(state.get(_NAME, b"[]"), type=list[Span])
     return {name: value for name, value in state.items() if name != _NAME}, spans
 
 
