@@ -44,6 +44,8 @@ class CheckReport:
     problems: list[Problem]
     warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
     with_alpha: int = 0  # images that have alpha
+    empty: dict[str, int] = field(default_factory=dict)  # samples that have each part without a byte in it
+    nulls: dict[str, int] = field(default_factory=dict)  # samples that have a null in each column
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,16 @@ def check(
         problems += _index_problems(report, dataset.indexed.get(report.name), counts.get(report.name))
     problems.sort(key=lambda problem: (problem.shard, problem.index if problem.index is not None else -1, problem.part))
     samples, size = sum(report.samples for report in reports), sum(report.size for report in reports)
-    parts: Counter[str] = Counter()
+    parts, empty, nulls = Counter[str](), Counter[str](), Counter[str]()
     for report in reports:
         parts.update(report.parts)
+        empty.update(report.empty)
+        nulls.update(report.nulls)
     warnings = uneven_parts(samples, parts, max((report.most_parts for report in reports), default=0))
     with_alpha = sum(report.with_alpha for report in reports)
-    return CheckReport(dataset.root, len(names), samples, size, problems, warnings, with_alpha)
+    return CheckReport(
+        dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)
+    )
 
 
 def _find(shards: Shards) -> _Dataset:

@@ -26,7 +26,7 @@ from savable_pipeline.convert.plan import place_of
 from savable_pipeline.convert.record_folder import RecordFolder, folder_at, index_of
 from savable_pipeline.convert.remote_folder import close_folder
 from savable_pipeline.convert.source_file import close_objects, name_of, place_behind, stamp_of
-from savable_pipeline.convert.sources import STORED, Source
+from savable_pipeline.convert.sources import ROWS, STORED, Source
 from savable_pipeline.convert.stored import close_stores, read_stored
 from savable_pipeline.convert.stretches import close_files
 from savable_pipeline.remote.scratch import close_scratch
@@ -88,8 +88,12 @@ def close_sources() -> None:
 def _check_options(reading: Reading) -> None:
     kind, options = reading.source.kind, reading.options
     records = kind in ("jsonl", "json", "csv")
-    if not records and (options.file_fields is not None or reading.files_from):
+    if not records and options.file_fields is not None:
         raise ValueError(f"{reading.path} is {reading.source.words}: file fields are for JSONL, JSON and CSV")
+    if not records and kind not in ROWS and reading.files_from:
+        raise ValueError(f"{reading.path} is {reading.source.words}: a folder of files is for records and rows")
+    if reading.files_from and not reading.files_from.is_dir():
+        raise ValueError(f"{reading.files_from}: no such folder, in which the files are that {reading.path} names")
     if options.key_field and not records and kind not in ("mds", "litdata"):
         raise ValueError(f"{reading.path} is {reading.source.words}: a key field is for records")
     if options.allow_outside and not records and kind != "folder":
@@ -141,6 +145,11 @@ def _csv(reading: Reading) -> Input:
     return _placed(reading, found)
 
 
+def _stored(reading: Reading) -> Input:
+    only = tuple(name.lower() for name in reading.options.only)
+    return read_stored(reading.path, only, reading.files_from)
+
+
 def _plain(reading: Reading) -> Path | str:
     """The file itself, or its content, decompressed, aside."""
     if not name_of(reading.path).lower().endswith(ENDINGS):
@@ -158,5 +167,5 @@ _READERS: dict[str, _Reader] = {
     "csv": _csv,
     "mds": functools.partial(_records, read_mds),
     "litdata": functools.partial(_records, read_litdata),
-    **dict.fromkeys(STORED, lambda reading: read_stored(reading.path)),
+    **dict.fromkeys(STORED, _stored),
 }

@@ -67,6 +67,7 @@ class Report:
     rejected: list[Reject]
     hidden: int  # hidden files and folders, skipped
     warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
+    nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there, and so no part
 
 
 def convert(
@@ -84,7 +85,8 @@ def convert(
     """Write the samples of a source as shards into `target`, a folder or a URL; or re-pack compressed tars.
 
     `source` is a file, a folder or a URL, told by its marks (`recognize`). `files_from` is the folder that fields of
-    records are relative to (None: that of the source), `keys` are those of the samples to take (None: all), and
+    records are relative to (None: that of the source), or in which the files lie that rows of Parquet and Arrow name
+    without their bytes. `keys` are those of the samples to take (None: all), and
     `reshard` is needed to write tars again, which are read as they are. `workers` is the number of processes (None: one
     per core, but one for less than 100 MB); with an `engine` its machines write instead, on storage that they share
     with this one. `progress` is called with the samples done, all of them, and the bytes done.
@@ -144,7 +146,7 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
         if report is None:
             _write(target, plan, workers or _workers(found), engine, mirror, how.progress)
             report = _finish(target, plan)
-    return replace(report, warnings=_warnings(found))
+    return replace(report, warnings=_warnings(found), nulls=found.nulls)
 
 
 def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = False) -> None:

@@ -53,6 +53,7 @@ WORDS = {
 }
 BEHIND_URLS = ("jsonl", "json", "csv", "mds", "litdata", "tars", "parquet", "arrow")
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
+ROWS = ("parquet", "arrow", "hf", "hub")  # those of them whose rows may name files
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
 
 _STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
