@@ -23,6 +23,7 @@ from savable_pipeline.shards.indexing import find_index
 from savable_pipeline.shards.paths import TARS, Shards, find_shards, spelled_out
 from savable_pipeline.shards.processes import Answer, each_shard
 from savable_pipeline.shards.shard_list import ShardEntry
+from savable_pipeline.shards.tar_links import links_warning
 from savable_pipeline.shards.uneven_parts import uneven_parts
 from savable_pipeline.stores.file_indexing import known_files
 from savable_pipeline.stores.remote_indexing import look_up_files
@@ -96,6 +97,10 @@ def check(
         empty.update(report.empty)
         nulls.update(report.nulls)
     warnings = uneven_parts(samples, parts, max((report.most_parts for report in reports), default=0))
+    links = [(report.name, report.links) for report in reports if report.links is not None and report.links.count]
+    if links:
+        count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
+        warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
     with_alpha = sum(report.with_alpha for report in reports)
     return CheckReport(
         dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)

@@ -17,7 +17,7 @@ from savable_pipeline.core.wording import encodable
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.downloader import Downloader
-from savable_pipeline.shards.index_file import ShardTable
+from savable_pipeline.shards.index_file import Links, ShardTable
 from savable_pipeline.shards.scan import scan
 from savable_pipeline.shards.tar import Extent, Member, samples
 
@@ -49,6 +49,7 @@ class ShardReport(msgspec.Struct):
     with_alpha: int = 0  # images that have alpha
     empty: dict[str, int] = {}  # samples that have each part without a byte in it
     nulls: dict[str, int] = {}  # samples that have a null in each column
+    links: Links | None = None
 
 
 def check_shard(root: Path, name: str) -> ShardReport:
@@ -71,7 +72,18 @@ def check_shard(root: Path, name: str) -> ShardReport:
     for layout, number in zip(table.layouts, np.bincount(np.frombuffer(table.layout_of, "<u4")).tolist(), strict=True):
         parts.update({extension: number for extension, _ in layout})
     most, with_alpha, empty = max(map(len, table.layouts), default=0), counts["with alpha"], _empty(table)
-    return ShardReport(name, entry.size, entry.samples, entry.digest, problems, dict(parts), most, with_alpha, empty)
+    return ShardReport(
+        name,
+        entry.size,
+        entry.samples,
+        entry.digest,
+        problems,
+        dict(parts),
+        most,
+        with_alpha,
+        empty,
+        links=table.links,
+    )
 
 
 def _empty(table: ShardTable) -> dict[str, int]:

@@ -17,6 +17,7 @@ from savable_pipeline.convert.csv_table import file_columns, write_as_jsonl
 from savable_pipeline.convert.folder import read_folder
 from savable_pipeline.convert.json_array import read_json_array
 from savable_pipeline.convert.jsonl import Lines, lines_of, read_jsonl
+from savable_pipeline.convert.linked_tars import close_tars, holds_links, read_linked
 from savable_pipeline.convert.litdata import read_litdata
 from savable_pipeline.convert.litdata_chunks import close_frames
 from savable_pipeline.convert.litdata_rows import close_rows
@@ -77,6 +78,7 @@ def read_source(reading: Reading) -> Input:
 def close_sources() -> None:
     """Close what this process has open of any source."""
     close_stores()
+    close_tars()
     close_files()
     close_frames()
     close_rows()
@@ -145,6 +147,12 @@ def _csv(reading: Reading) -> Input:
     return _placed(reading, found)
 
 
+def _tars(reading: Reading) -> Input:
+    if isinstance(reading.path, Path) and holds_links(reading.path):
+        return read_linked(reading.path)
+    return _stored(reading)
+
+
 def _stored(reading: Reading) -> Input:
     only = tuple(name.lower() for name in reading.options.only)
     return read_stored(reading.path, only, reading.files_from)
@@ -168,4 +176,5 @@ _READERS: dict[str, _Reader] = {
     "mds": functools.partial(_records, read_mds),
     "litdata": functools.partial(_records, read_litdata),
     **dict.fromkeys(STORED, _stored),
+    "tars": _tars,
 }

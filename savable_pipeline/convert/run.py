@@ -25,6 +25,7 @@ from savable_pipeline.convert.choose import keep_keys, keep_parts
 from savable_pipeline.convert.elsewhere import write_elsewhere
 from savable_pipeline.convert.energon import energon_files
 from savable_pipeline.convert.file_reader import records_behind
+from savable_pipeline.convert.linked_tars import holds_links
 from savable_pipeline.convert.mirror import Mirror, mirrored
 from savable_pipeline.convert.model import Input, Options, Reject
 from savable_pipeline.convert.plan import (
@@ -50,6 +51,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
 from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.index_writer import write_index
+from savable_pipeline.shards.tar_links import links_warning
 from savable_pipeline.shards.uneven_parts import uneven_parts
 
 REJECTED = f"{META}/savable.rejected.jsonl"
@@ -157,7 +159,7 @@ def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = 
             f"{source.path}: compressed tars are re-packed as they are; convert them first, then give the folder with "
             "their plain ones and --reshard for other sizes, parts or keys"
         )
-    if source.kind == "tars" and not reshard:
+    if source.kind == "tars" and not reshard and not (isinstance(source.path, Path) and holds_links(source.path)):
         raise ValueError(
             f'{source.path}: tars are read as they are, with nothing to convert: sp.TarShardReader("{source.path}", '
             "lane). To write their samples into shards of another size, of some parts or keys, or by split, give "
@@ -229,7 +231,18 @@ def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Rep
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
-    return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)
+    size, warnings = sum(e.size for e in entries), [] if index is None else _links_told(index, target, mirror)
+    return Report(sum(e.samples for e in entries), len(entries), size, rejected, 0, warnings)
+
+
+def _links_told(index: ShardIndex, target: Path, mirror: Mirror | None) -> list[str]:
+    """What to say of links in tars that were re-packed as they are."""
+    found = sorted(index.links.items())
+    if not found:
+        return []
+    first = f"{found[0][1].first} in {index.shards.names[found[0][0]]}"
+    place = str(target) if mirror is None else mirror.bucket.url
+    return [links_warning(place, sum(links.count for _, links in found), first)]
 
 
 def _check_apart(source: Path | str, target: Path | str) -> None:

@@ -9,9 +9,10 @@ import functools
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -119,33 +120,51 @@ def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None
     place = str(path.resolve()) if isinstance(path, Path) else path
     close_stores()  # what was opened before may have changed since
     dataset, digest = _opened(place)
+    from savable_pipeline.stores.tar_store import TarStore  # see `_opened`
+
     stamps = () if isinstance(path, Path) else _stamps(dataset)
     found = Input(dataset.address, StoreReader(place, digest, stamps, _newest_ns(dataset, path)), digest=digest)
     found.place = place_behind(dataset.address, stamps) if stamps else ""
     columns = _Columns(dataset.store, only, files)
+
+    def rows() -> Iterator[Row]:
+        for shard, row in zip(*(a.tolist() for a in dataset.locate(np.arange(dataset.count))), strict=True):
+            name = dataset.entries[shard].name
+            parts, fault = columns.parts_of(shard, row)
+            yield Row(name, _key(dataset.key(shard, row), name), [*_parts(dataset, name, shard, row), *parts], fault)
+
+    add_rows(found, rows())
+    columns.tell(found, dataset)
+    if isinstance(dataset.store, TarStore) and (text := dataset.store.links_told()):
+        found.warnings.append(f"{text}, of a copy on a disk")  # behind a URL: see `read_linked`
+    return found
+
+
+class Row(NamedTuple):
+    """A sample as a shard has it, and why it cannot be taken; its number is its place among all."""
+
+    shard: str
+    key: str
+    parts: list[Part]
+    fault: str = ""
+
+
+def add_rows(found: Input, rows: Iterable[Row]) -> None:
+    """Add these samples, all of a source. A key that occurs again gets the name of its shard before it."""
     seen: set[str] = set()
     again: list[str] = []
-    for i, (shard, row) in enumerate(zip(*(a.tolist() for a in dataset.locate(np.arange(dataset.count))), strict=True)):
-        name = dataset.entries[shard].name
-        key = _key(dataset.key(shard, row), name)
+    for number, (shard, key, parts, fault) in enumerate(rows):
         if key in seen:
             again.append(key)
-            key = f"{name.rpartition('.')[0].replace('.', '_')}/{key}"
-        parts, fault = columns.parts_of(shard, row)
+            key = f"{shard.rpartition('.')[0].replace('.', '_')}/{key}"
         fault = fault or ("duplicate key: twice in one shard" if key in seen else "")
-        _add(
-            found,
-            Files(key, tuple(sorted([*_parts(dataset, name, shard, row), *parts], key=_extension)), i),
-            name,
-            fault,
-        )
+        parts.sort(key=lambda part: part.extension)
+        _add(found, Files(key, tuple(parts), number), shard, fault)
         seen.add(key)
-    columns.tell(found, dataset)
     if again:
         found.warnings.append(
             f"{len(again)} keys occur again, and got the name of their shard before them: {listed(again)}"
         )
-    return found
 
 
 class _Columns:
@@ -214,10 +233,6 @@ def _key(key: str, shard: str) -> str:
 
 def _parts(dataset: Dataset, name: str, shard: int, row: int) -> list[Part]:
     return [Part(extension, name, size) for extension, size in dataset.store.sizes(shard, row).items()]
-
-
-def _extension(part: Part) -> str:
-    return part.extension
 
 
 def _add(found: Input, sample: Files, shard: str, fault: str) -> None:

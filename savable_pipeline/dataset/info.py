@@ -17,6 +17,7 @@ from savable_pipeline.shards.paths import Shards
 from savable_pipeline.shards.shard_list import ShardEntry
 from savable_pipeline.shards.uneven_parts import uneven_parts
 from savable_pipeline.stores.columnar_store import ColumnarStore
+from savable_pipeline.stores.tar_store import TarStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,10 @@ def dataset_info(shards: Shards) -> Info:
 
 
 def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]:
-    """How many of the samples that are looked at have a null in a column; and which name files without their bytes."""
+    """How many of the samples that are looked at have a null in a column; and what readers do not give."""
     store = dataset.store
+    if isinstance(store, TarStore):
+        return {}, [text for text in [store.links_told()] if text]
     if not isinstance(store, ColumnarStore):
         return {}, []
     nulls, named = Counter[str](), Counter[str]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -143,18 +142,17 @@ def test_a_link_that_leads_out_later_is_an_error_while_it_is_read(
         taken(source, tmp_path / "out", pictures)
 
 
-def test_a_file_that_was_changed_since_is_not_taken_for_the_one_that_was_converted(
-    tmp_path: Path, pictures: Path
+def test_a_folder_that_was_exchanged_since_is_not_taken_for_the_one_that_was_converted(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("savable_pipeline.convert.changed._MARGIN_NS", 0)
     source = write(tmp_path / "a.parquet", named("cats/0.png", "cats/1.png"))
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside/0.png").write_bytes(png(0))
+    (tmp_path / "aside/1.png").write_bytes(png(1)[:-1] + b"x")
     taken(source, tmp_path / "out", pictures)
     assert taken(source, tmp_path / "out", pictures).samples == 2  # again: all is there
-    (tmp_path / "aside").mkdir()
-    other = tmp_path / "aside/1.png"
-    other.write_bytes(png(1)[:-1] + b"x")
-    os.utime(other, (1, 1))
     (pictures / "cats").rename(tmp_path / "before")
-    (tmp_path / "aside/0.png").write_bytes(png(0))
     (tmp_path / "aside").rename(pictures / "cats")
     with pytest.raises(sp.SavableError, match=r"1 files hold other bytes than were converted.*1\.png"):
         taken(source, tmp_path / "out", pictures)
