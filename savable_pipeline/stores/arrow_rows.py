@@ -44,18 +44,15 @@ class ArrowRows:
         self._constants = {name: value for name, value in constants.items() if name not in names}
         self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
         self.lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
+        self._alone = len(self._media) == 1
         self._naming = {name: count for name in [*self._media, *self.lists] if (count := self._named(name))}
         self._refuses = bool(self._naming) and not partial
 
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def value(self, row: int, name: Place) -> bytes | None:
-        """The bytes in a column of a row, or of an element in it; None for null. Raises KeyError without the column."""
-        if isinstance(name, tuple):
-            column, places = self._list(row, name[0])
-            element: bytes | None = column.items.value(places[name[1]])
-            return element
+    def value(self, row: int, name: str) -> bytes | None:
+        """The bytes in a column of a row; None for null. Raises KeyError without the column."""
         if row < self._firsts[1]:  # in most files, each group is one batch
             first: Column = self._batches[0][name]
             return first.value(row)
@@ -73,7 +70,7 @@ class ArrowRows:
                 return found
         parts = dict(self.parts(row))
         place = parts[find_part(extension, parts)]
-        data = self._constants[place] if place in self._constants else self.value(row, place)
+        data = self._constants[place] if place in self._constants else self._at(row, place)
         assert data is not None, place
         return data
 
@@ -86,10 +83,10 @@ class ArrowRows:
     def parts(self, row: int) -> Iterator[tuple[str, Place]]:
         """The parts of a row, and the place of each."""
         for name in self._names:
-            if name in self.lists:
-                yield from self._elements(row, name)
-            elif self.value(row, name) is not None:
+            if self.value(row, name) is not None:
                 yield (self._media_name(row, name) if name in self._media else name), name
+            elif name in self.lists:
+                yield from self._elements(row, name)
         for name in self._constants:
             yield name, name
 
@@ -110,7 +107,7 @@ class ArrowRows:
         """The bytes at the places of a row that are not null."""
         found: dict[Place, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
         for name in self.lists:
-            found |= {place: self.value(row, place) for _, place in self._elements(row, name)}
+            found |= {place: self._at(row, place) for _, place in self._elements(row, name)}
         found |= {name: value for name, value in self._constants.items() if found.get(name) is None}
         return {place: value for place, value in found.items() if value is not None}
 
@@ -128,6 +125,14 @@ class ArrowRows:
     def _refuse(self, row: int) -> None:
         if fault := self.fault(row):
             raise NoBytesError(fault)
+
+    def _at(self, row: int, place: Place) -> bytes | None:
+        """The bytes at a place of a row."""
+        if isinstance(place, str):
+            return self.value(row, place)
+        column, places = self._list(row, place[0])
+        found: bytes | None = column.items.value(places[place[1]])
+        return found
 
     def _column(self, row: int, name: str) -> tuple[Any, int]:
         """The column with a row, and the row's place in it."""
@@ -157,8 +162,10 @@ class ArrowRows:
                 yield self._part_name(name, column.items.extension(place), i), (name, i)
 
     def _media_name(self, row: int, name: str) -> str:
-        column, row = self._column(row, name)
-        return self._part_name(name, column.extension(row))
+        batch = bisect_right(self._firsts, row) - 1
+        column: Any = self._batches[batch][name]
+        extension = column.extension(row - self._firsts[batch])
+        return extension if self._alone and extension not in self._names else f"{name}.{extension}"
 
     def _paths(self, row: int, name: str) -> list[tuple[int | None, str]]:
         """The paths in a column of a row that have no bytes; in a list, with the number of each."""

@@ -66,7 +66,7 @@ class MediaColumn:
 
     def extension(self, row: int) -> str:
         """The extension of a row's path, or what the bytes begin like; "bin" if neither says it."""
-        extension = extension_of(self._path(row))
+        extension = extension_of((self._paths.value(row) or b"").decode(errors="replace"))
         if extension:
             return extension
         data = (self._bytes.value(row) or b"")[:12]
