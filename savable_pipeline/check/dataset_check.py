@@ -23,6 +23,7 @@ from savable_pipeline.shards.indexing import find_index
 from savable_pipeline.shards.paths import TARS, Shards, find_shards, spelled_out
 from savable_pipeline.shards.processes import Answer, each_shard
 from savable_pipeline.shards.shard_list import ShardEntry
+from savable_pipeline.shards.tar_links import links_warning
 from savable_pipeline.shards.uneven_parts import uneven_parts
 from savable_pipeline.stores.file_indexing import known_files
 from savable_pipeline.stores.remote_indexing import look_up_files
@@ -44,6 +45,8 @@ class CheckReport:
     problems: list[Problem]
     warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
     with_alpha: int = 0  # images that have alpha
+    empty: dict[str, int] = field(default_factory=dict)  # samples that have each part without a byte in it
+    nulls: dict[str, int] = field(default_factory=dict)  # samples that have a null in each column
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,20 @@ def check(
         problems += _index_problems(report, dataset.indexed.get(report.name), counts.get(report.name))
     problems.sort(key=lambda problem: (problem.shard, problem.index if problem.index is not None else -1, problem.part))
     samples, size = sum(report.samples for report in reports), sum(report.size for report in reports)
-    parts: Counter[str] = Counter()
+    parts, empty, nulls = Counter[str](), Counter[str](), Counter[str]()
     for report in reports:
         parts.update(report.parts)
+        empty.update(report.empty)
+        nulls.update(report.nulls)
     warnings = uneven_parts(samples, parts, max((report.most_parts for report in reports), default=0))
+    links = [(report.name, report.links) for report in reports if report.links is not None and report.links.count]
+    if links:
+        count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
+        warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
     with_alpha = sum(report.with_alpha for report in reports)
-    return CheckReport(dataset.root, len(names), samples, size, problems, warnings, with_alpha)
+    return CheckReport(
+        dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)
+    )
 
 
 def _find(shards: Shards) -> _Dataset:

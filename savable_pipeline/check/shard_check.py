@@ -17,6 +17,7 @@ from savable_pipeline.core.wording import encodable
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.remote.downloader import Downloader
+from savable_pipeline.shards.index_file import Links, ShardTable
 from savable_pipeline.shards.scan import scan
 from savable_pipeline.shards.tar import Extent, Member, samples
 
@@ -46,6 +47,9 @@ class ShardReport(msgspec.Struct):
     parts: dict[str, int] = {}  # samples that have each part
     most_parts: int = 0  # of one sample
     with_alpha: int = 0  # images that have alpha
+    empty: dict[str, int] = {}  # samples that have each part without a byte in it
+    nulls: dict[str, int] = {}  # samples that have a null in each column
+    links: Links | None = None
 
 
 def check_shard(root: Path, name: str) -> ShardReport:
@@ -67,8 +71,29 @@ def check_shard(root: Path, name: str) -> ShardReport:
     parts: Counter[str] = Counter()
     for layout, number in zip(table.layouts, np.bincount(np.frombuffer(table.layout_of, "<u4")).tolist(), strict=True):
         parts.update({extension: number for extension, _ in layout})
-    most, with_alpha = max(map(len, table.layouts), default=0), counts["with alpha"]
-    return ShardReport(name, entry.size, entry.samples, entry.digest, problems, dict(parts), most, with_alpha)
+    most, with_alpha, empty = max(map(len, table.layouts), default=0), counts["with alpha"], _empty(table)
+    return ShardReport(
+        name,
+        entry.size,
+        entry.samples,
+        entry.digest,
+        problems,
+        dict(parts),
+        most,
+        with_alpha,
+        empty,
+        links=table.links,
+    )
+
+
+def _empty(table: ShardTable) -> dict[str, int]:
+    """How many samples have each part without a byte in it."""
+    sizes = np.frombuffer(table.sizes, "<u8")
+    if sizes.all():
+        return {}
+    layouts = np.frombuffer(table.layout_of, "<u4").tolist()
+    names = (extension for layout in layouts for extension, _ in table.layouts[layout])
+    return dict(Counter(name for name, size in zip(names, sizes.tolist(), strict=True) if not size))
 
 
 def check_remote_shard(url: str, folder: Path, name: str) -> ShardReport:

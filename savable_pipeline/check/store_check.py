@@ -15,7 +15,7 @@ from savable_pipeline.core.wording import encodable
 from savable_pipeline.dataset.kinds import format_of_name, open_store
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.processes import do
-from savable_pipeline.stores.columnar_store import ColumnarStore
+from savable_pipeline.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.stores.file_indexing import IndexedFiles
 from savable_pipeline.stores.file_store import FileStore
 from savable_pipeline.stores.place_index import FileTable, ScannedFiles
@@ -27,28 +27,56 @@ def check_file(root: Path, name: str) -> ShardReport:
     assert form is not None, name
     table = do(form.scan, root, name)
     assert isinstance(table, FileTable)
-    entry, problems, parts, counts = table.entry, [], Counter[str](), Counter[str]()
+    entry, problems, found = table.entry, [], _Found()
     if entry.fault:
         gone = not (root / name).exists()
         fault = entry.fault.removeprefix(f"{name}: ")
         problems.append(Problem("missing shard" if gone else "damaged shard", fault, name))
-    most = 0
     try:
-        store = open_store(IndexedFiles(root, [name], ScannedFiles([table]), root / form.index_name), form)
+        files = IndexedFiles(root, [name], ScannedFiles([table]), root / form.index_name)
+        store = open_store(files, form, partial=True)
         row = 0
         while row < store.entries[0].samples:
             try:
-                problems += _problems_of(store, name, row, parts, counts)
+                problems += _problems_of(store, name, row, found)
                 row += 1
             except SavableError as error:
                 detail = encodable(str(error).removeprefix(f"{store.place(0)}: "))
                 problems.append(Problem(reason_of(error), detail, name, index=row))
                 row = _after_damage(store, row)
-            most = max(most, counts.pop("parts", 0))
+        if isinstance(store, ColumnarStore):
+            problems += _without_bytes(store, name, found)
     except (SavableError, ValueError) as error:
         problems.append(Problem("cannot be checked", encodable(str(error)), name))
-    with_alpha = counts["with alpha"]
-    return ShardReport(name, entry.size, entry.samples, entry.digest, problems, dict(parts), most, with_alpha)
+    return ShardReport(
+        name,
+        entry.size,
+        entry.samples,
+        entry.digest,
+        problems,
+        dict(found.parts),
+        found.most,
+        found.counts["with alpha"],
+        dict(found.empty),
+        dict(found.nulls),
+    )
+
+
+class _Found:
+    """What is counted in a file, by part or column."""
+
+    def __init__(self) -> None:
+        self.parts, self.empty, self.nulls = Counter[str](), Counter[str](), Counter[str]()
+        self.named = Counter[str]()  # rows that name a file without its bytes
+        self.counts = Counter[str]()  # of `part_fault`
+        self.most = 0  # parts of one sample
+
+
+def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[Problem]:
+    """A problem for each column whose rows name files without their bytes."""
+    for column, count in sorted(found.named.items()):
+        detail = f"the column {column!r}: {count:,} of {store.entries[0].samples:,} rows have a path and no bytes"
+        yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
 
 
 def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
@@ -60,12 +88,17 @@ def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
     return check_downloaded(url, folder, [name, *companions], check_file)
 
 
-def _problems_of(store: FileStore, name: str, row: int, parts: Counter[str], counts: Counter[str]) -> Iterator[Problem]:
+def _problems_of(store: FileStore, name: str, row: int, found: _Found) -> Iterator[Problem]:
     extensions = store.extensions(0, row)
-    counts["parts"] = len(extensions)
-    parts.update(extensions)
+    found.most = max(found.most, len(extensions))
+    found.parts.update(extensions)
+    if isinstance(store, ColumnarStore):
+        found.nulls.update(store.nulls(0, row))
+        found.named.update({file.column for file in store.named_files(0, row)})
     for extension in extensions:
-        fault = part_fault(extension, store.read(0, row, extension), counts)
+        data = store.read(0, row, extension)
+        found.empty.update([] if data else [extension])
+        fault = part_fault(extension, data, found.counts)
         if fault:
             yield _problem(store, name, row, extension, fault)
 

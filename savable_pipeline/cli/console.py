@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
+
+from savable_pipeline.core.wording import counted
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, what turns the direction of text, lone surrogates, ends of lines
 
@@ -33,6 +36,13 @@ def _seen(character: str) -> str:
     if unicodedata.category(character) not in _UNSEEN:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode()
+
+
+def print_counts(console: Console, word: str, counts: Mapping[str, int], some: str = "") -> None:
+    """In how many samples each of these parts is `word`, in one line; nothing where none is."""
+    there = [f"{name} in {counted(count, 'sample')}" for name, count in counts.items() if count]
+    if there:
+        console.print(printable(f"{word}: {', '.join(there)}{some}"))
 
 
 def print_warnings(console: Console, warnings: list[str]) -> None:

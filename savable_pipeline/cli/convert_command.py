@@ -74,7 +74,13 @@ def convert(
     ] = None,
     no_files: Annotated[bool, typer.Option("--no-files", help="JSONL, JSON, CSV: no field names a file.")] = False,
     files_from: Annotated[
-        Path | None, typer.Option(help="JSONL, JSON, CSV: the folder of the files. Default: that of SRC.")
+        Path | None,
+        typer.Option(
+            "--files-from",
+            "--files",
+            help="JSONL, JSON, CSV: the folder of the files. Default: that of SRC. Parquet, Arrow: the folder in which "
+            "the files are that rows name by a path, without their bytes.",
+        ),
     ] = None,
 ) -> None:
     """Write the samples of SRC as WebDataset shards into DST. What SRC is, is told by its marks, and said.
@@ -84,7 +90,8 @@ def convert(
     In .jsonl, .json and .csv each record is a sample: it becomes the part json, and the files that it names become the
     others. Tables and JSON may be compressed (.gz, .zst).
     In MDS and LitData each record is a sample: values become the part json, images and arrays parts of their own.
-    In Parquet and Arrow, also as HF datasets writes them, each row is a sample.
+    In Parquet and Arrow, also as HF datasets writes them, each row is a sample; with --files FOLDER the files below it
+    that rows name by a path are read.
     Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones.
 
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was

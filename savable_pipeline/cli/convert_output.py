@@ -6,7 +6,7 @@ from collections import Counter
 
 from rich.console import Console
 
-from savable_pipeline.cli.console import print_warnings, printable
+from savable_pipeline.cli.console import print_counts, print_warnings, printable
 from savable_pipeline.convert import Report
 from savable_pipeline.core.wording import counted, human_bytes
 
@@ -21,8 +21,9 @@ def print_report(console: Console, report: Report, path: str) -> None:
     if report.hidden:
         console.print(f"{counted(report.hidden, 'hidden file or folder', 'hidden files or folders')} skipped")
     print_warnings(console, report.warnings)
+    print_counts(console, "null, and so no part", report.nulls)
     if not report.rejected:
-        console.print("nothing rejected")
+        console.print("no sample rejected" if report.nulls else "nothing rejected")
         return
     console.print(f"{len(report.rejected):,} rejected and left out:")
     for reason, count in Counter(reject.reason for reject in report.rejected).most_common():

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from savable_pipeline.cli.console import print_warnings, printable
+from savable_pipeline.cli.console import print_counts, print_warnings, printable
 from savable_pipeline.core.wording import counted, human_bytes
 
 if TYPE_CHECKING:  # a command imports what it needs when it is called
@@ -37,6 +37,8 @@ def print_check(console: Console, report: CheckReport, *, as_json: bool) -> None
         f"{counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, {human_bytes(report.size)}: "
         + (counted(len(report.problems), "problem") if report.problems else "nothing wrong")
     )
+    print_counts(console, "null", report.nulls)
+    print_counts(console, "empty", report.empty)
     if report.with_alpha:
         console.print(
             f"warning: {counted(report.with_alpha, 'image has', 'images have')} alpha: sample.image() lays them over "
@@ -74,6 +76,8 @@ def print_info(console: Console, info: Info, *, as_json: bool) -> None:
     for extension, part in info.parts.items():
         parts.add_row(printable(extension), f"{part.samples:,}", human_bytes(part.mean))
     console.print(parts)
+    print_counts(console, "null", info.nulls, some)
+    print_counts(console, "empty", {extension: part.empty for extension, part in info.parts.items()}, some)
     print_warnings(console, info.warnings)
 
 
@@ -97,6 +101,8 @@ def _info_object(info: Info) -> dict[str, object]:
         "largest_shard": {"name": largest.name, "samples": largest.samples, "bytes": largest.size},
         "warnings": info.warnings,
         "parts": {e: {"samples": part.samples, "mean_bytes": part.mean} for e, part in info.parts.items()},
+        "empty": {e: part.empty for e, part in info.parts.items() if part.empty},
+        "nulls": info.nulls,
         "first_sample": {"key": info.first_key, "parts": info.first_parts},
         "splits": info.splits,
     }

@@ -77,11 +77,11 @@ def _suspects(samples: list[Files], root: str, tar: Path, moved: bool) -> list[F
 
     @functools.cache
     def newer(path: str) -> bool:
-        folder = "" if path.startswith("/") else path.rpartition("/")[0]
+        folder = path.rpartition("/")[0]
         return is_newer(Path(root, path), tar) or (bool(folder) and newer(folder))
 
     def may_have_changed(path: str) -> bool:
-        return moved or (not behind_url and newer(path))
+        return moved or ((path.startswith("/") or not behind_url) and newer(path))
 
     return [sample for sample in samples if any(may_have_changed(part.path) for part in _whole_files(sample))]
 

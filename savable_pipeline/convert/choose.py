@@ -6,14 +6,14 @@ The split of a sample depends on its key and the shares alone: where data are ad
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.convert.model import Files, Input, Part, Reject
+from savable_pipeline.convert.model import Files, Input, Reject
 from savable_pipeline.core.wording import listed
 
 _NUMBERED = re.compile(r"[0-9]+[.]")  # of several files of one field: 0.jpg, 1.jpg
@@ -32,7 +32,7 @@ def keep_parts(found: Input, only: tuple[str, ...]) -> None:
         raise ValueError(f"no sample has a part {listed(unknown)}; there are {listed(there)}")
     kept = []
     for sample in found.samples:
-        parts = tuple(part for part in sample.parts if _is_wanted(part, wanted))
+        parts = tuple(part for part in sample.parts if is_kept(part.extension, wanted))
         if parts:
             kept.append(replace(sample, parts=parts))
         else:
@@ -41,9 +41,10 @@ def keep_parts(found: Input, only: tuple[str, ...]) -> None:
     found.texts = found.texts if "json" in wanted else frozenset()
 
 
-def _is_wanted(part: Part, wanted: set[str]) -> bool:
-    extension = part.extension.lower()
-    return extension in wanted or _plain(extension) in wanted
+def is_kept(extension: str, only: Collection[str]) -> bool:
+    """Whether a part of this name is one of `only`, in small letters; any is where it names none."""
+    extension = extension.lower()
+    return not only or extension in only or _plain(extension) in only
 
 
 def _plain(extension: str) -> str:

@@ -103,4 +103,5 @@ class Input:
     digest: str = ""  # of what does not show in the names and sizes of parts
     texts: frozenset[str] = frozenset()  # JSON fields that are a text in every sample
     warnings: list[str] = field(default_factory=list)
+    nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there
     place: str = ""  # of a source behind a URL: see `place_of`

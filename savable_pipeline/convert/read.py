@@ -17,6 +17,7 @@ from savable_pipeline.convert.csv_table import file_columns, write_as_jsonl
 from savable_pipeline.convert.folder import read_folder
 from savable_pipeline.convert.json_array import read_json_array
 from savable_pipeline.convert.jsonl import Lines, lines_of, read_jsonl
+from savable_pipeline.convert.linked_tars import close_tars, holds_links, read_linked
 from savable_pipeline.convert.litdata import read_litdata
 from savable_pipeline.convert.litdata_chunks import close_frames
 from savable_pipeline.convert.litdata_rows import close_rows
@@ -26,7 +27,7 @@ from savable_pipeline.convert.plan import place_of
 from savable_pipeline.convert.record_folder import RecordFolder, folder_at, index_of
 from savable_pipeline.convert.remote_folder import close_folder
 from savable_pipeline.convert.source_file import close_objects, name_of, place_behind, stamp_of
-from savable_pipeline.convert.sources import STORED, Source
+from savable_pipeline.convert.sources import ROWS, STORED, Source
 from savable_pipeline.convert.stored import close_stores, read_stored
 from savable_pipeline.convert.stretches import close_files
 from savable_pipeline.remote.scratch import close_scratch
@@ -77,6 +78,7 @@ def read_source(reading: Reading) -> Input:
 def close_sources() -> None:
     """Close what this process has open of any source."""
     close_stores()
+    close_tars()
     close_files()
     close_frames()
     close_rows()
@@ -88,8 +90,12 @@ def close_sources() -> None:
 def _check_options(reading: Reading) -> None:
     kind, options = reading.source.kind, reading.options
     records = kind in ("jsonl", "json", "csv")
-    if not records and (options.file_fields is not None or reading.files_from):
+    if not records and options.file_fields is not None:
         raise ValueError(f"{reading.path} is {reading.source.words}: file fields are for JSONL, JSON and CSV")
+    if not records and kind not in ROWS and reading.files_from:
+        raise ValueError(f"{reading.path} is {reading.source.words}: a folder of files is for records and rows")
+    if reading.files_from and not reading.files_from.is_dir():
+        raise ValueError(f"{reading.files_from}: no such folder, in which the files are that {reading.path} names")
     if options.key_field and not records and kind not in ("mds", "litdata"):
         raise ValueError(f"{reading.path} is {reading.source.words}: a key field is for records")
     if options.allow_outside and not records and kind != "folder":
@@ -141,6 +147,17 @@ def _csv(reading: Reading) -> Input:
     return _placed(reading, found)
 
 
+def _tars(reading: Reading) -> Input:
+    if isinstance(reading.path, Path) and holds_links(reading.path):
+        return read_linked(reading.path)
+    return _stored(reading)
+
+
+def _stored(reading: Reading) -> Input:
+    only = tuple(name.lower() for name in reading.options.only)
+    return read_stored(reading.path, only, reading.files_from)
+
+
 def _plain(reading: Reading) -> Path | str:
     """The file itself, or its content, decompressed, aside."""
     if not name_of(reading.path).lower().endswith(ENDINGS):
@@ -158,5 +175,6 @@ _READERS: dict[str, _Reader] = {
     "csv": _csv,
     "mds": functools.partial(_records, read_mds),
     "litdata": functools.partial(_records, read_litdata),
-    **dict.fromkeys(STORED, lambda reading: read_stored(reading.path)),
+    **dict.fromkeys(STORED, _stored),
+    "tars": _tars,
 }

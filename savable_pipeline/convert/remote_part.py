@@ -131,7 +131,7 @@ def _dataset(reader: PartReader, folder: Path, downloader: Downloader) -> Datase
     place = RemotePlace(reader.url, _cached(version), folder, limit)
     names = [file.name for file in reader.files]
     files = IndexedFiles(folder, names, ScannedFiles(tables), place.places, place, downloader)
-    return Dataset(open_store(files, FORMATS[reader.form]))
+    return Dataset(open_store(files, FORMATS[reader.form], partial=True))
 
 
 def _tables(reader: PartReader, kind: Any) -> list[Any]:

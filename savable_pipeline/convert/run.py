@@ -25,6 +25,7 @@ from savable_pipeline.convert.choose import keep_keys, keep_parts
 from savable_pipeline.convert.elsewhere import write_elsewhere
 from savable_pipeline.convert.energon import energon_files
 from savable_pipeline.convert.file_reader import records_behind
+from savable_pipeline.convert.linked_tars import holds_links
 from savable_pipeline.convert.mirror import Mirror, mirrored
 from savable_pipeline.convert.model import Input, Options, Reject
 from savable_pipeline.convert.plan import (
@@ -50,6 +51,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
 from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.index_writer import write_index
+from savable_pipeline.shards.tar_links import links_warning
 from savable_pipeline.shards.uneven_parts import uneven_parts
 
 REJECTED = f"{META}/savable.rejected.jsonl"
@@ -67,6 +69,7 @@ class Report:
     rejected: list[Reject]
     hidden: int  # hidden files and folders, skipped
     warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
+    nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there, and so no part
 
 
 def convert(
@@ -84,7 +87,8 @@ def convert(
     """Write the samples of a source as shards into `target`, a folder or a URL; or re-pack compressed tars.
 
     `source` is a file, a folder or a URL, told by its marks (`recognize`). `files_from` is the folder that fields of
-    records are relative to (None: that of the source), `keys` are those of the samples to take (None: all), and
+    records are relative to (None: that of the source), or in which the files lie that rows of Parquet and Arrow name
+    without their bytes. `keys` are those of the samples to take (None: all), and
     `reshard` is needed to write tars again, which are read as they are. `workers` is the number of processes (None: one
     per core, but one for less than 100 MB); with an `engine` its machines write instead, on storage that they share
     with this one. `progress` is called with the samples done, all of them, and the bytes done.
@@ -144,7 +148,7 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
         if report is None:
             _write(target, plan, workers or _workers(found), engine, mirror, how.progress)
             report = _finish(target, plan)
-    return replace(report, warnings=_warnings(found))
+    return replace(report, warnings=_warnings(found), nulls=found.nulls)
 
 
 def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = False) -> None:
@@ -155,7 +159,7 @@ def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = 
             f"{source.path}: compressed tars are re-packed as they are; convert them first, then give the folder with "
             "their plain ones and --reshard for other sizes, parts or keys"
         )
-    if source.kind == "tars" and not reshard:
+    if source.kind == "tars" and not reshard and not (isinstance(source.path, Path) and holds_links(source.path)):
         raise ValueError(
             f'{source.path}: tars are read as they are, with nothing to convert: sp.TarShardReader("{source.path}", '
             "lane). To write their samples into shards of another size, of some parts or keys, or by split, give "
@@ -227,7 +231,18 @@ def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Rep
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
-    return Report(sum(e.samples for e in entries), len(entries), sum(e.size for e in entries), rejected, 0)
+    size, warnings = sum(e.size for e in entries), [] if index is None else _links_told(index, target, mirror)
+    return Report(sum(e.samples for e in entries), len(entries), size, rejected, 0, warnings)
+
+
+def _links_told(index: ShardIndex, target: Path, mirror: Mirror | None) -> list[str]:
+    """What to say of links in tars that were re-packed as they are."""
+    found = sorted(index.links.items())
+    if not found:
+        return []
+    first = f"{found[0][1].first} in {index.shards.names[found[0][0]]}"
+    place = str(target) if mirror is None else mirror.bucket.url
+    return [links_warning(place, sum(links.count for _, links in found), first)]
 
 
 def _check_apart(source: Path | str, target: Path | str) -> None:

@@ -54,6 +54,7 @@ WORDS = {
 }
 BEHIND_URLS = ("jsonl", "json", "csv", "mds", "litdata", "tars", "parquet", "arrow")
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
+ROWS = ("parquet", "arrow", "hf", "hub")  # those of them whose rows may name files
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
 
 _STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
@@ -240,7 +241,7 @@ def _refuse_others(path: Path | str, marks: FolderMarks, form: str, kind: str) -
         raise ValueError(
             f"{path} holds {table} and other files ({listed(others)}), which are not read with it: take the rows alone "
             f"with --as {kind}, or each file for a part of a sample with --as folder; where the rows name the files, "
-            "write them as JSONL and convert that"
+            "add --files FOLDER for structs of bytes and path, else write them as JSONL and convert that"
         )
 
 

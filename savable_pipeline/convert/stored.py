@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from savable_pipeline.convert.choose import is_kept
 from savable_pipeline.convert.model import Files, Input, Part, Reject, SampleReader
+from savable_pipeline.convert.named_files import FaultError, WithNamedFiles, file_part
 from savable_pipeline.convert.names import name_fault, printable
+from savable_pipeline.convert.plan import place_of
 from savable_pipeline.convert.remote_part import PartFile, PartReader
 from savable_pipeline.convert.source_file import place_behind
 from savable_pipeline.convert.stretches import changed
@@ -25,6 +31,7 @@ from savable_pipeline.remote.scratch import shared_downloader
 
 if TYPE_CHECKING:
     from savable_pipeline.dataset.dataset import Dataset
+    from savable_pipeline.stores.record_store import RecordStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ def _opened(path: str) -> tuple[Dataset, str]:
     """The dataset there, and a digest of its entries."""
     from savable_pipeline.dataset.kinds import open_any  # imported here: other sources do without
 
-    dataset = open_any(path)
+    dataset = open_any(path, partial=True)
     entries = [(entry.name, entry.size, entry.digest) for entry in dataset.entries]
     return dataset, hashlib.sha256(repr(entries).encode()).hexdigest()
 
@@ -104,32 +111,102 @@ def close_stores() -> None:
     _opened.cache_clear()
 
 
-def read_stored(path: Path | str) -> Input:
-    """The samples of files that are read in place, in their order.
+def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None = None) -> Input:
+    """The samples of files that are read in place, in their order; files that rows name are those below `files`.
 
-    A key that occurs again gets the name of its shard before it.
+    A key that occurs again gets the name of its shard before it. Raises ValueError for rows that name files without
+    their bytes, where no folder is given, unless their parts are not among those that are taken, `only`.
     """
     place = str(path.resolve()) if isinstance(path, Path) else path
     close_stores()  # what was opened before may have changed since
     dataset, digest = _opened(place)
+    from savable_pipeline.stores.tar_store import TarStore  # see `_opened`
+
     stamps = () if isinstance(path, Path) else _stamps(dataset)
     found = Input(dataset.address, StoreReader(place, digest, stamps, _newest_ns(dataset, path)), digest=digest)
     found.place = place_behind(dataset.address, stamps) if stamps else ""
+    columns = _Columns(dataset.store, only, files)
+
+    def rows() -> Iterator[Row]:
+        for shard, row in zip(*(a.tolist() for a in dataset.locate(np.arange(dataset.count))), strict=True):
+            name = dataset.entries[shard].name
+            parts, fault = columns.parts_of(shard, row)
+            yield Row(name, _key(dataset.key(shard, row), name), [*_parts(dataset, name, shard, row), *parts], fault)
+
+    add_rows(found, rows())
+    columns.tell(found, dataset)
+    if isinstance(dataset.store, TarStore) and (text := dataset.store.links_told()):
+        found.warnings.append(f"{text}, of a copy on a disk")  # behind a URL: see `read_linked`
+    return found
+
+
+class Row(NamedTuple):
+    """A sample as a shard has it, and why it cannot be taken; its number is its place among all."""
+
+    shard: str
+    key: str
+    parts: list[Part]
+    fault: str = ""
+
+
+def add_rows(found: Input, rows: Iterable[Row]) -> None:
+    """Add these samples, all of a source. A key that occurs again gets the name of its shard before it."""
     seen: set[str] = set()
     again: list[str] = []
-    for i, (shard, row) in enumerate(zip(*(a.tolist() for a in dataset.locate(np.arange(dataset.count))), strict=True)):
-        name = dataset.entries[shard].name
-        key = _key(dataset.key(shard, row), name)
+    for number, (shard, key, parts, fault) in enumerate(rows):
         if key in seen:
             again.append(key)
-            key = f"{name.rpartition('.')[0].replace('.', '_')}/{key}"
-        _add(found, Files(key, _parts(dataset, name, shard, row), i), name, again=key in seen)
+            key = f"{shard.rpartition('.')[0].replace('.', '_')}/{key}"
+        fault = fault or ("duplicate key: twice in one shard" if key in seen else "")
+        parts.sort(key=lambda part: part.extension)
+        _add(found, Files(key, tuple(parts), number), shard, fault)
         seen.add(key)
     if again:
         found.warnings.append(
             f"{len(again)} keys occur again, and got the name of their shard before them: {listed(again)}"
         )
-    return found
+
+
+class _Columns:
+    """What the columns of rows do not hold: nulls, and files that are named and lie below `files`."""
+
+    def __init__(self, store: RecordStore, only: tuple[str, ...], files: Path | None) -> None:
+        from savable_pipeline.stores.columnar_store import ColumnarStore
+
+        self._store = store if isinstance(store, ColumnarStore) else None
+        self._only = only
+        self._folder = "" if files is None else os.path.realpath(files)
+        self._nulls, self._named = Counter[str](), Counter[str]()
+
+    def parts_of(self, shard: int, row: int) -> tuple[list[Part], str]:
+        """The parts that files become which a row names; or why one of them cannot be taken."""
+        if self._store is None:
+            return [], ""
+        self._nulls.update(column for column in self._store.nulls(shard, row) if is_kept(column, self._only))
+        named = [each for each in self._store.named_files(shard, row) if is_kept(each.part or each.column, self._only)]
+        self._named.update({each.column for each in named})
+        try:
+            return [file_part(self._folder, each) for each in named if self._folder], ""
+        except FaultError as fault:
+            return [], str(fault)
+
+    def tell(self, found: Input, dataset: Dataset) -> None:
+        """Put what was counted into the input. Raises ValueError for files that are named, without their folder."""
+        found.nulls = dict(self._nulls)
+        if self._folder:
+            found.reader = WithNamedFiles(found.reader, self._folder)
+            found.place = place_behind(found.place or place_of(Path(found.root)), [place_of(Path(self._folder))])
+            if not self._named:
+                found.warnings.append("no row names a file without its bytes: --files is not needed")
+        elif self._named:
+            counts = "; ".join(
+                f"the column {column!r}: {count:,} of {dataset.count:,} rows have a path and no bytes"
+                for column, count in sorted(self._named.items())
+            )
+            raise ValueError(
+                f"{dataset.address}: {counts}: give --files FOLDER, the folder that the files lie in; or take other "
+                "parts alone with --only"
+            )
 
 
 def _newest_ns(dataset: Dataset, path: Path | str) -> int:
@@ -154,12 +231,11 @@ def _key(key: str, shard: str) -> str:
     return key.replace(".", "_")
 
 
-def _parts(dataset: Dataset, name: str, shard: int, row: int) -> tuple[Part, ...]:
-    return tuple(Part(extension, name, size) for extension, size in sorted(dataset.store.sizes(shard, row).items()))
+def _parts(dataset: Dataset, name: str, shard: int, row: int) -> list[Part]:
+    return [Part(extension, name, size) for extension, size in dataset.store.sizes(shard, row).items()]
 
 
-def _add(found: Input, sample: Files, shard: str, *, again: bool) -> None:
-    fault = "duplicate key: twice in one shard" if again else ""
+def _add(found: Input, sample: Files, shard: str, fault: str) -> None:
     if not sample.parts:
         fault = fault or "no part: every field of it is null"
     for part in sample.parts:

@@ -144,12 +144,17 @@ class Dataset:
         sizes = self.store.part_sizes()
         if sizes is not None:
             return sizes, self.count
-        some = np.arange(min(self.count, _LOOKED_AT)) * self.count // min(self.count, _LOOKED_AT)
         found: dict[str, list[int]] = {}
-        for shard, row in zip(*(each.tolist() for each in self.locate(some)), strict=True):
+        for shard, row in self.some():
             for extension, size in self.store.sizes(shard, row).items():
                 found.setdefault(extension, []).append(size)
-        return {extension: np.array(each, dtype=np.int64) for extension, each in found.items()}, len(some)
+        return {extension: np.array(each, dtype=np.int64) for extension, each in found.items()}, len(self.some())
+
+    def some(self) -> list[tuple[int, int]]:
+        """Shard and row of some 1,000 samples, spread evenly; or of all, if there are fewer."""
+        some = np.arange(min(self.count, _LOOKED_AT)) * self.count // min(self.count, _LOOKED_AT)
+        shards, rows = self.locate(some)
+        return list(zip(shards.tolist(), rows.tolist(), strict=True))
 
     def shard_name(self, shard: int) -> str:
         """The name of a shard relative to the root."""

@@ -61,9 +61,15 @@ def kind_of(files: Shards) -> str:
 
 
 def open_any(
-    files: Shards, *, columns: tuple[str, ...] | None = None, key: str | None = None, on_error: OnError = "raise"
+    files: Shards,
+    *,
+    columns: tuple[str, ...] | None = None,
+    key: str | None = None,
+    on_error: OnError = "raise",
+    partial: bool = False,
 ) -> Dataset:
-    """The dataset of the files that a user names, of whichever kind; `columns` and `key` are those of their reader.
+    """The dataset of the files that a user names, of whichever kind; `columns` and `key` are those of their reader,
+    `partial` of `ColumnarStore`.
 
     Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have.
     """
@@ -76,7 +82,8 @@ def open_any(
     if form is None:
         return open_dataset(files, on_error=on_error)
     return dataset_of(
-        lambda tolerant, unlistable: open_store(files, form, tolerant, unlistable, columns, key), on_error=on_error
+        lambda tolerant, unlistable: open_store(files, form, tolerant, unlistable, columns, key, partial),
+        on_error=on_error,
     )
 
 
@@ -87,12 +94,12 @@ def open_store(
     unlistable: Unlistable = raise_it,
     columns: tuple[str, ...] | None = None,
     key: str | None = None,
+    partial: bool = False,
 ) -> FileStore:
     """The store of files of a format; flat tokens are shown in windows. Raises `ShardError`."""
-    if form is PARQUET:
-        return ParquetStore(files, columns=columns, key=key, tolerant=tolerant, unlistable=unlistable)
-    if form is ARROW:
-        return ArrowStore(files, columns=columns, key=key, tolerant=tolerant, unlistable=unlistable)
+    if form in (PARQUET, ARROW):
+        columnar = ParquetStore if form is PARQUET else ArrowStore
+        return columnar(files, columns=columns, key=key, partial=partial, tolerant=tolerant, unlistable=unlistable)
     if form is JSONL:
         return JsonlStore(files, key=key, tolerant=tolerant, unlistable=unlistable)
     try:

@@ -81,7 +81,7 @@ def _local_store(shards: Shards, tolerant: bool, unlistable: Unlistable) -> TarS
         root, names = find_shards(shards, missing_too=tolerant, unlistable=unlistable)
         index = open_index(root, names, tolerant=tolerant)
     table = IndexedShards(index, root / INDEX_NAME, names, str(root))
-    return TarStore(root, table, LocalTars(root, table))
+    return _told(TarStore(root, table, LocalTars(root, table)))
 
 
 def _remote_store(
@@ -93,4 +93,11 @@ def _remote_store(
     cached.hold()
     table = IndexedShards(cached.index, cached.folder / "index", found.names, found.root)
     files = CachedFiles(found.root, table, cached, folder, limit)
-    return TarStore(cached.folder.parent / METADATA_FOLDER, table, files)
+    return _told(TarStore(cached.folder.parent / METADATA_FOLDER, table, files))
+
+
+def _told(store: TarStore) -> TarStore:
+    """A store, once its links are told: nobody sees that a sample lacks what a link names."""
+    if text := store.links_told():
+        log.warning("%s", text)
+    return store

@@ -16,6 +16,8 @@ from savable_pipeline.shards.selection import Subset
 from savable_pipeline.stores.columnar_store import ColumnarStore
 from savable_pipeline.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 
+_PARTS = 2  # the version of the parts that lists of images become, which a state must agree on: in 1 they were JSON
+
 
 class ColumnarReader(RecordReader):
     """Gives the rows of a lane's share of files as samples; a subclass says in `store` which kind of files."""
@@ -58,5 +60,12 @@ class ColumnarReader(RecordReader):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Those of every reader; the columns and the key."""
-        return {**super().settings(), "columns": self.columns, "key": self.key}
+        """Those of every reader; the columns and the key; `parts`, where a column holds lists of images."""
+        store = self.dataset.store
+        lists = isinstance(store, ColumnarStore) and store.media_lists
+        return {
+            **super().settings(),
+            "columns": self.columns,
+            "key": self.key,
+            **({"parts": _PARTS} if lists else {}),
+        }

@@ -43,6 +43,13 @@ _ALIGN = 64
 NUMBERS_BYTES = 40  # of the five numbers of a shard
 
 
+class Links(msgspec.Struct, frozen=True, array_like=True):
+    """The links of a shard that would be parts of samples if they were files: how many, and the first one's name."""
+
+    count: Count
+    first: str = ""
+
+
 class Header(msgspec.Struct, array_like=True):
     """What an index says of itself; its arrays follow."""
 
@@ -53,6 +60,8 @@ class Header(msgspec.Struct, array_like=True):
     members: Count  # of every sample; 0: see `firsts`
     size_bytes: int  # 4 or 8: of an element of `sizes`
     sizes: Count  # the length of `sizes`
+    links: dict[int, Links] = {}  # by number of the shard; of one without any there is none
+    links_known: bool = False  # whether they were counted in every shard, which earlier releases did not
 
 
 class ShardTable(msgspec.Struct):
@@ -64,6 +73,7 @@ class ShardTable(msgspec.Struct):
     layouts: list[LayoutParts]
     layout_of: bytes  # uint32 (samples,)
     sizes: bytes  # uint64 (members,)
+    links: Links | None = None  # None: not counted
 
 
 class Layout:
@@ -100,6 +110,16 @@ class ShardIndex:
         if end != len(view):
             raise ShardError(f"{path}: {len(view)} bytes, but the header says {end}")
         self._places = offset, at_layouts, at_firsts, at_sizes
+
+    @property
+    def links(self) -> dict[int, Links]:
+        """The links of the shards that have any, by number, as far as they were counted."""
+        return self._header.links
+
+    @property
+    def links_known(self) -> bool:
+        """Whether they were counted in every shard."""
+        return self._header.links_known
 
     def number(self, name: str) -> int:
         """The number of a shard. Raises KeyError without it."""
@@ -254,6 +274,7 @@ class ShardIndex:
             [self._header.layouts[number] for number in used],
             layout_of.astype("<u4").tobytes(),
             np.asarray(sizes).astype("<u8").tobytes(),
+            self.links.get(number, Links(0) if self.links_known else None),
         )
 
 
@@ -298,7 +319,11 @@ def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList
     numbers = np.frombuffer(view, "<u8", header.shards * 5, offset=columns).reshape(5, header.shards)
     ends, sizes, samples = numbers[:3].view("<i8")
     shards = ShardList(ShardNames(view[names : names + header.names], ends), sizes, samples, numbers[3], header.faults)
-    fits = header.size_bytes in (4, 8) and all(header.layouts) and all(n < header.shards for n in header.faults)
+    fits = (
+        header.size_bytes in (4, 8)
+        and all(header.layouts)
+        and all(n < header.shards for n in [*header.faults, *header.links])
+    )
     if not fits or not shards.names.is_whole() or (header.shards and min(sizes.min(), samples.min()) < 0):
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
     outside = shards.names.first_outside()

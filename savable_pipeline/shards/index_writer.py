@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.files import replacing
-from savable_pipeline.shards.index_file import MAGIC, Header, LayoutParts, ShardTable, aligned, check_of
+from savable_pipeline.shards.index_file import MAGIC, Header, LayoutParts, Links, ShardTable, aligned, check_of
 from savable_pipeline.shards.shard_list import ShardEntry
 
 _BLOCK = 1 << 22  # bytes copied at a time
@@ -31,7 +31,7 @@ def write_index(path: Path, tables: Iterable[ShardTable]) -> None:
         rows = _Rows(*(stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(3)))
         columns = Columns()
         for table in tables:
-            columns.add(table.entry, rows.add(table))
+            columns.add(table.entry, rows.add(table), table.links)
         with replacing(path) as file:
             file.write(index_begin(columns, list(rows.layouts), rows.members, 8 if rows.wide else 4, rows.parts))
             rows.write(file)
@@ -44,9 +44,11 @@ class Columns:
         self.names = bytearray()
         self.last = ""
         self.faults: dict[int, str] = {}
+        self.links: dict[int, Links] = {}
+        self.links_known = True
         self.numbers = [array("Q") for _ in range(5)]  # ends, sizes, samples, digests, checks
 
-    def add(self, entry: ShardEntry, check: int) -> None:
+    def add(self, entry: ShardEntry, check: int, links: Links | None = None) -> None:
         """Adds the next shard. Raises ValueError unless its name comes after the last one's."""
         if self.numbers[0] and entry.name <= self.last:
             raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
@@ -54,6 +56,10 @@ class Columns:
         self.names += entry.name.encode() + b"\0"
         if entry.fault:
             self.faults[len(self.numbers[0])] = entry.fault
+        if links is None:
+            self.links_known = False
+        elif links.count:
+            self.links[len(self.numbers[0])] = links
         row = (len(self.names), entry.size, entry.samples, entry.digest, check)
         for column, number in zip(self.numbers, row, strict=True):
             column.append(number)
@@ -61,7 +67,9 @@ class Columns:
 
 def index_begin(columns: Columns, layouts: list[LayoutParts], members: int, size_bytes: int, sizes: int) -> bytes:
     """The bytes of an index before its rows, of which `sizes` are sizes of parts."""
-    header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, layouts, members, size_bytes, sizes)
+    shards, names = len(columns.numbers[0]), len(columns.names)
+    told = columns.faults, layouts, members, size_bytes, sizes, columns.links, columns.links_known
+    header = Header(shards, names, *told)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
     found += bytes(aligned(16 + len(found)) - 16 - len(found))

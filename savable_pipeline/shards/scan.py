@@ -12,9 +12,9 @@ from xxhash import xxh3_64
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.errors import ShardError
-from savable_pipeline.shards.index_file import LayoutParts, ShardTable
+from savable_pipeline.shards.index_file import LayoutParts, Links, ShardTable
 from savable_pipeline.shards.shard_list import ShardEntry
-from savable_pipeline.shards.tar import BLOCK, Extent, members, samples
+from savable_pipeline.shards.tar import BLOCK, Extent, Member, members, samples
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def scan(root: Path, name: str) -> ShardTable:
         fd = with_handles(lambda: os.open(root / name, os.O_RDONLY | os.O_CLOEXEC))
         try:
             size = os.fstat(fd).st_size
-            for extent in samples(name, fd):
+            for extent in samples(name, fd, found.links):
                 found.add(extent)
             for member in members(name, fd, found.end):
                 found.end = member.end
@@ -78,6 +78,7 @@ class ShardRows:
         self.digest = xxh3_64()
         self.end = 0  # of the last member
         self.in_samples = 0  # bytes of samples, with their headers
+        self.links: list[Member] = []  # that would be parts of samples if they were files
 
     def add(self, extent: Extent) -> None:
         """Add a sample, which must lie behind those before it. Raises `ShardError` for a name that is no UTF-8."""
@@ -101,6 +102,7 @@ class ShardRows:
             list(self.layouts),
             np.array(self.layout_of, dtype="<u4").tobytes(),
             np.array(self.sizes, dtype="<u8").tobytes(),
+            Links(len(self.links), encodable(self.links[0].name) if self.links else ""),
         )
 
 

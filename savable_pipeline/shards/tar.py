@@ -4,14 +4,16 @@
     └─ first member of a sample                                 └─ the end
 
 A member may be preceded by GNU long-name ('L') or PAX ('x', 'g') blocks; its header then starts at the first of
-them. Only regular files count; links, directories and devices have no payload, whatever size their headers say. Members
-that are no part of a sample (no dot in the name, hidden, metadata) are skipped. Formats: v7, ustar, GNU, PAX.
+them. Only regular files count; links, directories and devices have no payload, whatever size their headers say (what
+links lead to: tar_links.py). Members that are no part of a sample (no dot in the name, hidden, metadata) are skipped.
+Formats: v7, ustar, GNU, PAX.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,10 +25,11 @@ from savable_pipeline.errors import ShardError
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = (b"0", b"\0", b"7")
-_NO_PAYLOAD = (b"1", b"2", b"3", b"4", b"5", b"6")  # hard link, symbolic link, devices, directory, pipe
+_HARD, _SYMBOLIC = b"1", b"2"
+_NO_PAYLOAD = (_HARD, _SYMBOLIC, b"3", b"4", b"5", b"6")  # hard link, symbolic link, devices, directory, pipe
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"x", b"g", b"S"
 _EXTENDING = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
-_PLACING = (b"path", b"size")  # PAX records that matter here
+_PLACING = (b"path", b"linkpath", b"size")  # PAX records that matter here
 _COMPRESSED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 _SHORTEST_END = 2 * BLOCK
 _LONGEST_END = 1 << 16  # bytes of zeros; GNU tar pads to 10 kB, or to a record of as many blocks as it is told
@@ -44,6 +47,7 @@ class Member(NamedTuple):
     payload: int
     size: int
     regular: bool  # a file; not a folder, a link, ...
+    link: str = ""  # of a link: the name of the member that it leads to
 
     @property
     def end(self) -> int:
@@ -89,10 +93,13 @@ def compression_of(head: bytes) -> str | None:
     return next((ending for beginning, ending in _COMPRESSED.items() if head.startswith(beginning)), None)
 
 
-def samples(path: str, fd: int) -> Iterator[Extent]:
-    """The samples of an open tar: runs of adjacent members with one key. Raises `ShardError`."""
+def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[Extent]:
+    """The samples of an open tar: runs of adjacent members with one key. Raises `ShardError`.
+
+    Links that would be a part of a sample if they were files are added to `links`.
+    """
     sample: Extent | None = None
-    for member, key, extension in of_samples(members(path, fd)):
+    for member, key, extension in of_samples(members(path, fd), links):
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
@@ -108,18 +115,21 @@ def samples(path: str, fd: int) -> Iterator[Extent]:
         yield sample
 
 
-def of_samples(found: Iterable[Member]) -> Iterator[tuple[Member, str, str]]:
-    """Those members that are part of a sample, each with its key and its extension."""
+def of_samples(found: Iterable[Member], links: list[Member] | None = None) -> Iterator[tuple[Member, str, str]]:
+    """Those members that are part of a sample, each with its key and its extension; see `samples`."""
     for member in found:
         parts = split_name(member.name) if member.regular else None
         if parts is not None:
             yield member, *parts
+        elif links is not None and member.link and split_name(member.name) is not None:
+            links.append(member)
 
 
 def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
     """The members of an open tar, from the header at `offset` on. Raises `ShardError` that names the damaged byte."""
     end_of_file = os.fstat(fd).st_size
     long_name: str | None = None
+    long_link: str | None = None
     extended: dict[str, str] = {}
     everywhere: dict[str, str] = {}
     start = offset
@@ -149,6 +159,8 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
             block = _extended(path, fd, payload, size)
             if kind == _LONG_NAME:
                 long_name = _text(block)
+            elif kind == _LONG_LINK:
+                long_link = _text(block)
             elif kind == _PAX:
                 extended = _pax_records(path, payload, block)
             elif kind == _PAX_GLOBAL:
@@ -156,8 +168,12 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
             continue
         if kind == _SPARSE or "GNU.sparse" in fields:
             raise ShardError(f"{path}: the member at byte {start} is a sparse file; write the shard without --sparse")
-        yield Member(name, start, payload, size, regular)
-        long_name, extended, start = None, {}, offset
+        link = ""
+        if kind in (_HARD, _SYMBOLIC):
+            link = fields.get("linkpath") or long_link or _text(header[157:257])
+            link = posixpath.join(posixpath.dirname(name), link) if kind == _SYMBOLIC else link
+        yield Member(name, start, payload, size, regular, link)
+        long_name, long_link, extended, start = None, None, {}, offset
 
 
 def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:

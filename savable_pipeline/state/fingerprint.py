@@ -37,7 +37,11 @@ _FIXED = {
     "Blend.order": _OTHER_ORDER,
     "OnlinePacker.order": _OTHER_ORDER,
 }
-_FIXED_OF_READERS = {"order": _OTHER_ORDER, "shards": "shards were added, removed or rewritten since"}
+_FIXED_OF_READERS = {
+    "order": _OTHER_ORDER,
+    "parts": "lists of images, which were JSON, are parts since: go on with the release that saved the state",
+    "shards": "shards were added, removed or rewritten since",
+}
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
 _JOINS = "joins"  # a field that a whole stage may add: see `fingerprint`
 _SHARDS = "shards"  # of readers: see shard_digests.py

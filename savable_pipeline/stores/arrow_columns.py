@@ -1,9 +1,9 @@
 """The values of Arrow columns as the bytes of parts. Buffers from files are not trusted: each access is bounded.
 
 string, binary                      their bytes
-struct of bytes and path            the bytes; the part is named by the path's extension (HF's images and audio)
 numbers                             JSON
-lists, other structs, dates, …      JSON
+struct of bytes and path, and lists of these: see media_columns.py
+other lists, other structs, dates, …      JSON
 null                                the sample has no such part
 """
 
@@ -12,26 +12,16 @@ from __future__ import annotations
 from struct import calcsize
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from savable_pipeline.core.wording import listed
 from savable_pipeline.stores.plain_values import as_part
 
-_OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
-_NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
-_NUMBERS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
-_LONGEST_EXTENSION = 8
-_BEGINNINGS = {  # of files whose path says nothing
-    b"\xff\xd8\xff": "jpg",
-    b"\x89PNG": "png",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"II*\0": "tiff",
-    b"MM\0*": "tiff",
-    b"fLaC": "flac",
-    b"OggS": "ogg",
-    b"ID3": "mp3",
-}
+OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
+NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
+NUMBERS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
 
 
 class BrokenColumnError(ValueError):
@@ -55,6 +45,15 @@ class Validity:
         except IndexError:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
 
+    def nulls(self, count: int) -> NDArray[np.bool_]:
+        """Which of the first `count` rows are null: bool (count,). Rows that have no bit are none."""
+        found = np.zeros(count, np.bool_)
+        if self._bits is not None:
+            used = np.frombuffer(self._bits, np.uint8)[: (self._first + count + 7) // 8]
+            bits = np.unpackbits(used, bitorder="little")[self._first : self._first + count]
+            found[: len(bits)] = bits == 0
+        return found
+
 
 class BytesColumn:
     """A column of strings or bytes: views its buffers, and copies one value when it is asked for.
@@ -70,9 +69,9 @@ class BytesColumn:
                 raise BrokenColumnError(str(error)) from error
             array = array.cast(pa.large_binary())
         _, offsets, data = array.buffers()
-        kind = _OFFSETS[str(array.type)]
+        kind = OFFSETS[str(array.type)]
         self._first = array.offset
-        self._validity = Validity(array)
+        self.validity = Validity(array)
         self._offsets = memoryview(b"" if offsets is None else offsets).cast("B")
         usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
         self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
@@ -80,7 +79,7 @@ class BytesColumn:
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
-        if not self._validity.of(row):
+        if not self.validity.of(row):
             return None
         row += self._first
         try:
@@ -97,7 +96,7 @@ class NumberColumn:
 
     def __init__(self, array: Any) -> None:
         _, data = array.buffers()
-        kind = _NUMBERS[str(array.type)]
+        kind = NUMBERS[str(array.type)]
         self._first, self._validity = array.offset, Validity(array)
         usable = memoryview(b"" if data is None else data).cast("B")
         size = calcsize(kind)
@@ -130,49 +129,6 @@ class ValueColumn:
             return as_part(self._array[row].as_py())
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
-
-
-class MediaColumn:
-    """A column of structs of `bytes` and `path`, such as images."""
-
-    def __init__(self, array: Any) -> None:
-        self._validity = Validity(array)
-        self._bytes, self._paths = BytesColumn(array.field("bytes")), BytesColumn(array.field("path"))
-
-    def value(self, row: int) -> bytes | None:
-        """The bytes of a row; None for null. Raises `BrokenColumnError`."""
-        return self._bytes.value(row) if self._validity.of(row) else None
-
-    def extension(self, row: int) -> str:
-        """The extension of a row's path, or what the bytes begin like; "bin" if neither says it."""
-        path = (self._paths.value(row) or b"").decode(errors="replace")
-        extension = path.rpartition(".")[2] if "." in path.rpartition("/")[2] else ""
-        if extension.isalnum() and len(extension) <= _LONGEST_EXTENSION:
-            return extension
-        data = (self._bytes.value(row) or b"")[:12]
-        if data[:4] == b"RIFF":
-            return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:], "bin")
-        return next((name for beginning, name in _BEGINNINGS.items() if data.startswith(beginning)), "bin")
-
-
-Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn
-
-
-def column_of(array: Any) -> Column:
-    """The column that reads this array."""
-    if str(array.type) in _OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
-        return BytesColumn(array)
-    if str(array.type) in _NUMBERS:
-        return NumberColumn(array)
-    return MediaColumn(array) if is_media(array.type) else ValueColumn(array)
-
-
-def is_media(kind: Any) -> bool:
-    """Whether a type is a struct of `bytes` and `path`, and of nothing else."""
-    if not pa.types.is_struct(kind) or kind.num_fields != 2:
-        return False
-    fields = {kind.field(i).name: str(kind.field(i).type) for i in range(2)}
-    return fields.get("bytes") in ("binary", "large_binary") and fields.get("path") in ("string", "large_string")
 
 
 def check_columns(place: str, wanted: tuple[str, ...], known: list[str]) -> None:

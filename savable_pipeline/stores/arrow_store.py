@@ -57,21 +57,21 @@ class ArrowStore(ColumnarStore):
         columns: tuple[str, ...] | None = None,
         key: str | None = None,
         blocks: DecodedBlocks[Any] | None = None,
+        partial: bool = False,
         tolerant: bool = False,
         unlistable: Unlistable = raise_it,
     ) -> None:
         self._open: OrderedDict[int, _File] = OrderedDict()
         found = open_files(data_files(files), ARROW, tolerant=tolerant, unlistable=unlistable)
-        super().__init__(found, ARROW, columns, key, blocks)
+        super().__init__(found, ARROW, columns, key, blocks, partial)
 
     def group_ends(self, shard: int) -> list[int]:
         """See `ColumnarStore.group_ends`."""
         return self._file(shard).ends
 
-    def column_names(self, shard: int) -> list[str]:
-        """See `ColumnarStore.column_names`."""
-        names: list[str] = self._file(shard).schema.names
-        return names
+    def schema(self, shard: int) -> Any:
+        """See `ColumnarStore.schema`."""
+        return self._file(shard).schema
 
     def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
         """See `ColumnarStore.decode`."""

@@ -5,9 +5,11 @@ file ─ row groups, or record batches ─ each decoded once, into `DecodedBlock
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from bisect import bisect_right
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,14 +21,19 @@ from savable_pipeline.stores.file_format import FileFormat
 from savable_pipeline.stores.file_indexing import IndexedFiles
 from savable_pipeline.stores.file_store import FileStore
 
+if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
+    from savable_pipeline.stores.media_columns import NamedFile
+
+NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
 _MOST_DECODED = 4 << 30  # bytes of a row group, beyond which it is refused unless the cache is as large
 
 
 class ColumnarStore(FileStore):
     """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
 
-    `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. Raises
-    ValueError for a column that the first file does not have.
+    `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
+    names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
+    of it. Raises ValueError for a column that the first file does not have.
     """
 
     def __init__(
@@ -36,9 +43,10 @@ class ColumnarStore(FileStore):
         columns: tuple[str, ...] | None,
         key: str | None,
         blocks: DecodedBlocks[Any] | None,
+        partial: bool,
     ) -> None:
         super().__init__(found, form)
-        self.columns, self.key_column = columns, key
+        self.columns, self.key_column, self.partial = columns, key, partial
         self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
         self._me = object()  # in the cache's keys: a number could be another store's, later
         self.awaited = AwaitedRows()
@@ -57,9 +65,29 @@ class ColumnarStore(FileStore):
     def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
         """The record batches of a group, and their bytes in memory. Raises `ShardError`."""
 
+    @property
+    def cure(self) -> str:
+        """What to do about rows that name files without their bytes."""
+        source = self.place(0) if len(self.entries) == 1 else self.address
+        return (
+            f"no file is opened that a row names: `savable convert {source} DST --files FOLDER` writes their bytes "
+            "into shards; or leave the column out (columns=, --only)"
+        )
+
     @abstractmethod
-    def column_names(self, shard: int) -> list[str]:
-        """The columns of a file. Raises `ShardError`."""
+    def schema(self, shard: int) -> Any:
+        """The columns of a file, an Arrow schema. Raises `ShardError`."""
+
+    @cached_property
+    def media_lists(self) -> list[str]:
+        """The columns that hold lists of images, as the first file that can be read says: parts `0.jpg`, `1.jpg`, …"""
+        from savable_pipeline.stores.media_columns import media_lists
+
+        for shard, entry in enumerate(self.entries):
+            if entry.samples:
+                with contextlib.suppress(ShardError):
+                    return media_lists(self.schema(shard), self.wanted)
+        return []
 
     @property
     def most_decoded(self) -> int:
@@ -91,6 +119,24 @@ class ColumnarStore(FileStore):
             raise self._broken_row(shard, row, error) from error
         return found
 
+    def nulls(self, shard: int, row: int) -> list[str]:
+        """The columns of a row that hold a null, and so are no part. Raises `ShardError`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: list[str] = rows.nulls(place)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return found
+
+    def named_files(self, shard: int, row: int) -> list[NamedFile]:
+        """The files that a row names without their bytes. Raises `ShardError`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: list[NamedFile] = rows.named_files(place)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return found
+
     def key(self, shard: int, row: int) -> str:
         """The value of the key's column, or `FILE:ROW`."""
         if self.key_column is None:
@@ -110,12 +156,25 @@ class ColumnarStore(FileStore):
         check_columns(self.place(shard), tuple(wanted), known)
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
+        from savable_pipeline.stores.arrow_rows import NoBytesError
+
+        if isinstance(error, NoBytesError):
+            return ShardError(f"{self.place(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
         return self.damaged(shard, f"row {row}", str(error))
+
+    def _check_lists(self, shard: int, lists: list[str]) -> None:
+        """Raises `ShardError` for a list of images that is none in the first file: a state does not tell of it."""
+        if other := [name for name in lists if name not in self.media_lists]:
+            raise ShardError(
+                f"{self.place(shard)}: the column {other[0]!r} holds lists of images, and something else in the first "
+                "file: write all files with one schema",
+                reason="another schema",
+            )
 
     def _check_columns_of_first(self) -> None:
         shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)
         try:
-            known = None if shard is None else self.column_names(shard)
+            known = None if shard is None else self.schema(shard).names
         except ShardError:  # it is raised, or skipped, when a sample of the file is read
             return
         if shard is not None and known is not None:
@@ -164,9 +223,11 @@ class ColumnarStore(FileStore):
             raise
         hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None
         try:
-            rows = ArrowRows(batches, constants=partition_values(self.entries[shard].name), hidden=hidden)
+            constants = partition_values(self.entries[shard].name)
+            rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
+        self._check_lists(shard, rows.lists)
         if len(rows) != expected:
             raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
         return rows, size

@@ -35,6 +35,7 @@ class ParquetStore(ColumnarStore):
         columns: tuple[str, ...] | None = None,
         key: str | None = None,
         blocks: DecodedBlocks[Any] | None = None,
+        partial: bool = False,
         tolerant: bool = False,
         unlistable: Unlistable = raise_it,
     ) -> None:
@@ -42,7 +43,7 @@ class ParquetStore(ColumnarStore):
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._column_bytes: dict[int, list[Rows]] = {}  # of each row group of a shard: int64 (columns, 2)
         found = open_files(files, PARQUET, tolerant=tolerant, unlistable=unlistable)
-        super().__init__(found, PARQUET, columns, key, blocks)
+        super().__init__(found, PARQUET, columns, key, blocks, partial)
         self.decoded_bytes = self.blocks.limit
 
     def group_rows(self, shard: int) -> list[int]:
@@ -104,15 +105,14 @@ class ParquetStore(ColumnarStore):
         begins, ends = np.concatenate([places[group] for group in found]).T
         return begins, ends
 
-    def column_names(self, shard: int) -> list[str]:
-        """See `ColumnarStore.column_names`."""
+    def schema(self, shard: int) -> Any:
+        """See `ColumnarStore.schema`."""
         import pyarrow as pa
 
         try:
-            names: list[str] = self._file(shard).schema_arrow.names
+            return self._file(shard).schema_arrow
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self.damaged(shard, "the schema", " ".join(str(error).split())) from error
-        return names
 
     def _file(self, shard: int) -> Any:
         """The file, its footer parsed; of which no more is read than that."""

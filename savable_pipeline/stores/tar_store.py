@@ -31,6 +31,7 @@ class TarStore:
         self.entries: Sequence[ShardEntry] = shards.entries
         self.rows = files.located(shards.rows)
         self.table = shards.table
+        self.links_told = shards.links_told
         self.offset, self.extensions, self.sizes = shards.offset, shards.extensions, shards.sizes
         self.prefetch, self.request, self.verify = files.prefetch, files.request, files.verify
         parts = TarParts(shards, files)
