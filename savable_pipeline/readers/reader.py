@@ -182,7 +182,13 @@ class RecordReader(SampleStage):
     def _own_cut(self) -> int:
         """That by which other lanes have begun the pass, if some have; else the best."""
         begun = self._lane.cuts.get(self._branch)
-        return self._best_cut(self._first_epoch) if begun is None else begun
+        return self._best_cut(self._first_epoch) if begun is None else self._checked_cut(begun)
+
+    def _checked_cut(self, saved: int) -> int:
+        """A cut of a state. Raises `CheckpointMismatchError` for none in file order."""
+        if not self.shuffle and not saved:
+            raise CheckpointMismatchError(f"{type(self).__name__}: the state has no unit in which shares are cut")
+        return saved
 
     def cut_of(self, epoch: int) -> int:
         """The unit in which the lanes' shares of pass `epoch` are cut, by which this lane stands or would begin it."""
@@ -402,9 +408,7 @@ class RecordReader(SampleStage):
         saved: _ReaderState = parse_state(self, state, _ReaderState)
         if saved.growth and not self.samples.pairs:  # restored by hand, in a lane that no loader made
             self._begin_with(saved.growth)
-        if not self.shuffle and not saved.cut:
-            raise CheckpointMismatchError(f"{type(self).__name__}: the state has no unit in which shares are cut")
-        self._cut = saved.cut
+        self._cut = self._checked_cut(saved.cut)
         self._move_to(saved.epoch, saved.position)
         if not 0 <= saved.position <= self._length:
             raise CheckpointMismatchError(

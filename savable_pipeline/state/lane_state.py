@@ -26,7 +26,7 @@ _MAGIC = b"SAVL"
 _HEAD = len(_MAGIC) + 2 + 8
 _DEEPEST = 200  # a stage is a level or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
-_Cut: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+_Cut: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class LaneState(msgspec.Struct):
