@@ -12,7 +12,7 @@ from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.loader.run import Run
 from savable_pipeline.loader.settings import LoaderSettings
 from savable_pipeline.loader.trace import Trace
-from savable_pipeline.loader.trainer_calls import module_of, refuse_trainer, warn_unsaved
+from savable_pipeline.loader.trainer_calls import module_of, refuse_dataset, refuse_trainer, warn_unsaved
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
 if TYPE_CHECKING:
@@ -138,13 +138,12 @@ class SavableLoader:
     def __bool__(self) -> bool:
         return True  # whether its length is known or not
 
-    @property
-    def dataset(self) -> NoReturn:
-        """Raises AttributeError: what looks for a dataset means to skip the batches of a run that is resumed."""
-        raise AttributeError(
-            "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where "
-            "to go on. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
-        )
+    if not TYPE_CHECKING:  # a type checker knows all attributes that there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name == "dataset":
+                refuse_dataset()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots of all ranks together, as after a spike of the loss. Call it on each rank.

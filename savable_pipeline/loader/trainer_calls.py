@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from types import FrameType
+from typing import NoReturn
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.loader.run import Run
@@ -89,6 +90,14 @@ def _warn(what: str, cure: str) -> None:
         "again, without a word. %s; if you save and load its state yourself, all is well",
         what,
         cure,
+    )
+
+
+def refuse_dataset() -> NoReturn:
+    """Raise AttributeError: what looks for a loader's dataset means to skip the batches of a run that is resumed."""
+    raise AttributeError(
+        "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where to go "
+        "on. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
     )
 
 

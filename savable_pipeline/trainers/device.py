@@ -18,7 +18,7 @@ from savable_pipeline.core.containers import with_parts_changed
 from savable_pipeline.loader.position import Position
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.loader.trace import Trace
-from savable_pipeline.loader.trainer_calls import module_of, warn_unsaved
+from savable_pipeline.loader.trainer_calls import module_of, refuse_dataset, warn_unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ class OnDevice:
     @property
     def dataset(self) -> Any:
         """Raises AttributeError, as that of the loader."""
-        return self.loader.dataset
+        refuse_dataset()
 
     def skip(self, slots: int) -> None:
         """Pass over the next `slots` slots after the batch given last, as `SavableLoader.skip`."""

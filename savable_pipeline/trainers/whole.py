@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from savable_pipeline.loader.position import MAX_LAG, Position
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of
-from savable_pipeline.loader.trainer_calls import module_of, refuse_fetching_ahead
+from savable_pipeline.loader.trainer_calls import module_of, refuse_dataset, refuse_fetching_ahead
 from savable_pipeline.state.to_skip import Span, taken_apart, with_spans
 from savable_pipeline.trainers.ahead import Ahead
 from savable_pipeline.trainers.left_at import LeftAt
@@ -198,7 +198,7 @@ class Whole:
     @property
     def dataset(self) -> Any:
         """Raises AttributeError, as that of the loader."""
-        return self._loader.dataset
+        refuse_dataset()
 
     def skip(self, slots: int) -> None:
         """As `SavableLoader.skip`, of slots behind the batches that the trainer has fetched. Call it on each rank.
