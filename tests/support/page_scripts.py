@@ -17,7 +17,7 @@ import torch
 from tests.project.pages import write_captioned_shards
 from tests.trainers.drive import block, child, ended, preload
 
-STEPS = {'"30ba"': '"40ba"', '"max_steps": 30': '"max_steps": 40', "steps = 30": "steps = 40", ", 30, 10": ", 40, 10"}
+STEPS = {'"30ba"': '"40ba"', '"max_steps": 30': '"max_steps": 40', '".", 30': '".", 40', ", 30, 10": ", 40, 10"}
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 BY_TORCHRUN = {"deepspeed", "torchtitan", "megatron"}
 
