@@ -65,28 +65,20 @@ def write_training_shards(folder: Path) -> None:
     write_numbered_shards(folder, [SAMPLES // 2, SAMPLES // 2])
 
 
-class LastStep(Exception):
-    """The run has trained on as many batches as it should."""
-
-
 class Notes:
     """Writes a line for each batch of a model: its hash and its loss.
 
-    `kill_at`: the number of batches of this process after which it kills itself; `last`: after which it raises
-    `LastStep` in a loop that does not end by itself.
+    `kill_at`: the number of batches of this process after which it kills itself.
     """
 
-    def __init__(self, log: Path, *, kill_at: int | None, last: int | None = None) -> None:
+    def __init__(self, log: Path, *, kill_at: int | None) -> None:
         self.log = log
         self.kill_at = kill_at
-        self.last = last
         self.trained = 0
 
     def before(self, training: bool) -> None:
         if training and self.trained == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if training and self.trained == self.last:
-            raise LastStep
 
     def after(self, batch: dict[str, Tensor], loss: Tensor, training: bool) -> None:
         entry = {"batch": digest(batch), "loss": float(loss).hex(), "train": training}
@@ -98,10 +90,10 @@ class Notes:
 class Recorder(nn.Module):
     """A small model, which notes its batches."""
 
-    def __init__(self, log: Path, *, kill_at: int | None, last: int | None = None, dropout: float = 0.2) -> None:
+    def __init__(self, log: Path, *, kill_at: int | None, dropout: float = 0.2) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
-        self.notes = Notes(log, kill_at=kill_at, last=last)
+        self.notes = Notes(log, kill_at=kill_at)
 
     def forward(self, x: Tensor, label: Tensor, valid: Tensor | None = None) -> Tensor:
         self.notes.before(self.training)

@@ -1,4 +1,4 @@
-"""Runs the code block of a trainer's page, with a model that writes down its batches: `python -m tests.trainers.drive`.
+"""Runs the script of a trainer's page, with a model that writes down its batches: `python -m tests.trainers.drive`.
 
 The arguments are cases as JSON. Each is run in a process forked from this one, so that all trainers are imported once;
 those of one trainer one after the other, the trainers side by side. Under torchrun the one case is run in this process.
@@ -7,7 +7,6 @@ An argument that names a file of tests has pytest run these, in a child too.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 import savable_pipeline as sp
-from tests.support.toy_training import LANES, LastStep, Noisy, Notes, Recorder, Tokens, ToyPipeline
+from tests.support.toy_training import LANES, Noisy, Notes, Recorder, Tokens, ToyPipeline
 
 LEARNING_RATE = 0.05
 PAGES = Path(__file__).parents[2] / "docs" / "trainers"
@@ -75,35 +74,11 @@ def ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-class Yours:
-    """What a page calls yours: the loaders, the folder to save into after a step, the last one."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.run = Path(case.folder, case.run)
-        self.run.mkdir(exist_ok=True)
-        self.resume = self.last() if case.resume else None
-        self.done = self.done_before = int(self.resume.name.split("-")[-1]) if self.resume else 0
-
-    def last(self) -> Path:
-        """The last folder that was written to its end: the next batch is trained on after it was."""
-        folders = sorted(self.run.glob("step-*"), key=lambda path: int(path.name.split("-")[-1]))
-        return folders[-1]
-
-    def checkpoint_due(self) -> Path | None:
-        self.done += 1
-        if self.done % self.case.save_every:
-            return None
-        folder = self.run / f"step-{self.done}"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    def model(self) -> Recorder:
-        """With dropout where the trainer's checkpoints hold the state of torch's generator."""
-        torch.manual_seed(1)
-        last = None if self.case.epochs < 1000 else self.case.batches - self.done_before
-        dropout = 0.2 if self.case.trainer == "accelerate" else 0.0
-        return Recorder(self.case.log_of(rank()), kill_at=self.case.kill_at, last=last, dropout=dropout)
+def model_of(case: Case) -> Recorder:
+    """With dropout where the trainer's checkpoints hold the state of torch's generator."""
+    torch.manual_seed(1)
+    dropout = 0.2 if case.trainer == "accelerate" else 0.0
+    return Recorder(case.log_of(rank()), kill_at=case.kill_at, dropout=dropout)
 
 
 def pipeline_for(trainer: str, folder: str | Path, kind: str, *, shuffle: bool = True) -> ToyPipeline:
@@ -122,10 +97,12 @@ def make_evaluation(case: Case) -> sp.SavableLoader:
 
 
 def block(trainer: str) -> str:
-    """The code on the trainer's page: the first block that has a title, or the one that is its own."""
-    page, title = {"fsdp2": ("torch", ".+?"), "trl": ("hf", "train_sft.py")}.get(trainer, (trainer, ".+?"))
+    """The script on the trainer's page."""
+    page, title = {"fsdp2": ("torch", "torch"), "trl": ("hf", "sft")}.get(trainer, (trainer, trainer))
     found = re.search(
-        rf'^```python title="{title}"\n(.*?)^```$', (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE
+        rf'^```python title="train_{title}.py"\n(.*?)^```$',
+        (PAGES / f"{page}.md").read_text(),
+        re.DOTALL | re.MULTILINE,
     )
     assert found is not None, trainer
     return found[1]
@@ -134,21 +111,19 @@ def block(trainer: str) -> str:
 def run_torch(case: Case) -> dict[str, Any]:
     import torch.distributed as dist
 
-    yours = Yours(case)
-    model: Any = yours.model()
+    model: Any = model_of(case)
     if ranks() > 1:
         dist.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
-    return _of_a_loop(case, yours, model)
+    return _of_a_loop(case, model)
 
 
 def run_fsdp2(case: Case) -> dict[str, Any]:
     """The page of torch, with a model whose parameters are shared out over the ranks."""
-    yours = Yours(case)
-    return _of_a_loop(case, yours, _shared_out(yours))
+    return _of_a_loop(case, _shared_out(case))
 
 
-def _shared_out(yours: Yours) -> torch.nn.Module:
+def _shared_out(case: Case) -> torch.nn.Module:
     """The model with FSDP2 over all ranks, one too: the keys of its checkpoints are the same for each number."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -156,29 +131,31 @@ def _shared_out(yours: Yours) -> torch.nn.Module:
 
     _announce_one_rank()
     dist.init_process_group("gloo")
-    model = yours.model()
+    model = model_of(case)
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks(),)))
     return model
 
 
-def _of_a_loop(case: Case, yours: Yours, model: Any) -> dict[str, Any]:
+def _of_a_loop(case: Case, model: Any) -> dict[str, Any]:
     """The names of a page that has a training loop."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    names = {"model": model, "optimizer": optimizer, "resume": yours.resume, "epochs": case.epochs}
-    return {**names, "make_loader": partial(make_loader, case), "checkpoint_due": yours.checkpoint_due}
+    return {
+        "run": Path(case.folder, case.run),
+        "steps": case.batches,
+        "save_every": case.save_every,
+        "make_model": lambda: (model, optimizer),
+        "make_loader": partial(make_loader, case),
+    }
 
 
 def run_accelerate(case: Case) -> dict[str, Any]:
-    yours = Yours(case)
     settings = {"cpu": True, "gradient_accumulation_steps": case.accumulate}
-    return {**_of_a_loop(case, yours, yours.model()), "settings": settings}
+    return {**_of_a_loop(case, model_of(case)), "settings": settings}
 
 
 def run_fabric(case: Case) -> dict[str, Any]:
-    yours = Yours(case)
     settings = {"accelerator": "cpu", "devices": ranks(), "strategy": "ddp" if ranks() > 1 else "auto"}
-    names = {**_of_a_loop(case, yours, yours.model()), "settings": settings}
-    return {**names, "resume": yours.resume and yours.resume / "parts.ckpt"}
+    return {**_of_a_loop(case, model_of(case)), "settings": settings}
 
 
 def _announce_one_rank() -> None:
@@ -191,62 +168,20 @@ def _announce_one_rank() -> None:
 def run_deepspeed(case: Case) -> dict[str, Any]:
     import deepspeed.comm
 
-    yours = Yours(case)
     _announce_one_rank()
     deepspeed.comm.init_distributed("gloo", verbose=False)
     settings = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": case.accumulate}
-    return {**_of_a_loop(case, yours, yours.model()), "settings": settings}
+    return {**_of_a_loop(case, model_of(case)), "settings": settings}
 
 
 def run_torchtitan(case: Case) -> dict[str, Any]:
-    yours = Yours(case)
-    model = _shared_out(yours)
-    names = _of_a_loop(case, yours, model)
-    train_state = Counted()
-    parts = {
-        "model_parts": [model],
-        "optimizers": _SavedOptimizer(model, names["optimizer"]),
-        "lr_schedulers": Counted(),
-        "states": {"train_state": train_state},
-        "sd_adapter": None,
-        "base_folder": case.folder,
-    }
     return {
-        **names,
+        **_of_a_loop(case, _shared_out(case)),
+        "base": case.folder,
         "make_loader": lambda *, rank, world_size, **_: make_loader(case, rank=rank, world_size=world_size),
         "convert": lambda batch: ({"input": batch["x"]}, batch["label"]),
-        "ranks": {"dp_rank": rank(), "dp_world_size": ranks()},
         "settings": {"enable": True, "interval": case.save_every, "folder": case.run, "async_mode": "disabled"},
-        "parts": parts,
-        "train_state": train_state,
     }
-
-
-class Counted:
-    """A number of steps, which is saved."""
-
-    step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-
-
-class _SavedOptimizer:
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self.both = model, optimizer
-
-    def state_dict(self) -> Any:
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        return get_optimizer_state_dict(*self.both)
-
-    def load_state_dict(self, state: Any) -> None:
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-        set_optimizer_state_dict(*self.both, state)
 
 
 def run_composer(case: Case) -> dict[str, Any]:
@@ -276,14 +211,12 @@ def run_composer(case: Case) -> dict[str, Any]:
             pass
 
     model = Model()
-    saved = sorted(run.glob("ba*.pt"), key=lambda path: int(path.stem[2:]))
     return {
+        "run": run,
         "device": "cpu",
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+        "make_model": lambda: (model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)),
         "make_loader": partial(make_loader, case),
         "make_evaluation": partial(make_evaluation, case),
-        "resume": str(saved[-1]) if case.resume else None,
         "settings": {
             "max_duration": f"{case.epochs}ep" if case.kind == "counted" else f"{case.batches}ba",
             "eval_interval": "1ep" if case.validate else 0,
@@ -310,35 +243,12 @@ def run_megatron(case: Case) -> dict[str, Any]:
     dist.init_process_group("gloo")
     peers = 2 if ranks() == 4 else 1
     mesh = init_device_mesh("cpu", (ranks() // peers, peers), mesh_dim_names=("dp", "tp"))
-    yours = Yours(case)
-    model: Any = yours.model()
-    weights = model  # under the same names on any number of ranks
+    model: Any = model_of(case)
     if ranks() > 1:
         # Its buckets stay as they were made, as those of Megatron's own DDP do: otherwise torch makes them again behind
         # the first step of a process, and sums over four ranks of a resumed run may be rounded otherwise in that step.
         model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    names = _of_a_loop(case, yours, model)
-    parts = {"model": weights, "optimizer": names["optimizer"]}
-    if yours.resume:
-        saved = torch.load(yours.resume / "model.pt")
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-
-    def save_model(folder: Path | None) -> None:
-        if folder:
-            dist.barrier()
-            if rank() == 0:
-                torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "model.pt")
-            dist.barrier()
-
-    return {
-        **names,
-        "make_loader": partial(make_loader, case),
-        "data_parallel_group": mesh.get_group("dp"),
-        "loader_rank": mesh.get_local_rank("dp"),
-        "peer": mesh.get_local_rank("tp"),
-        "save_model": save_model,
-    }
+    return {**_of_a_loop(case, model), "begin": lambda: (mesh.get_group("dp"), mesh.get_local_rank("tp"))}
 
 
 def run_hf(case: Case) -> dict[str, Any]:
@@ -369,11 +279,10 @@ def run_hf(case: Case) -> dict[str, Any]:
         # the worst of the model that learns, the best of the one that cannot: an early one, to be remembered
         settings |= {"metric_for_best_model": "loss", "greater_is_better": case.trainer == "hf"}
     return {
-        "model": _hf_model(model),
+        "make_model": lambda: _hf_model(model),
         "settings": settings,
         "make_loader": partial(make_loader, case),
         "make_evaluation": lambda: make_evaluation(case) if evaluates else None,
-        "resume": case.resume,
     }
 
 
@@ -403,7 +312,7 @@ def run_trl(case: Case) -> dict[str, Any]:
 
     model.register_forward_pre_hook(lambda model, _: notes.before(model.training))
     model.register_forward_hook(note, with_kwargs=True)
-    return {**names, "model": model, "tokenizer": tokenizer, "settings": {**names["settings"], "bf16": False}}
+    return {**names, "make_model": lambda: (model, tokenizer), "settings": {**names["settings"], "bf16": False}}
 
 
 def causal_model() -> tuple[Any, Any]:
@@ -465,13 +374,12 @@ def run_lightning(case: Case) -> dict[str, Any]:
         "enable_model_summary": False,
         "limit_val_batches": 3 if case.validate else 0,
     }
-    saved = sorted(run.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[-1]))
     return {
-        "model": Module(),
+        "run": run,
+        "make_model": Module,
         "settings": settings,
         "make_loader": partial(make_loader, case),
         "make_evaluation": partial(make_evaluation, case) if case.validate else None,
-        "resume": saved[-1] if case.resume else None,
     }
 
 
@@ -491,17 +399,16 @@ NAMES = {
 
 
 def run(case: Case) -> None:
-    """Run the page's block, on one thread."""
+    """Run the script's `main` with names of the case in place of the page's, on one thread."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    names = {"__name__": "page", **NAMES[case.trainer](case)}
-    with contextlib.suppress(LastStep):
-        exec(compile(block(case.trainer), f"docs/trainers/{case.trainer}.md", "exec"), names)
+    Path(case.folder, case.run).mkdir(exist_ok=True)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(block(case.trainer), f"docs/trainers/{case.trainer}.md", "exec"), names)
+    names |= NAMES[case.trainer](case)
+    trainer = names["main"]()
     if case.best:
-        names["trainer"].save_model(str(case.loaded))
-    for name in ("loader", "dataloader", "trainer"):  # the others end with the process
-        if hasattr(names.get(name), "close"):
-            names[name].close()
+        trainer.save_model(str(case.loaded))
 
 
 def preload(trainer: str) -> None:

@@ -1,0 +1,42 @@
+"""The scripts on the pages of the trainers run as they are, end, save and go on, where their trainer is installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.project.pages import ROOT, blocks_of
+
+NEEDS = {
+    "torch": "torch",
+    "accelerate": "accelerate",
+    "fabric": "lightning",
+    "lightning": "lightning",
+    "hf": "transformers",
+    "trl": "trl",
+    "deepspeed": "deepspeed",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron",
+    "composer": "composer",
+}
+
+
+def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path: Path) -> None:
+    installed = [trainer for trainer, module in NEEDS.items() if find_spec(module)]
+    assert "torch" in installed
+    command = [sys.executable, "-m", "tests.support.page_scripts", str(tmp_path), *installed]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
+
+
+def test_each_page_of_a_trainer_has_its_script_with_a_guard() -> None:
+    pages = [page for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "index"]
+    assert len(pages) == len(NEEDS) - 1  # TRL's is on the page of Hugging Face's Trainer
+    for page in pages:
+        scripts = [block for block in blocks_of(page) if (block.title or "").startswith("train_")]
+        assert len(scripts) == 1 + (page.stem == "hf"), page
+        for script in scripts:
+            assert re.search(r'^if __name__ == "__main__":\n    main\(\)\n\Z', script.text, re.MULTILINE), script.place
