@@ -10,8 +10,17 @@ Between the moment when a batch is given and the one when the trainer counts it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from savable_pipeline.errors import SavableError
+
+
+class Counts(NamedTuple):
+    """What is counted, from where the run began or was resumed."""
+
+    given: int = 0
+    start: int | None = None  # what the trainer had begun before the first of them
+    begun_at_last: int | None = None  # what it had begun when the last one was given
 
 
 class Ahead:
@@ -29,21 +38,18 @@ class Ahead:
 
     def restart(self) -> None:
         """Count from here."""
-        self._given = 0
-        self._start: int | None = None  # what the trainer had begun before the first batch from here on
-        self._begun_at_last: int | None = None  # what it had begun when the last one was given
+        self.counts = Counts()
 
     def begin(self, begun: int) -> None:
         """Take `begun` for where an iterator began, if nothing has been given yet."""
-        if not self._given:
-            self._start = begun
+        if not self.counts.given:
+            self.counts = Counts(start=begun)
 
     def give(self) -> None:
         """Count a batch."""
-        self._begun_at_last = self.begun
-        if self._start is None:
-            self._start = self._begun_at_last
-        self._given += 1
+        given, start, _ = self.counts
+        begun = self.begun
+        self.counts = Counts(given + 1, begun if start is None else start, begun)
 
     @property
     def begun(self) -> int:
@@ -53,23 +59,23 @@ class Ahead:
     @property
     def batches(self) -> int:
         """How many are given and not trained on."""
-        if self._trained is None or not self._given:
-            return 0
-        return self._given - max(0, self._trained() - (self._start or 0))
+        given, start, _ = self.counts
+        return given - max(0, self._trained() - (start or 0)) if given and self._trained is not None else 0
 
     @property
     def _fetched(self) -> int:
         """How many are given and not begun."""
-        return self._given - (self.begun - (self._start or 0))
+        return self.counts.given - (self.begun - (self.counts.start or 0))
 
     def check(self) -> None:
         """Raise `SavableError` where the trainer is further ahead than it ever is, or behind: it skipped batches."""
-        if self._begun is None or not self._given:
+        given = self.counts.given
+        if self._begun is None or not given:
             return
-        on_its_way = self.begun == self._begun_at_last
+        on_its_way = self.begun == self.counts.begun_at_last
         if not 0 <= self._fetched <= self._most + on_its_way:
             raise SavableError(
-                f"{self._given} batches were given since the run began or was resumed, but the trainer trained on "
-                f"{self._given - self._fetched} of them and fetches at most {self._most} ahead: it skips batches. "
+                f"{given} batches were given since the run began or was resumed, but the trainer trained on "
+                f"{given - self._fetched} of them and fetches at most {self._most} ahead: it skips batches. "
                 "The state says where to go on, so switch the trainer's own skipping off"
             )

@@ -145,20 +145,24 @@ class Whole:
         self._mark()
 
     def _next(self) -> Any:
-        """The next batch, placed. Where that fails, the loader stands before it again."""
+        """The next batch, placed. Where that fails or is interrupted, all stands as before it."""
         self._left.check()
         self._skip_what_is_due()
-        before = self._run.position
-        batch = next(self._loader)
+        before, given, counts = self._run.position, tuple(self._given), self._ahead.counts
         try:
+            batch = self._loader.__next__()  # in here, as what a signal may come behind
             placed = batch if self._place is None else self._place(batch)
+            self._given.append(_Given(before, self._skipped))
+            self._ahead.give()
+            self._left.leave()
         except BaseException:
             self._run.take_back(before)
+            self._given.clear()
+            self._given += given
+            self._ahead.counts = counts
+            self._left.leave()
             raise
-        self._given.append(_Given(before, self._skipped))
         self._skipped = []
-        self._ahead.give()
-        self._left.leave()
         return placed
 
     def _fetched(self) -> list[_Given]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Iterable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,54 +9,9 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.loader import run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
+from tests.support.signals import SignalAt, got
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
-
-
-class PendingSignal:
-    """A SIGINT that has come, which Python delivers where it next looks for one, as it does with a user's Ctrl-C.
-
-    It is raised by an operator in place of a call: behind a call Python would deliver it here.
-    """
-
-    __neg__ = ctypes.pythonapi.PyErr_SetInterrupt
-    __neg__.restype = None
-
-
-class SignalAt:
-    """Has a SIGINT come before the `at`-th bytecode that the loader runs."""
-
-    FILES = (run.__file__, savable_loader.__file__)
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.signal: Any = PendingSignal()
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in self.FILES:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            self.left -= 1
-            if not self.left:
-                sys.settrace(None)  # the next call of this function would deliver it too
-                self.sent = -self.signal
-        return self
-
-
-def got(batches: Iterable[Any], most: int, tracer: Any = None) -> int:
-    """How many batches the body of a loop got, at most so many, until Ctrl-C."""
-    count, before = 0, sys.gettrace()
-    try:
-        sys.settrace(tracer)
-        for _ in batches:
-            count += 1
-            if count == most:
-                break
-        sys.settrace(before)  # at the latest here a signal is delivered
-    except KeyboardInterrupt:
-        sys.settrace(before)
-    return count
 
 
 @pytest.mark.parametrize(
@@ -88,7 +39,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
     for at in range(1, 100_000):
         own = made()
         assert not before or got(own, before) == before
-        signal = SignalAt(at)
+        signal = SignalAt(at, [run, savable_loader])
         count = got(own, batches, signal)
         if signal.left > 0:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.loader import run
 from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.trainers import ahead, left_at, whole
 from savable_pipeline.trainers.whole import Whole
+from tests.support.signals import SignalAt, got
 from tests.support.streams import take, through_a_file
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -332,3 +336,28 @@ def test_another_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any)
     other = Trainer(loader, ahead=1)
     other.batches.take_over(first.batches)
     assert [batch for batch, _ in other.steps(4)] == [slots[3], *slots[6:9]]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not_refused(
+    make_shards: Any, counts: bool
+) -> None:
+    def loader() -> sp.SavableLoader:
+        return sp.SavableLoader(partial(toy_pipeline, str(make_shards([36, 36]))), seed=3, lanes=6)
+
+    begun, straight = [0], loader()
+    batches = Whole(loader(), place=copy)  # as what moves a batch to a device
+    if counts:
+        batches = Whole(loader(), trained=lambda: begun[0], most_ahead=0)
+    for at in range(1, 100_000):
+        signal = SignalAt(at, [whole, ahead, left_at, run])
+        count = got(batches, 1, signal)
+        begun[0] += count
+        assert batches.state_dict()["slot"] == straight.state_dict()["slot"] + count, at
+        for _ in range(count):
+            next(straight)
+        assert digest(next(iter(batches))) == digest(next(straight)), at
+        begun[0] += 1
+        if signal.left > 0:
+            break
+    assert at > 100
