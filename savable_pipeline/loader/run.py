@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
-from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.errors import CheckpointMismatchError, SavableError, ShardError
 from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_unused
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.loader.ledger_keeper import LedgerKeeper
@@ -359,12 +360,14 @@ class Run:
                 self.stats.count(found.counts)
 
     def close(self) -> None:
-        """End the workers and close the shards. Iterating again goes on at the same place."""
+        """See `SavableLoader.close`."""
         if self._ledger is not None:
             self._ledger.close()
-        self.prefetcher.close()
+        fault = self.prefetcher.close()
         self.local.close()
         self.__dict__.pop("_fingerprint", None)
+        if fault and isinstance(sys.exception(), StopIteration | None):
+            raise ShardError(fault, reason="changed shard")
 
     def __enter__(self) -> Run:
         return self
@@ -381,6 +384,7 @@ class Run:
     def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
         """The state dict at a position where this run was, or `lag` batches before."""
         before = position.before(lag)
+        self.prefetcher.verify_given()
         return before.flat(self._changed_fingerprint if before.changed else self._packed_fingerprint)
 
     def global_state(
@@ -431,7 +435,7 @@ class Run:
                 "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which has "
                 "none of them: begin a new loader"
             )
-        self.prefetcher.reset()
+        self.prefetcher.begin_anew()
         self.local.grow(loaded.growth)
         self._ends.clear()
         if self._ledger is not None:
