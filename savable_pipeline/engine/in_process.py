@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.engine.lane_runner import LaneRunner
+from savable_pipeline.engine.last_look import tell
 from savable_pipeline.engine.messages import Delivery, RequestKind
+from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.pipeline import seeded_kinds
 
 
@@ -27,6 +29,7 @@ class InProcess:
     def __init__(self, runner: LaneRunner) -> None:
         self._runner = runner
         self._seeded: set[str] | None = None  # the global generators that the encoders seed
+        self.fault = ""  # of batches that were given, found when it was closed
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch") -> Ticket:
         """Request the next batch of a lane whose position is `state`."""
@@ -46,4 +49,17 @@ class InProcess:
         """Drop the lanes: what is asked from now on begins at the states that come with it."""
         self._runner.forget()
 
-    close = restart
+    def verify_given(self) -> None:
+        """Look at the shards. Raises `ShardError` if one changed of which batches may be made that were given."""
+        self._runner.verify_given()
+
+    def close(self) -> None:
+        """Drop the lanes, after a last look at the shards."""
+        try:
+            self.verify_given()
+        except SavableError as error:
+            self.fault = str(error)
+        finally:
+            self.restart()
+        if self.fault:  # here the error under way is another one
+            tell(self.fault)

@@ -20,6 +20,7 @@ from savable_pipeline.stages.pipeline import Pipeline, leaves_out_excluded, upst
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.state.restoring import restoring
+from savable_pipeline.stores.record_store import RecordStore
 
 _WATCH_S = 0.25
 
@@ -67,6 +68,7 @@ class LaneRunner:
         self._pad = pad
         self._pinned: PinnedShards = {} if pinned is None else pinned
         self._live: dict[int, _Live] = {}
+        self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
         self._made = 0  # batches made, of which every 16th is timed
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
@@ -157,9 +159,19 @@ class LaneRunner:
             live.batches += 1
         for stage in live.stages:
             stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
+        if not more:
+            self.verify_given()
         live.lane.unused = 0
         live.state = self._save(live, more)
         return batch, ref, more
+
+    def verify_given(self) -> None:
+        """Raise `ShardError` if data changed of which batches may be made that were given since the last look.
+
+        Another thread may run lanes meanwhile.
+        """
+        for store in list(self._stores.values()):
+            store.verify_given()
 
     def holds(self, lane: int, state: bytes) -> Stage | None:
         """The last stage of a lane, if it runs here and its position is `state`; else None."""
@@ -172,7 +184,9 @@ class LaneRunner:
             with restoring(f"the state of lane {saved.lane}"):
                 stage.restore_state(saved.stages)
         lane.unused = 0
-        return _Live(list(upstream(stage)), lane, saved.batches)
+        live = _Live(list(upstream(stage)), lane, saved.batches)
+        self._stores.update((id(store), store) for each in live.stages for store in each.stores_read())
+        return live
 
     def _next(self, live: _Live, want: RequestKind) -> Any:
         if live.early is not None:
@@ -212,6 +226,11 @@ class LaneRunner:
             self._live.clear()
         else:
             self._live.pop(lane, None)
+
+    def close(self) -> None:
+        """Drop all lanes, and the stores that they read from."""
+        self.forget()
+        self._stores.clear()
 
 
 _DRY = object()

@@ -36,6 +36,7 @@ from savable_pipeline.transport.channel import Channel
 log = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 5.0
+_LOOK_WAIT_S = 5.0  # for a last look at the shards, which takes milliseconds
 _SILENT_S = 10.0  # after which a server that leaves an order unanswered has been stopped
 _GLANCE_S = 5.0  # that count of the time between two looks: the trainer may have been stopped too
 
@@ -265,20 +266,36 @@ def get_context(method: str | BaseContext | None) -> BaseContext:
     return multiprocessing.get_context(method or ("fork" if "fork" in methods else "spawn"))
 
 
-def wait_until_ended(made: Launcher, numbers: set[int]) -> None:
-    """Kill some workers and wait for their end. Raises `WorkerError` if one is still there after 5 s."""
-    for number in numbers:
-        made.signal(number, signal.SIGKILL)
-    deadline = time.monotonic() + EXIT_WAIT_S
-    left = set(numbers)
+def wait_until_ended(made: Launcher, numbers: set[int], by_themselves: set[int]) -> None:
+    """Wait for the end of some workers; those that do not end `by_themselves` within 5 s, and all others, are killed.
+
+    Raises `WorkerError` if one is still there 5 s later.
+    """
+    left, ending = set(numbers), numbers & by_themselves
+    _kill(made, left - ending)
+    deadline = time.monotonic() + (_LOOK_WAIT_S if ending else EXIT_WAIT_S)
     forced = False
     while left:
         poll = select.poll()
         made.watch(poll)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if ending:
+                log.warning(
+                    "%d workers did not end in %g s; they are killed before a last look", len(ending), _LOOK_WAIT_S
+                )
+                _kill(made, ending)
+                ending, deadline = set(), time.monotonic() + EXIT_WAIT_S
+                continue
             if not forced:
                 made.force_end()
                 forced, deadline = True, time.monotonic() + EXIT_WAIT_S
                 continue
             raise WorkerError(f"{len(left)} workers did not end in {EXIT_WAIT_S:g} s after they were killed")
-        left.difference_update(number for number, _ in made.ended())
+        gone = {number for number, _ in made.ended()}
+        left -= gone
+        ending -= gone
+
+
+def _kill(made: Launcher, numbers: set[int]) -> None:
+    for number in numbers:
+        made.signal(number, signal.SIGKILL)

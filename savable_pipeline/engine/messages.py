@@ -13,7 +13,7 @@ import msgspec
 from savable_pipeline import errors
 from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.engine.sample_watch import Watched
-from savable_pipeline.errors import EncodeError, SavableError, WorkerError
+from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import Pipeline
@@ -64,6 +64,8 @@ class Failure:
         """The failure that describes `error` and its traceback."""
         kinds = [kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
         own: SavableError | None = kinds[0](str(error)) if kinds else None
+        if isinstance(own, ShardError) and isinstance(error, ShardError):
+            own.reason = error.reason
         cause = error.__cause__ if isinstance(error, EncodeError) else None
         told = cause or error
         text = "".join(traceback.format_exception(from_user_code(told)))

@@ -23,12 +23,13 @@ from typing import Any, Protocol
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.engine.blame import may_avoid, where
+from savable_pipeline.engine.last_look import tell
 from savable_pipeline.engine.launchers import EXIT_WAIT_S, Launcher, wait_until_ended
 from savable_pipeline.engine.messages import STARTED, Delivery, Failure, Request, RequestKind
 from savable_pipeline.engine.sealed_job import NOT_IMPORTED, UNGUARDED, UNGUARDED_CODE
 from savable_pipeline.engine.worker_handle import LaneAssignment, PendingRequest, WorkerHandle
 from savable_pipeline.engine.worker_main import answer_request
-from savable_pipeline.errors import WorkerError
+from savable_pipeline.errors import ShardError, WorkerError
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.transport.status_page import STACK_SIGNAL, WorkerStatus
 
@@ -90,6 +91,7 @@ class Pool:
         self._workers: list[WorkerHandle] = []
         self._by_number: dict[int, WorkerHandle] = {}
         self._started = 0
+        self.fault = ""  # of batches that were given, which a worker reported that has ended since
         try:
             for _ in range(settings.num_workers):
                 self._workers.append(self._new_worker())
@@ -201,10 +203,20 @@ class Pool:
         waiting_since = time.monotonic()
         while ticket not in self._ready:
             self._hear(self._see_to_hanging(waiting_since))
+        self.verify_given()
         found = self._ready.pop(ticket)
         if isinstance(found, Failure):
             raise found.raised()
         return found
+
+    def verify_given(self) -> None:
+        """Raise `ShardError` if a worker has reported that a shard changed of which batches were given. Asks none."""
+        fault = self._reported()
+        if fault:
+            raise ShardError(fault, reason="changed shard")
+
+    def _reported(self) -> str:
+        return self.fault or next(filter(None, (worker.status.reported() for worker in self._workers)), "")
 
     def _hear(self, seconds: float) -> None:
         """Wait up to `seconds` for answers and ends of workers, handle them, and send waiting requests."""
@@ -260,7 +272,7 @@ class Pool:
         for number, code in self._launcher.ended():
             worker = self._by_number.pop(number, None)
             if worker is not None:
-                while select.select([worker.channel], [], [], 0)[0] and self._take(worker):
+                while worker.channel.has_come() and self._take(worker):
                     pass  # take the answers it sent before it died
                 if code > 0 and not worker.pid:
                     not_started.add(code)
@@ -325,6 +337,7 @@ class Pool:
             doing = "before it had started" if not worker.pid else "between two batches"
         message = f"worker {self._workers.index(worker)} (process {worker.pid}) {how}, {doing}"
         stack = worker.stack or worker.status.new_stack(answer_request.__name__)
+        self.fault = self._reported()
         worker.close()
         self.restarts += 1
         self._deaths_over[blamed] += 1
@@ -364,12 +377,23 @@ class Pool:
         self._waiting = [request for request in self._waiting if request.ticket in self._requests]
 
     def close(self) -> None:
-        """Kill the workers. Safe to call twice; in a forked child it only closes the inherited descriptors."""
+        """End the workers, after a last look at their shards, and kill those that do not end.
+
+        Safe to call twice; in a forked child it only closes the inherited descriptors.
+        """
         for worker in self._workers:
-            worker.close()
-        if os.getpid() == self._owner and self._by_number:
-            wait_until_ended(self._launcher, set(self._by_number))
-        self._workers, self._by_number = [], {}
+            worker.channel.close()
+        try:
+            if os.getpid() == self._owner and self._by_number:
+                looking = {worker.number for worker in self._workers if worker.pid and not worker.hung}
+                wait_until_ended(self._launcher, set(self._by_number), looking)
+        finally:
+            if fault := self._reported():
+                self.fault = fault
+                tell(fault)
+            for worker in self._workers:
+                worker.close()
+            self._workers, self._by_number = [], {}
 
 
 def _indented(stack: str) -> str:

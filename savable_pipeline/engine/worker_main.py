@@ -6,7 +6,7 @@
 
 A request names a lane, and brings the lane's state if the worker does not hold the lane at its last position. A large
 answer is written to shared memory (transport/segments.py), and the message only says where. A thread receives requests
-all the time, and ends the process when the trainer has ended.
+all the time, and ends the process when the trainer has ended, after a last look at the shards (last_look.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from savable_pipeline.core import batch_memory
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.parent_watch import poll_while_parent_lives
 from savable_pipeline.engine.lane_runner import LaneRunner
+from savable_pipeline.engine.last_look import LastLook
 from savable_pipeline.engine.messages import STARTED, Delivery, Failure, Request
 from savable_pipeline.engine.sealed_job import SealedJob
 from savable_pipeline.errors import WorkerError
@@ -62,9 +63,11 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
     be_quiet()
     channel = Channel(end, waits=True)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    last_look: LastLook | None = None
     try:
         status, pinned = _first_message(channel, requests)
-        threading.Thread(target=_listen, args=(channel, requests, parent), daemon=True).start()
+        last_look = LastLook(status)
+        threading.Thread(target=_listen, args=(channel, requests, parent, last_look), daemon=True).start()
         answers = _Answers(channel)
         batch_memory.use(answers.segments)
         try:
@@ -74,7 +77,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
             os._exit(1)
         be_quiet()  # the main module may have set handlers of its own
         answers.send(STARTED, os.getpid())
-        runner = LaneRunner(
+        runner = last_look.runner = LaneRunner(
             job.pipeline,
             seed=job.seed,
             lanes=job.lanes,
@@ -84,12 +87,14 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
             pinned=pinned,
         )
         while True:
-            request = requests.get()
+            request = last_look.next_of(requests)
             status.begin(request.ticket)
             answers.segments.begin()
             answers.send(request.ticket, answer_request(runner, request))
-    except (EOFError, OSError):
-        os._exit(0)  # the trainer has closed its end
+    except (EOFError, OSError):  # the trainer has closed its end
+        if last_look is not None:
+            last_look.end()
+        os._exit(0)
 
 
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
@@ -133,7 +138,7 @@ def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tu
     return status, pickle.loads(messages[0][0])
 
 
-def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int) -> None:
+def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int, last_look: LastLook) -> None:
     """Put requests into the queue; end the process when the trainer closes its end or the parent process ends."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
@@ -143,7 +148,7 @@ def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int)
                 for message, _ in channel.receive():
                     requests.put(pickle.loads(message))
     finally:
-        os._exit(0)
+        last_look.end()
 
 
 class _Answers:

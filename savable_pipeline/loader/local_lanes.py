@@ -76,6 +76,6 @@ class LocalLanes:
 
     def close(self) -> None:
         """Forget all lanes and close the shards."""
-        self.runner.forget()
+        self.runner.close()
         self._example = None
         self._shared.clear()

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from savable_pipeline.engine.in_process import InProcess
+from savable_pipeline.engine.last_look import is_told
 from savable_pipeline.engine.launchers import Launcher, close_with, launcher
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.engine.pool import Pool
+from savable_pipeline.errors import ShardError
 from savable_pipeline.loader.local_lanes import LocalLanes
 from savable_pipeline.loader.position import Position
 from savable_pipeline.loader.settings import LoaderSettings
@@ -38,6 +40,8 @@ class Prefetcher:
         self._end_launcher: Callable[[], Any] = _nothing
         self._end_makers: Callable[[], Any] = _nothing
         self._restarts = self._moves = 0  # of the pools that are gone
+        self._fault = ""  # of batches that were given, as the makers that are gone found at last
+        self._told = False  # whether an error has told of it
 
     def next(self, position: Position, want: RequestKind = "batch", last: int = -1) -> Delivery:
         """Hand out the batch of this rank's next slot, and forget it. Waits for it.
@@ -85,6 +89,17 @@ class Prefetcher:
         except BaseException:
             self.reset()
             raise
+
+    def verify_given(self) -> None:
+        """Raise `ShardError` if a shard changed of which batches may be made that were given, as far as is known.
+
+        Lanes in this process look; workers are not asked, but may have reported. Other threads may do this too.
+        """
+        if self._fault:
+            raise ShardError(self._fault, reason="changed shard")
+        makers = self._makers
+        if makers is not None:
+            makers.verify_given()
 
     def count(self, position: Position) -> dict[int, int]:
         """How many batches each of this rank's lanes has from here on, by passing over all of them, side by side."""
@@ -154,7 +169,7 @@ class Prefetcher:
     def _new_makers(self) -> Pool | InProcess:
         if not self._settings.num_workers:
             in_process = InProcess(self._local.runner)
-            self._end_makers = in_process.close
+            self._end_makers = close_with(self, in_process)
             return in_process
         last_stage = self._local.last_stage  # opens, and on first use indexes, the shards once, before any worker does
         pool = Pool(self.launch(), self._settings, last_stage, self._local.pinned, restarts=self._restarts)
@@ -180,13 +195,25 @@ class Prefetcher:
             self._restarts = makers.restarts
             self._moves += makers.moves
         end()
+        if makers is not None and makers.fault:
+            self._fault, self._told = makers.fault, self._told or is_told()
 
-    def close(self) -> None:
-        """End the workers and what starts them; they are begun again when they are needed."""
+    def begin_anew(self) -> None:
+        """End the workers; what was given before does not count any more."""
+        self.reset()
+        self._fault, self._told = "", False
+
+    def close(self) -> str:
+        """End the workers and what starts them; they are begun again when they are needed.
+
+        Returns what their last look at the shards has found and no error has told of; "" if nothing is wrong.
+        """
         self.reset()
         end = self._end_launcher
         self._launcher, self._end_launcher = None, _nothing
         end()
+        found, self._told = "" if self._told else self._fault, True
+        return found
 
     def numbers(self) -> dict[str, int]:
         """Counters: ready batches, batches that the trainer views, worker restarts, moved lanes."""

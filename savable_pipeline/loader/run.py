@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
-from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
+from savable_pipeline.errors import CheckpointMismatchError, SavableError, ShardError, StateError
 from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_unused
 from savable_pipeline.loader.fresh_lanes import cuts_of, with_known_cuts
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
@@ -387,12 +388,14 @@ class Run:
                 self.stats.count(found.counts)
 
     def close(self) -> None:
-        """End the workers and close the shards. Iterating again goes on at the same place."""
+        """See `SavableLoader.close`."""
         if self._ledger is not None:
             self._ledger.close()
-        self.prefetcher.close()
+        fault = self.prefetcher.close()
         self.local.close()
         self.__dict__.pop("_fingerprint", None)
+        if fault and isinstance(sys.exception(), StopIteration | None):
+            raise ShardError(fault, reason="changed shard")
 
     def __enter__(self) -> Run:
         return self
@@ -409,6 +412,7 @@ class Run:
     def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
         """The state dict at a position where this run was, or `lag` batches before."""
         before = position.before(lag)
+        self.prefetcher.verify_given()
         return before.flat(self._changed_fingerprint if before.changed else self._packed_fingerprint)
 
     def global_state(
@@ -467,7 +471,7 @@ class Run:
                     "has none of them: begin a new loader"
                 )
             self.local.grow(loaded.growth)
-        self.prefetcher.reset()
+        self.prefetcher.begin_anew()
         self._ends.clear()
         if self._ledger is not None:
             self._ledger.begin_anew()

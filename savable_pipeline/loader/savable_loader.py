@@ -157,7 +157,11 @@ class SavableLoader:
         self._run.skip(slots)
 
     def close(self) -> None:
-        """End the workers and close the shards. Iterating again goes on at the same place."""
+        """End the workers and close the shards, after a last look at them. Iterating again goes on at the same place.
+
+        Raises `ShardError` if a shard was overwritten while batches were read from it that were given; where another
+        error is under way, that is logged.
+        """
         self._run.close()
 
     def __enter__(self) -> SavableLoader:
@@ -176,7 +180,9 @@ class SavableLoader:
         since the loader was made, loaded or began the epoch, that is where it stands. What was skipped since the batch
         that is taken back comes again: skip it again after loading. Raises ValueError for a lag beyond the batches that
         have been given since, or beyond 16; `SavableError` where a trainer asks that keeps rank 0's state only, or
-        fetches ahead, or behind an `OnDevice`: `savable_pipeline.trainers` has what it takes.
+        fetches ahead, or behind an `OnDevice`: `savable_pipeline.trainers` has what it takes; `ShardError` if a shard
+        was overwritten while batches were read from it that were given: without workers the shards are looked at,
+        workers may have told.
         """
         caller = sys._getframe(1)  # noqa: SLF001  # Python's own name for it
         refuse_trainer(module_of(caller), module_of(caller.f_back), self._run.ranks.world_size)

@@ -11,7 +11,7 @@ Since it has no state and no random numbers, a run can be given one in the middl
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,6 +25,7 @@ from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.shards.paths import Shards
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import SampleStage, StageInfo, State, max_empty_samples
+from savable_pipeline.stores.record_store import RecordStore
 
 Missing: TypeAlias = Literal["skip", "empty"]
 Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
@@ -167,6 +168,10 @@ class Join(SampleStage):
         """See `Stage.verify`: the shards of the stores are looked at too."""
         for store in self._stores.values():
             store.dataset.verify(slot)
+
+    def stores_read(self) -> Iterable[RecordStore]:
+        """See `Stage.stores_read`: those that are joined."""
+        return [store.dataset.store for store in self._stores.values()]
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
         """Pass it on; rows are aligned with samples only where none is left out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -384,6 +384,10 @@ class RecordReader(SampleStage):
         self.dataset.verify(slot)
         if self.exclude_file is not None:
             self.exclude_file.verify()
+
+    def stores_read(self) -> Iterable[RecordStore]:
+        """See `Stage.stores_read`."""
+        return (self.dataset.store,)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The number of samples of a lane in a pass; None if it never ends, or damaged shards may be left out."""

@@ -10,7 +10,7 @@ constructor, can refuse stages in a wrong order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -25,6 +25,7 @@ from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.excluded_samples import NOTHING_EXCLUDED, REASON, ExcludedSamples
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.stores.record_store import RecordStore
 
 State: TypeAlias = dict[str, Any]
 
@@ -266,6 +267,10 @@ class Stage:
 
     def verify(self, slot: int) -> None:
         """Raise `ShardError` if data changed of which the batch of this slot, to be given next, may be made."""
+
+    def stores_read(self) -> Iterable[RecordStore]:
+        """The stores that this stage itself reads from, to be looked at once more when the lane is at its end."""
+        return ()
 
     def pass_over(self) -> None:
         """Skip the next element, made only as far as that needs. Raises StopIteration at the end."""

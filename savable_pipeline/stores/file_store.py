@@ -86,6 +86,10 @@ class FileStore(RecordStore):
         """See `RecordStore.verify`."""
         self.files.verify(slot)
 
+    def verify_given(self) -> None:
+        """See `RecordStore.verify_given`."""
+        self.files.verify_given()
+
     def check_rows(self, shard: int) -> None:
         """See `Indexed.check_rows`."""
         if not self._index.is_whole(self.entries[shard].name):

@@ -80,10 +80,27 @@ class LocalFiles(ShardFiles):
         """Looks from now on also at a file that is mapped: a shard, or at the number `~shard` what lies beside one."""
         self._viewed[number] = path
         if number < 0:  # a shard was pinned when it was opened
-            self._pins.pin(number, path.stat())
+            self._pins.pin(self, number, path.stat())
+
+    def path_of(self, number: int) -> Path:
+        """See `Watched.path_of`."""
+        return self._viewed.get(number) or self.path(number)
+
+    def is_as_indexed(self, number: int, descriptor: int | None) -> bool:
+        """See `Watched.is_as_indexed`; of what lies beside a shard: both together."""
+        shard, own = number if number >= 0 else ~number, -1
+        try:
+            if descriptor is None or number < 0:
+                descriptor = own = _open_without_atime(self.path(shard))
+            return self._shards.is_as_written(shard, descriptor)
+        except (OSError, ShardError):
+            return False
+        finally:
+            if own >= 0:
+                os.close(own)
 
     def _closed_views(self) -> Iterator[tuple[int, os.stat_result]]:
-        for number, path in self._viewed.items():
+        for number, path in list(self._viewed.items()):
             if number not in self:
                 with contextlib.suppress(OSError):  # gone: what is mapped stays as it is
                     yield number, path.stat()
@@ -111,7 +128,7 @@ class LocalFiles(ShardFiles):
                     reason="changed shard",
                 )
             self._checked.add(shard)
-        if not self._pins.pin(shard, stat):
+        if not self._pins.pin(self, shard, stat, descriptor):
             raise ShardError(
                 f"{path}: it was replaced while this run read from it; put the old shard back, or start again",
                 reason="changed shard",
@@ -119,19 +136,26 @@ class LocalFiles(ShardFiles):
 
     def close_oldest(self) -> None:
         """Closes the shard that was opened first, after a last look at it."""
-        self._pins.look([next(iter(self.items()))])
+        self._pins.look(self, [next(iter(self.items()))])
         super().close_oldest()
 
     def verify(self, slot: int) -> None:
         """See `ShardFiles.verify`: at most once a second, open and mapped files are looked at."""
-        found = self._pins.changed(self, slot, self._closed_views)
-        if found is not None:
-            shard, slots = found
-            path = self._viewed.get(shard) or self.path(shard)
+        if self._pins.note(slot):
+            self._look(f", of which that of slot {slot} was not given")
+
+    def verify_given(self) -> None:
+        """See `ShardFiles.verify_given`."""
+        if self._pins.has_noted:
+            self._look("")
+
+    def _look(self, not_given: str) -> None:
+        changed = self._pins.changed(self, self._closed_views())
+        if changed:
             raise ShardError(
-                f"{path}: it was overwritten while this run read from it; the batches of the slots "
-                f"{_numbers(slots)} may hold bytes of both, of which that of slot {slot} was not given. Put the old "
-                "shard back, and start again from a state before them",
+                f"{self.path_of(changed[0])}: it was overwritten while this run read from it; the batches of the slots "
+                f"{_numbers(self._pins.slots())} may hold bytes of both{not_given}. Put the old shard back, and start "
+                "again from a state before them",
                 reason="changed shard",
             )
 

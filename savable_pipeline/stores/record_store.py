@@ -124,3 +124,10 @@ class RecordStore(Protocol):
         Called for each batch: look at most once a second.
         """
         return
+
+    def verify_given(self) -> None:
+        """Raises `ShardError` if data changed that batches may have been read from which were given since a last look.
+
+        Called where a run pauses or ends, and when it is saved, also from another thread: look at once.
+        """
+        return

@@ -115,6 +115,9 @@ class ShardFiles(OrderedDict[int, int], ABC):
     def verify(self, slot: int) -> None:
         """Raises `ShardError` if a shard changed while the batch of this slot, to be given next, may have been read."""
 
+    def verify_given(self) -> None:
+        """Raises `ShardError` if a shard changed while batches that were given since the last look were read."""
+
     def request(self, rows: Rows) -> None:
         """Announces that these rows will be read next; a disk needs no word of it."""
 

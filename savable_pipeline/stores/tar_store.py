@@ -33,7 +33,8 @@ class TarStore:
         self.table = shards.table
         self.links_told = shards.links_told
         self.offset, self.extensions, self.sizes = shards.offset, shards.extensions, shards.sizes
-        self.prefetch, self.request, self.verify = files.prefetch, files.request, files.verify
+        self.prefetch, self.request = files.prefetch, files.request
+        self.verify, self.verify_given = files.verify, files.verify_given
         parts = TarParts(shards, files)
         self.read, self.array = files.guard(parts.read), files.guard(parts.array)
         self._span, self._key = files.guard(parts.span), files.guard(parts.key)

@@ -41,6 +41,12 @@ class Channel:
         """Register with `poll` for messages to receive and, if some are unsent, for room to send them."""
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
+    def has_come(self) -> bool:
+        """Whether `receive` has something to say at once."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a message with duplicates of some descriptors. Raises OSError if the other end is closed."""
         raw = memoryview(_HEAD.pack(len(message), len(descriptors)) + message)

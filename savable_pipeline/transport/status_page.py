@@ -1,11 +1,11 @@
 """`StatusPage`: memory in which a worker records its current stage and sample, so that a crash can be reported.
 
-    word 0 │ 1     │ 2     │ 3      │ …    from byte 4096 on: the Python stack, written when the worker crashes
-    depth  │ index │ epoch │ ticket │       or receives STACK_SIGNAL
+    word 0 │ 1     │ 2     │ 3      │ 4      │ …     from byte 4096 on: the Python stack, written when the worker
+    depth  │ index │ epoch │ ticket │ length │ text     crashes or receives STACK_SIGNAL
 
 `depth` is the number of stages before the one that runs; `index` and `epoch` are the ref of the sample being encoded;
-`ticket` is the number of the request. The page outlives the worker. `faulthandler` writes the stack, even in a worker
-that is stuck in C code.
+`ticket` is the number of the request; `text`, of so many bytes, says what is wrong with batches that were given. The
+page outlives the worker. `faulthandler` writes the stack, even in a worker that is stuck in C code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 NOTHING = (1 << 64) - 1
 _PAGE = 4096
+_TEXT = 40  # the byte where the text begins
 STACK_SIGNAL = signal.SIGUSR2  # tells a worker to write its stack
 
 
@@ -57,6 +58,20 @@ class StatusPage:
         os.lseek(self.descriptor, _PAGE, os.SEEK_SET)
         faulthandler.enable(self.descriptor)
         faulthandler.register(STACK_SIGNAL, self.descriptor)
+
+    def report(self, fault: str) -> None:
+        """In the worker: tell what is wrong with batches that were given before."""
+        raw = fault.encode(errors="replace")[: _PAGE - _TEXT]
+        self._page[_TEXT : _TEXT + len(raw)] = raw
+        self.words[4] = len(raw)  # last: the text is whole
+
+    def reported(self) -> str:
+        """In the trainer, in any thread: what was told so; "" if nothing was."""
+        try:
+            length = self.words[4]
+            return self._page[_TEXT : _TEXT + length].decode(errors="ignore") if length else ""
+        except ValueError:  # the page was closed meanwhile
+            return ""
 
     def read(self) -> WorkerStatus:
         """In the trainer: the status that the worker recorded last."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,29 @@ def overwrite(path: Path) -> None:
         file.write(raw[: len(raw) // 2] + raw[len(raw) // 2 :].replace(b"row", b"ROW"))
 
 
+def put_back(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Other bytes of the same size in place, and the time of writing put back."""
+    stat, raw = path.stat(), path.read_bytes()
+    time.sleep(0.02)  # a tick of the clock that stamps files
+    with path.open("r+b") as file:
+        file.write(change(raw))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+
+
+def in_the_middle(raw: bytes) -> bytes:
+    """Other bytes that are not among those compared: the first, middle and last row, nor in statistics."""
+    return raw.replace(b"row 105", b"ROW 105")
+
+
+CHANGES: dict[str, Callable[[bytes], bytes]] = {  # of what is compared: the footer, a message, a line, some bytes
+    "a.parquet": lambda raw: raw[:-30] + bytes([raw[-30] ^ 1]) + raw[-29:],
+    "a.arrow": lambda raw: raw[:40] + bytes([raw[40] ^ 1]) + raw[41:],
+    "a.jsonl": lambda raw: raw.replace(b"row 399", b"ROW 399"),
+    "a.bin": lambda raw: raw.replace(b"row 399", b"ROW 399"),
+}
+
+
 def expect_error(pipeline: Callable[[sp.Lane], sp.Stage], path: Path, then: Callable[[], None] = lambda: None) -> None:
     with sp.SavableLoader(pipeline, seed=0, lanes=1) as loader:
         given = [next(loader) for _ in range(3)]
@@ -96,6 +121,52 @@ def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Pat
         return sp.Batcher(sp.Encode(reader(str(tmp_path / name), lane, shuffle=False), Texts()), size=2)
 
     expect_error(pipeline, tmp_path / name, then=lambda: keep_below(0) if closed else None)
+
+
+def pipeline_of(path: Path, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(FORMATS[path.name][1](str(path), lane, shuffle=False), Texts()), size=2)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_puts_the_time_of_writing_back_is_an_error_where_the_bytes_compared_are_others(
+    tmp_path: Path, name: str, closed: bool
+) -> None:
+    path = tmp_path / name
+    FORMATS[name][0](path)
+    with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
+        next(loader)
+        put_back(path, CHANGES[name])
+        if closed:
+            keep_below(0)
+        with pytest.raises(sp.ShardError, match=rf"{name}: it was (overwritten|replaced) while"):
+            for _ in range(ROWS):
+                next(loader)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl"])
+def test_where_the_bytes_compared_are_equal_a_warning_says_so_once(tmp_path: Path, name: str, caplog: Any) -> None:
+    path = tmp_path / name
+    FORMATS[name][0](path)
+    with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
+        next(loader)
+        for _ in range(3):
+            put_back(path, in_the_middle)
+            next(loader)
+            keep_below(0)
+            next(loader)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"{name}: its inode changed while this run read from it" in told
+
+
+def test_the_idx_of_tokens_whose_time_was_put_back_is_looked_at_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    write_tokens(path)
+    with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
+        next(loader)
+        put_back(tmp_path / "a.idx", lambda raw: raw[:-8] + (ROWS - 1).to_bytes(8, "little"))
+        with pytest.raises(sp.ShardError, match=r"a\.idx: it was overwritten while this run read from it"):
+            next(loader)
 
 
 def test_the_idx_of_tokens_is_looked_at_too(tmp_path: Path) -> None:

@@ -117,3 +117,65 @@ def test_a_shard_that_was_only_moved_or_touched_before_it_was_opened_is_read(tmp
     (sample,) = dataset.open_samples(np.array([(1, 0)], REF))
     assert sample.json()["id"] == 1
     dataset.verify(0)
+
+
+def test_only_what_changes_the_inode_without_a_reason_is_looked_at_closer(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
+    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
+    shard = make_shards([9, 9]) / "0000.tar"
+    files = open_dataset(shard.parent).store.files  # type: ignore[attr-defined]
+    files[0]
+    stat = shard.stat()
+    changes = [
+        lambda: shard.chmod(0o600),
+        lambda: os.link(shard, shard.with_suffix(".again")),
+        shard.with_suffix(".again").unlink,
+        lambda: shard.rename(shard.with_suffix(".moved")),
+    ]
+    for slot, change in enumerate(changes):
+        time.sleep(0.02)
+        change()
+        files.verify(slot)
+        assert bool(caplog.records) == (slot == 3)  # moved: no reason is seen, but the headers are equal
+    shard.with_suffix(".moved").rename(shard)
+    with shard.open("r+b") as file:
+        file.write(b"other")  # the name of the first member
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(sp.ShardError, match=r"0000\.tar: it was overwritten while this run read from it"):
+        files.verify(9)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_is_looked_at(
+    make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool
+) -> None:
+    root = make_shards([2, 2])
+    files = open_dataset(root).store.files  # type: ignore[attr-defined]
+    first = files[0], files[1]
+    (tmp_path / "other").touch()
+    others, real = [], os.fstat
+
+    def meanwhile(descriptor: int) -> os.stat_result:
+        monkeypatch.setattr(pins.os, "fstat", real)
+        if descriptor == first[0]:
+            files.close_oldest()
+            if reused:
+                others.append(os.open(tmp_path / "other", os.O_RDONLY))
+                assert others == [descriptor]
+            files.verify(4)
+        return real(descriptor)
+
+    files.verify(2)  # looks
+    files.verify(3)
+    monkeypatch.setattr(pins.os, "fstat", meanwhile)
+    files.verify_given()
+    overwrite(root / "0001.tar")
+    with pytest.raises(
+        sp.ShardError, match=r"0001\.tar: .* the slots 4 may hold bytes of both\. Put the old shard back"
+    ):
+        files.verify_given()
+    for descriptor in others:
+        os.close(descriptor)
