@@ -51,7 +51,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.energon_metadata import INDEX_NAME, META
 from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.index_writer import write_index
-from savable_pipeline.shards.tar_links import links_warning
+from savable_pipeline.shards.tar_links import links_told
 from savable_pipeline.shards.uneven_parts import uneven_parts
 
 REJECTED = f"{META}/savable.rejected.jsonl"
@@ -231,18 +231,10 @@ def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Rep
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
-    size, warnings = sum(e.size for e in entries), [] if index is None else _links_told(index, target, mirror)
-    return Report(sum(e.samples for e in entries), len(entries), size, rejected, 0, warnings)
-
-
-def _links_told(index: ShardIndex, target: Path, mirror: Mirror | None) -> list[str]:
-    """What to say of links in tars that were re-packed as they are."""
-    found = sorted(index.links.items())
-    if not found:
-        return []
-    first = f"{found[0][1].first} in {index.shards.names[found[0][0]]}"
-    place = str(target) if mirror is None else mirror.bucket.url
-    return [links_warning(place, sum(links.count for _, links in found), first)]
+    place_name = str(target) if mirror is None else mirror.bucket.url
+    told = "" if index is None else links_told(place_name, index, range(len(entries)))
+    size = sum(e.size for e in entries)
+    return Report(sum(e.samples for e in entries), len(entries), size, rejected, 0, [told] if told else [])
 
 
 def _check_apart(source: Path | str, target: Path | str) -> None:

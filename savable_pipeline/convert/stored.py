@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from savable_pipeline.convert.choose import is_kept
 from savable_pipeline.convert.model import Files, Input, Part, Reject, SampleReader
-from savable_pipeline.convert.named_files import FaultError, WithNamedFiles, file_part
+from savable_pipeline.convert.named_files import RowColumns
 from savable_pipeline.convert.names import name_fault, printable
-from savable_pipeline.convert.plan import place_of
 from savable_pipeline.convert.remote_part import PartFile, PartReader
 from savable_pipeline.convert.source_file import place_behind
 from savable_pipeline.convert.stretches import changed
@@ -31,7 +27,6 @@ from savable_pipeline.remote.scratch import shared_downloader
 
 if TYPE_CHECKING:
     from savable_pipeline.dataset.dataset import Dataset
-    from savable_pipeline.stores.record_store import RecordStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +120,7 @@ def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None
     stamps = () if isinstance(path, Path) else _stamps(dataset)
     found = Input(dataset.address, StoreReader(place, digest, stamps, _newest_ns(dataset, path)), digest=digest)
     found.place = place_behind(dataset.address, stamps) if stamps else ""
-    columns = _Columns(dataset.store, only, files)
+    columns = RowColumns(dataset.store, only, files)
 
     def rows() -> Iterator[Row]:
         for shard, row in zip(*(a.tolist() for a in dataset.locate(np.arange(dataset.count))), strict=True):
@@ -165,48 +160,6 @@ def add_rows(found: Input, rows: Iterable[Row]) -> None:
         found.warnings.append(
             f"{len(again)} keys occur again, and got the name of their shard before them: {listed(again)}"
         )
-
-
-class _Columns:
-    """What the columns of rows do not hold: nulls, and files that are named and lie below `files`."""
-
-    def __init__(self, store: RecordStore, only: tuple[str, ...], files: Path | None) -> None:
-        from savable_pipeline.stores.columnar_store import ColumnarStore
-
-        self._store = store if isinstance(store, ColumnarStore) else None
-        self._only = only
-        self._folder = "" if files is None else os.path.realpath(files)
-        self._nulls, self._named = Counter[str](), Counter[str]()
-
-    def parts_of(self, shard: int, row: int) -> tuple[list[Part], str]:
-        """The parts that files become which a row names; or why one of them cannot be taken."""
-        if self._store is None:
-            return [], ""
-        self._nulls.update(column for column in self._store.nulls(shard, row) if is_kept(column, self._only))
-        named = [each for each in self._store.named_files(shard, row) if is_kept(each.part or each.column, self._only)]
-        self._named.update({each.column for each in named})
-        try:
-            return [file_part(self._folder, each) for each in named if self._folder], ""
-        except FaultError as fault:
-            return [], str(fault)
-
-    def tell(self, found: Input, dataset: Dataset) -> None:
-        """Put what was counted into the input. Raises ValueError for files that are named, without their folder."""
-        found.nulls = dict(self._nulls)
-        if self._folder:
-            found.reader = WithNamedFiles(found.reader, self._folder)
-            found.place = place_behind(found.place or place_of(Path(found.root)), [place_of(Path(self._folder))])
-            if not self._named:
-                found.warnings.append("no row names a file without its bytes: --files is not needed")
-        elif self._named:
-            counts = "; ".join(
-                f"the column {column!r}: {count:,} of {dataset.count:,} rows have a path and no bytes"
-                for column, count in sorted(self._named.items())
-            )
-            raise ValueError(
-                f"{dataset.address}: {counts}: give --files FOLDER, the folder that the files lie in; or take other "
-                "parts alone with --only"
-            )
 
 
 def _newest_ns(dataset: Dataset, path: Path | str) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import posixpath
+from collections.abc import Iterable
 
 from savable_pipeline.core.wording import counted
 from savable_pipeline.errors import ShardError
+from savable_pipeline.shards.index_file import ShardIndex
 from savable_pipeline.shards.tar import Extent, Member, members, split_name
 
 _SEVERAL = "twice in its sample"
@@ -23,6 +25,17 @@ def links_warning(address: str, count: int, first: str) -> str:
         f"{address}: {counted(count, 'member is a link', 'members are links')} to other files of their tar, such as "
         f"{first}: these are no parts of samples, here as in webdataset and Energon; `savable convert {address} DST` "
         "writes shards with the bytes that they lead to"
+    )
+
+
+def links_told(address: str, index: ShardIndex, numbers: Iterable[int]) -> str:
+    """What to say of the links in these shards of an index, as far as it counts them; empty without any."""
+    found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
+    if not found:
+        return ""
+    number, first = found[0]
+    return links_warning(
+        address, sum(links.count for _, links in found), f"{first.first} in {index.shards.names[number]}"
     )
 
 

@@ -76,6 +76,7 @@ class BytesColumn:
         usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
         self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
         self._data = memoryview(b"" if data is None else data).cast("B")
+        self.rows = max(0, len(self._offsets) - 1 - self._first)  # that lie in it
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""

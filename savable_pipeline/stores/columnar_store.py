@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from bisect import bisect_right
+from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,15 @@ class ColumnarStore(FileStore):
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
         return self.as_key(shard, row, self.key_column, found)
+
+    def media_named(self, parts: Collection[str]) -> list[str]:
+        """The columns of images that may hold one of these parts: none, where each of them is another column's name."""
+        from savable_pipeline.stores.media_columns import is_media, is_media_list
+
+        schema = self.schema(next(shard for shard, entry in enumerate(self.entries) if entry.samples))
+        media = [field.name for field in schema if is_media(field.type) or is_media_list(field.type)]
+        plain = {name.lower() for name in schema.names if name not in media}
+        return media if not plain.issuperset(parts) else []
 
     def check_columns(self, shard: int, known: list[str]) -> None:
         """Raises ValueError that names the columns asked for that a file with the columns `known` does not have."""

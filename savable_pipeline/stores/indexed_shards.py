@@ -11,7 +11,7 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.index_file import Layout, ShardIndex, ShardTable
 from savable_pipeline.shards.part_types import find_part
 from savable_pipeline.shards.shard_list import Rows
-from savable_pipeline.shards.tar_links import links_warning
+from savable_pipeline.shards.tar_links import links_told
 
 
 class IndexedShards:
@@ -44,12 +44,7 @@ class IndexedShards:
 
     def links_told(self) -> str:
         """What to say of links, as far as the index counts them; empty without any."""
-        found = self.index.links
-        if not found:
-            return ""
-        mine = [(number, found[number]) for number in self.numbers.tolist() if number in found]
-        first = f"{mine[0][1].first} in {self.index.shards.names[mine[0][0]]}" if mine else ""
-        return links_warning(self.address, sum(links.count for _, links in mine), first) if mine else ""
+        return links_told(self.address, self.index, self.numbers.tolist() if self.index.links else ())
 
     def shards_of(self, indices: Rows) -> Rows:
         """The shard of each of these samples."""

@@ -52,9 +52,12 @@ class MediaColumn:
     """A column of structs of `bytes` and `path`, such as images."""
 
     def __init__(self, array: Any) -> None:
-        self._rows = len(array)
-        self._validity = Validity(array)
-        self._bytes, self._paths = BytesColumn(array.field("bytes")), BytesColumn(array.field("path"))
+        self._validity, self._paths = Validity(array), BytesColumn(array.field("path"))
+        self._rows = min(len(array), self._paths.rows)
+        data = array.field("bytes")
+        if pa.types.is_null(data.type):  # of a file in which no row has bytes, if it says no more than that
+            data = pa.nulls(self._rows, pa.binary())
+        self._bytes = BytesColumn(data)
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
@@ -101,7 +104,7 @@ class MediaListColumn:
     """A column of lists of structs of `bytes` and `path`. Raises `BrokenColumnError`."""
 
     def __init__(self, array: Any) -> None:
-        self._rows, self._first, self._validity = len(array), array.offset, Validity(array)
+        self._first, self._validity = array.offset, Validity(array)
         self.items = MediaColumn(array.values)
         self._count = len(array.values)
         self._each = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0
@@ -111,6 +114,8 @@ class MediaListColumn:
             raw = memoryview(b"" if offsets is None else offsets).cast("B")
             size = 8 if kind == "q" else 4
             self._offsets = raw[: len(raw) // size * size].cast(kind)  # type: ignore[call-overload]
+        there = self._count // self._each if self._each else len(self._offsets) - 1
+        self._rows = min(len(array), there - self._first)
 
     def value(self, row: int) -> None:
         """None: a list is no part by itself."""
@@ -169,7 +174,10 @@ def is_media(kind: Any) -> bool:
     if not pa.types.is_struct(kind) or kind.num_fields != 2:
         return False
     fields = {kind.field(i).name: str(kind.field(i).type) for i in range(2)}
-    return fields.get("bytes") in ("binary", "large_binary") and fields.get("path") in ("string", "large_string")
+    return fields.get("bytes") in ("binary", "large_binary", "null") and fields.get("path") in (
+        "string",
+        "large_string",
+    )
 
 
 def is_media_list(kind: Any) -> bool:

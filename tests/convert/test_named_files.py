@@ -171,6 +171,7 @@ def test_nothing_rejected_is_said_only_where_every_column_of_every_row_arrived(t
     assert "no sample rejected" in text
     assert "nothing rejected" not in text
     assert "nothing rejected" in said([*whole, None], "--only", "caption")
+    assert "image in 1 sample" in said([*whole, None], "--only", "caption,png")
     assert "nothing rejected" in said(named("cats/0.png"), "--files", str(pictures))
     assert "no row names a file without its bytes: --files is not needed" in said(whole, "--files", str(pictures))
     assert "no such folder, in which the files are" in said(whole, "--files", str(tmp_path / "gone"))

@@ -58,6 +58,15 @@ def test_a_row_with_a_path_and_no_bytes_is_an_error_by_column_that_names_the_com
 
 
 @every_store
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_a_file_in_which_no_row_has_bytes_may_have_no_type_for_them(tmp_path: Path, name: str, in_lists: bool) -> None:
+    images: list[Any] = [named("0.png"), named("1.png")]
+    rows = pa.Table.from_pylist([{"image": [image] if in_lists else image} for image in images])
+    with pytest.raises(sp.ShardError, match=r"'1\.png' and no bytes \(2 of 2 rows"):
+        STORES[name](write(tmp_path / name, rows)).extensions(0, 1)
+
+
+@every_store
 def test_under_skip_only_the_rows_without_bytes_are_left_out_and_counted(tmp_path: Path, name: str) -> None:
     images = [named("0.png", b"0"), named("1.png"), None, named(None), named(""), named("5.png", b"5")]
     path = write(tmp_path / name, table(images), group=4)
