@@ -1,4 +1,4 @@
-"""Files that are read through a decompressor, by the end of their name: .gz, .bz2, .xz, .zst; tars by their content."""
+"""Files that are read through a decompressor, by the end of their name, .gz, .bz2, .xz, .zst, or by their content."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from savable_pipeline.convert.names import PACKED, is_tar
+from savable_pipeline.convert.names import is_tar
 from savable_pipeline.convert.source_file import name_of, open_source
-from savable_pipeline.shards.tar import BLOCK, compression_of
+from savable_pipeline.core.file_heads import HEAD, compression_of
+from savable_pipeline.shards.tar import tar_compression
 
 _CHUNK = 1 << 17
 ENDINGS = (".gz", ".bz2", ".xz", ".zst")
@@ -30,26 +31,29 @@ def opened(path: Path | str) -> Iterator[IO[bytes]]:
 
     Raises `DamagedError` in the block, ValueError without zstandard; of a URL `ShardError`, `RemoteError`.
     """
-    with open_source(path) as packed, _opener(_name_by_content(path, packed), packed) as file, _damage_told():
+    with open_source(path) as packed, _opener(_compression(path, packed), packed) as file, _damage_told():
         yield file
 
 
-def is_compressed_tar(path: Path | str) -> bool:
-    """Whether a tar is compressed, by its name or by its content: programs leave out the ending. Raises OSError.
+def is_compressed(path: Path | str) -> bool:
+    """Whether a file is compressed, by its name or by its content: programs leave out the ending. Raises OSError.
 
     Of a URL it raises `ShardError`, `RemoteError`.
     """
-    if name_of(path).lower().endswith(PACKED):
+    if name_of(path).lower().endswith((*ENDINGS, ".tgz")):
         return True
     with open_source(path) as file:
-        return bool(compression_of(file.peek(BLOCK)))
+        return bool(_compression(path, file))
 
 
-def _name_by_content(path: Path | str, file: io.BufferedReader[Any]) -> str:
-    """The name of a file; that of a tar ends as its content is compressed, whatever its own end says."""
-    name = name_of(path)
-    ending = compression_of(file.peek(BLOCK)) if is_tar(name) else None
-    return name if ending is None else f"x.tar{ending}"
+def _compression(path: Path | str, file: io.BufferedReader[Any]) -> str:
+    """How an open file is compressed: of a tar by what it holds, of any other by its name, or else by what it holds."""
+    name, head = name_of(path).lower(), file.peek(HEAD)
+    named = ".gz" if name.endswith(".tgz") else next((ending for ending in ENDINGS if name.endswith(ending)), "")
+    if is_tar(name):
+        found = tar_compression(head[:HEAD])
+        return named if found is None else found
+    return named or compression_of(head)
 
 
 def inflated(data: bytes, kind: str) -> bytes:
@@ -77,15 +81,14 @@ def _damage_told() -> Iterator[None]:
         raise DamagedError(str(error)) from error
 
 
-def _opener(name: str, packed: BinaryIO) -> Any:
-    name = name.lower()
-    if name.endswith((".gz", ".tgz")):
+def _opener(compression: str, packed: BinaryIO) -> Any:
+    if compression == ".gz":
         return gzip.GzipFile(fileobj=packed)
-    if name.endswith(".bz2"):
+    if compression == ".bz2":
         return bz2.BZ2File(packed)
-    if name.endswith(".xz"):
+    if compression == ".xz":
         return lzma.LZMAFile(packed)
-    if name.endswith(".zst"):
+    if compression == ".zst":
         return _zstd_file(packed)
     return packed
 

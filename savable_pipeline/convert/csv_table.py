@@ -12,6 +12,7 @@ import io
 import json
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -45,7 +46,10 @@ def write_as_jsonl(file: IO[bytes], name: str, target: IO[bytes]) -> Table:
     with _wide_fields():
         rows = _rows(file, name)
         _, header = next(rows, (1, []))
-        if not header or len(set(header)) < len(header) or not all(header):
+        twice = next((column for column, count in Counter(header).items() if column and count > 1), None)
+        if twice is not None:
+            raise ValueError(f"{name}: {header.count(twice)} columns are named {twice!r}: give each a name of its own")
+        if not header or not all(header):
             raise ValueError(f"{name}: expected a first line with a name of its own for each column, found {header}")
         for line, row in rows:
             table.begins.append(line)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from savable_pipeline.convert.compressed import ENDINGS, DamagedError, opened
+from savable_pipeline.convert.compressed import DamagedError, is_compressed, opened
 from savable_pipeline.convert.csv_table import file_columns, write_as_jsonl
 from savable_pipeline.convert.folder import read_folder
 from savable_pipeline.convert.json_array import read_json_array
@@ -30,6 +30,7 @@ from savable_pipeline.convert.source_file import close_objects, name_of, place_b
 from savable_pipeline.convert.sources import ROWS, STORED, Source
 from savable_pipeline.convert.stored import close_stores, read_stored
 from savable_pipeline.convert.stretches import close_files
+from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.remote.scratch import close_scratch
 
 
@@ -135,6 +136,7 @@ def _placed(reading: Reading, found: Input) -> Input:
 
 def _csv(reading: Reading) -> Input:
     name = name_of(reading.path)
+    _check_text(reading)
     with opened(reading.path) as file, reading.aside.open("wb") as target:
         table = write_as_jsonl(file, name, target)
     fields: list[str] | None = None
@@ -160,11 +162,20 @@ def _stored(reading: Reading) -> Input:
 
 def _plain(reading: Reading) -> Path | str:
     """The file itself, or its content, decompressed, aside."""
-    if not name_of(reading.path).lower().endswith(ENDINGS):
+    _check_text(reading)
+    if not is_compressed(reading.path):
         return reading.path
     with opened(reading.path) as packed, reading.aside.open("wb") as target:
         shutil.copyfileobj(packed, target, 1 << 20)
     return reading.aside
+
+
+def _check_text(reading: Reading) -> None:
+    """Raises ValueError for what begins as no text of UTF-8 once it is decompressed."""
+    with opened(reading.path) as file:
+        fault = text_fault(file.read(HEAD), name_of(reading.path))
+    if fault:
+        raise ValueError(f"{reading.path}: {fault}")
 
 
 _Reader: TypeAlias = Callable[[Reading], Input]

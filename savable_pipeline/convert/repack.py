@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.convert.changed import is_newer
-from savable_pipeline.convert.compressed import DamagedError, is_compressed_tar, opened
+from savable_pipeline.convert.compressed import DamagedError, is_compressed, opened
 from savable_pipeline.convert.describe import describe, describe_indexed
 from savable_pipeline.convert.elsewhere import attempts_in, wait_until_seen
 from savable_pipeline.convert.model import Reject
@@ -42,7 +42,7 @@ def packed_tars(source: Path) -> list[Path]:
     """The tars of a folder, or a tar by itself, if one of them is compressed; else nothing."""
     found = sorted(path for path in (source.rglob("*") if source.is_dir() else [source]) if path.is_file())
     tars = [path for path in found if is_tar(path.name) and not path.name.startswith(".")]
-    return tars if any(map(is_compressed_tar, tars)) else []
+    return tars if any(map(is_compressed, tars)) else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,17 +26,19 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from savable_pipeline.convert.compressed import ENDINGS, DamagedError, is_compressed_tar, opened
+from savable_pipeline.convert.compressed import ENDINGS, DamagedError, is_compressed, opened
 from savable_pipeline.convert.folder_marks import FolderMarks, add_names, format_in, look_into
 from savable_pipeline.convert.jsonl import BOM
 from savable_pipeline.convert.names import PACKED, TAR_ENDINGS, is_tar
 from savable_pipeline.convert.record_folder import INDEX, index_of
 from savable_pipeline.convert.source_file import close_objects, is_url, name_of
+from savable_pipeline.core.file_heads import text_fault
 from savable_pipeline.core.wording import listed
 from savable_pipeline.remote.remote_files import names_behind
 from savable_pipeline.remote.urls import is_remote
 from savable_pipeline.shards.braces import expand_braces
 from savable_pipeline.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.shards.paths import LANCE, LANCE_CURE
 
 WORDS = {
     "folder": "a folder of files",
@@ -64,7 +66,8 @@ _OTHER = "iterate over it with its own library, and write its samples with sp.Sh
 CONTAINERS = {
     **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
     **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), _OTHER),
-    **dict.fromkeys((".db", ".sqlite", ".lance", ".zarr"), _OTHER),
+    **dict.fromkeys((".db", ".sqlite", ".zarr"), _OTHER),
+    LANCE: LANCE_CURE,
     ".mds": "name the folder with its index.json",
 }
 _MEGATRON = b"MMIDIDX\0\0"
@@ -158,7 +161,7 @@ def _of_file(path: Path | str) -> str:
     name = name_of(path).lower()
     if is_tar(name):
         several = is_url(path) and any(c in name for c in _PATTERN)
-        return "packed" if name.endswith(PACKED) or (not several and is_compressed_tar(path)) else "tars"
+        return "packed" if name.endswith(PACKED) or (not several and is_compressed(path)) else "tars"
     plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
     suffix = Path(plain).suffix
     if suffix == ".json":
@@ -182,6 +185,9 @@ def _of_json(path: Path | str) -> str:
             head = file.read(_PEEK).removeprefix(BOM).lstrip()
     except DamagedError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
+    fault = text_fault(head, name_of(path))
+    if fault:
+        raise ValueError(f"{path}: {fault}")
     lines = [line.strip() for line in head.split(b"\n") if line.strip()]
     if head.startswith(b"["):
         return "json"
@@ -223,7 +229,7 @@ def _of_names(path: Path | str, marks: FolderMarks) -> str | None:
     if marks.count(".tar") and not marks.others:
         _refuse_capitals(path, marks)
         tars = [path / name for name in marks.names if is_tar(name)] if isinstance(path, Path) else []
-        return "packed" if any(map(is_compressed_tar, tars[:_MANY])) else "tars"
+        return "packed" if any(map(is_compressed, tars[:_MANY])) else "tars"
     return None
 
 

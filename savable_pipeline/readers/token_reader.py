@@ -22,7 +22,7 @@ class TokenReader(RecordReader):
 
     - `.bin` with Megatron's `.idx` beside it: a sample is a document;
     - `.npy`, of one dimension or of two (a sample is a row); never unpickled;
-    - `.bin` alone: flat, of the type `dtype`, such as "uint16".
+    - `.bin` alone, and `.npy` without a header, as OLMo-core writes them: flat, of the type `dtype`, such as "uint16".
 
     With `length`, a sample is a window of that many tokens, whatever documents it crosses, and windows begin every
     `stride` tokens (None: `length`): `length=2049, stride=2048` gives inputs and labels of 2048. What is left at the

@@ -23,6 +23,11 @@ log = logging.getLogger(__name__)
 Shards: TypeAlias = str | os.PathLike[str] | Iterable["str | os.PathLike[str]"]
 Unlistable: TypeAlias = Callable[["ShardError"], None]
 
+LANCE = ".lance"
+LANCE_CURE = (
+    "write it as Parquet, "
+    '`pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), NEW, format="parquet")`'
+)
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
 NOT_THERE = "no such path"  # the reason of an error
 _LONGEST_PATH = 4096  # characters
@@ -177,6 +182,7 @@ def _files_below(
 ) -> list[str]:
     names = []
     compressed = []
+    lance = ""  # a folder of files of Lance
     for folder, folders, files in os.walk(root, onerror=lambda error: unlistable(_unlistable(error))):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         here = Path(folder).relative_to(root)
@@ -188,8 +194,11 @@ def _files_below(
         prefix = "" if here == Path() else f"{here.as_posix()}/"
         names += [prefix + name for name in wanted]
         compressed += [name for name in files if name.endswith(kind.refused)]
+        lance = lance or (folder if any(name.endswith(LANCE) for name in files) else "")
     if not names:
         also = f"; {len(compressed)} {kind.compressed[1]} are there: {kind.cure} them" if compressed else ""
+        if lance:
+            also += f"; {lance} has files of Lance, which is not read here: {LANCE_CURE}"
         raise ShardError(
             f"{root}: no {' or '.join(kind.suffixes)} file in this folder or below it{also}", reason="no shard"
         )

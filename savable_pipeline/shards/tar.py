@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import adler32
 
+from savable_pipeline.core.file_heads import compression_of
 from savable_pipeline.errors import ShardError
 
 BLOCK = 512
@@ -30,7 +31,6 @@ _NO_PAYLOAD = (_HARD, _SYMBOLIC, b"3", b"4", b"5", b"6")  # hard link, symbolic 
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"x", b"g", b"S"
 _EXTENDING = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
 _PLACING = (b"path", b"linkpath", b"size")  # PAX records that matter here
-_COMPRESSED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 _SHORTEST_END = 2 * BLOCK
 _LONGEST_END = 1 << 16  # bytes of zeros; GNU tar pads to 10 kB, or to a record of as many blocks as it is told
 _EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage, not a name
@@ -82,15 +82,15 @@ def split_name(name: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-def compression_of(head: bytes) -> str | None:
+def tar_compression(head: bytes) -> str | None:
     """How a tar that begins with these bytes, a block of them, is compressed: ".gz", ".bz2", ".xz", ".zst".
 
-    "" for a plain one, whose name may begin with the same bytes; None for what is no tar.
+    "" for a plain one, whose name may begin with the same bytes; None for what is neither.
     """
     with contextlib.suppress(ShardError):
         _check("", 0, head[:BLOCK])
         return ""
-    return next((ending for beginning, ending in _COMPRESSED.items() if head.startswith(beginning)), None)
+    return compression_of(head) or None
 
 
 def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[Extent]:
@@ -209,7 +209,7 @@ def _sum(raw: bytes) -> int:
 
 
 def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
-    if offset == 0 and header.startswith(tuple(_COMPRESSED)):
+    if offset == 0 and compression_of(header):
         return ShardError(f"{path}: a compressed tar cannot be read at an offset; `savable convert` re-packs it")
     return ShardError(f"{path}: no tar header at byte {offset}: {found}; the shard is damaged or no tar at all")
 

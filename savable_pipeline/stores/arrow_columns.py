@@ -9,6 +9,7 @@ null                                the sample has no such part
 
 from __future__ import annotations
 
+from collections import Counter
 from struct import calcsize
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from savable_pipeline.core.wording import listed
+from savable_pipeline.errors import ShardError
 from savable_pipeline.stores.plain_values import as_part
 
 OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
@@ -133,10 +135,19 @@ class ValueColumn:
 
 
 def check_columns(place: str, wanted: tuple[str, ...], known: list[str]) -> None:
-    """Raises ValueError that names the columns which are not among the `known` ones, or are there twice."""
+    """Raises ValueError that names the columns which are not among the `known` ones."""
     absent = [name for name in wanted if name not in known]
     if absent:
         raise ValueError(f"{place}: no column {listed(absent)}; it has {listed(known)}")
-    twice = [name for name in known if known.count(name) > 1]
-    if twice:
-        raise ValueError(f"{place}: the column {twice[0]!r} is there twice; write it under another name")
+
+
+def check_names(place: str, used: list[str], known: list[str]) -> None:
+    """Raises `ShardError` for a column that is used, and whose name another one has too: either could be meant."""
+    counts = Counter(known)
+    twice = next((name for name in used if counts[name] > 1), None)
+    if twice is not None:
+        raise ShardError(
+            f"{place}: {counts[twice]} columns are named {twice!r}, so that it is not known which is meant: write each "
+            "under a name of its own (`table.rename_columns([...])` of pyarrow), or take others with columns=",
+            reason="columns of one name",
+        )

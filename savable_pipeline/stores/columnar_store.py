@@ -159,11 +159,15 @@ class ColumnarStore(FileStore):
         return media if not plain.issuperset(parts) else []
 
     def check_columns(self, shard: int, known: list[str]) -> None:
-        """Raises ValueError that names the columns asked for that a file with the columns `known` does not have."""
-        from savable_pipeline.stores.arrow_columns import check_columns
+        """Raises ValueError that names the columns asked for that a file with the columns `known` does not have.
+
+        Raises `ShardError` if one that is used is there twice.
+        """
+        from savable_pipeline.stores.arrow_columns import check_columns, check_names
 
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         check_columns(self.place(shard), tuple(wanted), known)
+        check_names(self.place(shard), known if self.wanted is None else self.wanted, known)
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
         from savable_pipeline.stores.arrow_rows import NoBytesError

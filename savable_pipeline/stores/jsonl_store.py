@@ -13,7 +13,7 @@ from savable_pipeline.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.shards.shard_list import Rows
 from savable_pipeline.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.stores.file_store import FileStore
-from savable_pipeline.stores.jsonl_file import JSONL, LONGEST_LINE
+from savable_pipeline.stores.jsonl_file import JSONL, LONGEST_LINE, without_mark
 from savable_pipeline.stores.plain_values import as_part
 
 LINE = "json"  # the part that is the whole line
@@ -87,7 +87,10 @@ class JsonlStore(FileStore):
         begin, end = starts[row], starts[row + 1]
         if end - begin > LONGEST_LINE:
             raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
-        return self.files.read(shard, begin, end - begin).rstrip(b"\r\n")
+        line = self.files.read(shard, begin, end - begin).rstrip(b"\r\n")
+        if b"\n" in line:  # lines of spaces follow
+            line = line.partition(b"\n")[0].rstrip(b"\r")
+        return line if begin else without_mark(line, begin)
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
         """The fields of the object in a line; none if it is no object. Raises `ShardError` if it is no JSON."""

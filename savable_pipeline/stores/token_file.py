@@ -1,4 +1,4 @@
-"""Files of tokens: Megatron's `.bin` with its `.idx`, flat `.npy`, and flat `.bin` of a type that is given.
+"""Files of tokens: Megatron's `.bin` with its `.idx`, `.npy`, and flat `.bin` or `.npy` of a type that is given.
 
     .idx   "MMIDIDX" 0 0 │ version u64 = 1 │ type u8 │ sequences u64 │ documents u64 │ lengths i32 (sequences,)
            │ pointers i64 (sequences,): bytes in the .bin │ firsts i64 (documents,): sequences, the last one the end
@@ -146,6 +146,8 @@ def _places(file: FileBytes) -> list[int]:
 
 def _of_array(file: FileBytes, size: int) -> list[int]:
     head = io.BytesIO(file.read(0, min(size, _LONGEST_HEADER)))
+    if not head.getvalue().startswith(np.lib.format.MAGIC_PREFIX):
+        return [FLAT, 0, 0, 0, 0, 0]  # bare numbers, as OLMo-core writes them, or damage: whoever gives a type knows
     try:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -42,7 +42,8 @@ class TokenStore(FileStore):
     """The documents, or windows of `length` tokens, of `.bin` (with `.idx`, or flat) and `.npy` files.
 
     Windows begin every `stride` tokens (None: `length`); a rest too short for one is no sample. `dtype` is the type of
-    the tokens in flat `.bin` files. Raises ValueError for wrong settings, `ShardError`.
+    the tokens in flat `.bin` files, and in `.npy` files without a header. Raises ValueError for wrong settings,
+    `ShardError`.
     """
 
     unit = "token"
@@ -112,10 +113,12 @@ class TokenStore(FileStore):
         layout = layout_of(self.places(shard))
         if layout.what != FLAT or self.entries[shard].fault:
             return layout
-        if dtype is None:
+        if dtype is None and not self._is_array(shard):
             raise ValueError(
                 f"{self.place(shard)}: a flat file of tokens has no .idx that says their type: give dtype="
             )
+        if dtype is None:
+            return layout
         return Layout(FLAT, dtype, 0, self.entries[shard].size // np.dtype(dtype).itemsize, 0, 0)
 
     def _entry(self, shard: int, tolerant: bool) -> ShardEntry:
@@ -123,12 +126,15 @@ class TokenStore(FileStore):
         entry, layout = self.entries[shard], self._layouts[shard]
         if entry.fault:
             return entry
-        if layout.what == FLAT and entry.size % np.dtype(layout.dtype).itemsize:
-            fault = f"{entry.size} bytes are no whole number of {layout.dtype}; copy it again, or give the right dtype="
+        lost = self._no_header(shard) if layout.what == FLAT and self._is_array(shard) else ""
+        fault = lost or (self._cut(shard) if layout.what == FLAT else "")
+        if fault:
             if not tolerant:
                 raise ShardError(f"{self.place(shard)}: {fault}")
             log.warning("%s: %s; going on with the samples before the rest", self.place(shard), fault)
             entry = msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {fault}"))
+            if lost:
+                return entry
         if self.length is not None:
             assert self.stride is not None
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))
@@ -137,6 +143,24 @@ class TokenStore(FileStore):
                 f"{self.place(shard)}: a flat file of tokens has no documents: give length=, a window's tokens"
             )
         return entry
+
+    def _is_array(self, shard: int) -> bool:
+        return self.entries[shard].name.endswith(".npy")
+
+    def _no_header(self, shard: int) -> str:
+        """Why an array without a header is not taken for bare numbers; "" if it is."""
+        if not self._layouts[shard].dtype:
+            return "no header of NumPy: it is damaged; or it is bare numbers, as OLMo-core writes them: give dtype="
+        if any(layout.what == ARRAY for layout in self._layouts):
+            return "no header of NumPy, where other files have one: it is damaged, copy it again; or read it by itself"
+        return ""
+
+    def _cut(self, shard: int) -> str:
+        """The fault of a flat file that ends within a token."""
+        size, dtype = self.entries[shard].size, self._layouts[shard].dtype
+        if size % np.dtype(dtype).itemsize:
+            return f"{size} bytes are no whole number of {dtype}; copy it again, or give the right dtype="
+        return ""
 
     def _place(self, shard: int, row: int) -> tuple[int, int]:
         """Offset and size in bytes of a sample. Raises `ShardError` if the index of its documents is not right."""

@@ -9,6 +9,7 @@ import lzma
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from savable_pipeline.convert import Options, convert
 from tests.support.toy_files import SMALL, fill, reasons, snapshot, tar_files, write_lines
@@ -61,6 +62,29 @@ def test_compressed_records_make_the_shards_of_plain_ones(tmp_path: Path, name: 
     with pytest.raises(ValueError, match="damaged"):
         convert(packed, tmp_path / "cut", SMALL)
     assert not (tmp_path / "cut").exists()
+
+
+@pytest.mark.parametrize("name", ["m.jsonl", "m.json", "m.csv"])
+def test_what_is_compressed_though_its_name_does_not_say_so_makes_the_shards_of_plain_records(
+    tmp_path: Path, name: str
+) -> None:
+    plain = tmp_path / name
+    lines = "".join(f'{{"n": "{i}"}}\n' for i in range(7))
+    plain.write_text("n\n" + "".join(f"{i}\n" for i in range(7)) if name == "m.csv" else lines)
+    convert(plain, tmp_path / "one", SMALL)
+    for number, compress in enumerate((gzip.compress, bz2.compress, lzma.compress, zstandard.compress)):
+        packed = tmp_path / str(number) / name
+        packed.parent.mkdir()
+        packed.write_bytes(compress(plain.read_bytes()))
+        assert convert(packed, tmp_path / f"two{number}", SMALL).samples == 7
+        assert tar_files(tmp_path / "one") == tar_files(tmp_path / f"two{number}")
+
+
+@pytest.mark.parametrize("name", ["m.jsonl", "m.json", "m.csv"])
+def test_text_in_utf_16_is_an_error_that_says_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes('{"n": 1}\n{"n": 2}\n'.encode("utf-16"))
+    with pytest.raises(ValueError, match=rf"{name}: .*text in UTF-16, .*`iconv -f UTF-16 -t UTF-8 {name} > NEW`"):
+        convert(tmp_path / name, tmp_path / "out", SMALL)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +144,9 @@ def test_a_column_of_text_that_names_a_few_files_is_a_warning(tmp_path: Path) ->
     ("content", "message"),
     [
         (b"", "expected a first line with a name of its own for each column"),
-        (b"a,a\n1,2\n", "expected a first line with a name of its own"),
+        (b"a,a\n1,2\n", "2 columns are named 'a': give each a name of its own"),
+        (b"a,\n1,2\n", "expected a first line with a name of its own"),
+        ("a,b\n1,2\n".encode("utf-16"), "text in UTF-16, where UTF-8 is read; `iconv"),
         (b"a,b\n", "no row below the names"),
         (b"a\n\n1\n\xff\n" + b"2\n" * 9000, r"t\.csv:4: cannot be read as a table in UTF-8: it holds the byte 0xff"),
         (b'a\n1\n"x\n2\n', r"t\.csv:3: cannot be read as a table in UTF-8: unexpected end of data"),

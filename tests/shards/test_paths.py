@@ -188,3 +188,12 @@ def test_what_only_other_loaders_read_is_an_error_that_says_what_to_write(name: 
     if not name.startswith("$"):
         with pytest.raises(ShardError, match=re.escape(told)):
             is_remote(name)
+
+
+def test_a_folder_of_lance_is_told_with_what_to_do(tmp_path: Path) -> None:
+    for name in ("data/a.lance", "_versions/1.manifest", "_transactions/0.txn"):
+        (tmp_path / "x.lance" / name).parent.mkdir(parents=True)
+        (tmp_path / "x.lance" / name).write_bytes(b"LANC")
+    for folder in (tmp_path / "x.lance", tmp_path):
+        with pytest.raises(ShardError, match=r"x\.lance/data has files of Lance, .*write it as Parquet, `pyarrow.*`"):
+            find_shards(folder)

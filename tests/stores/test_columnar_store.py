@@ -361,3 +361,18 @@ def test_no_flipped_byte_does_worse_than_an_error_or_another_value(tmp_path: Pat
             parts_of(store, row)
     except sp.ShardError as error:
         assert name in str(error)
+
+
+@every_store
+def test_two_columns_of_one_name_are_told_as_that_and_others_are_read(tmp_path: Path, name: str) -> None:
+    table = pa.table([[1, 2], ["a", "b"], ["c", "d"]], names=["id", "txt", "txt"])
+    store = STORES[name](write(tmp_path / name, table))
+    told = r"2 columns are named 'txt', .*: write each under a name of its own .*, or take others with columns="
+    with pytest.raises(sp.ShardError, match=rf"^[^ ]*/{name}: {told}$") as error:
+        store.read(0, 0, "id")
+    assert error.value.reason == "columns of one name"
+    with pytest.raises(sp.ShardError, match=told):
+        STORES[name](tmp_path / name, columns=("txt",))
+    with pytest.raises(sp.ShardError, match=told):
+        STORES[name](tmp_path / name, key="id")
+    assert parts_of(STORES[name](tmp_path / name, columns=("id",)), 1) == {"id": b"2"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline.stores import jsonl_file
@@ -144,3 +147,46 @@ def test_a_file_of_no_lines_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n\n")
     with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
         sp.JsonlReader(tmp_path, sp.Lane())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_lines_of_blanks_are_no_samples_and_no_part_of_one(
+    tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl_file, "_CHUNK", chunk)
+    lines = [b" ", b'  {"id": 0} ', b"", b" \t ", b" " * 200, b'{"id": 1}\r', b"\r", b'{"id": 2}', b"\t", b"  "]
+    for number, end in enumerate((b"", b"\n")):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(b"\n".join(lines) + end)
+        samples = list(sp.JsonlReader(path, sp.Lane(), shuffle=False, epochs=1))
+        assert [sample["json"] for sample in samples] == [b'  {"id": 0} ', b'{"id": 1}', b'{"id": 2}']
+        assert [sample.json("id") for sample in samples] == [0, 1, 2]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    for number, text in enumerate((b'{"id": 0, "txt": "a"}\n{"id": 1}\n', b'{"id": 0, "txt": "a"}')):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + text)
+        first = next(sp.JsonlReader(path, sp.Lane(), shuffle=False, key="id"))
+        assert (first.key, first["json"]) == ("0", text.strip().split(b"\n")[0])
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (gzip.compress, r"compressed by gzip, .*`gzip -dc < a\.jsonl > NEW` .*`savable convert a\.jsonl DST`"),
+        (zstandard.compress, r"compressed by zstd, .*`zstd -dc < a\.jsonl > NEW`"),
+        (lambda raw: raw.decode().encode("utf-16"), r"text in UTF-16, .*`iconv -f UTF-16 -t UTF-8 a\.jsonl > NEW`"),
+        (lambda raw: raw.decode().encode("utf-16-be"), "text in UTF-16BE, where UTF-8 is read"),
+        (lambda raw: raw.decode().encode("utf-32"), "text in UTF-32, where UTF-8 is read"),
+        (lambda raw: b"PAR1" + bytes(9), "a first line that is no JSON: .*; JSONL is one JSON value a line"),
+        (lambda raw: b'{\n  "id": 1\n}', "a first line that is no JSON: .*; JSONL is one JSON value a line"),
+        (lambda raw: raw[:-3], "the last line, at byte .*, was cut"),
+        (lambda raw: b'{"id": ', "the last line, at byte 0, was cut"),
+    ],
+)
+def test_what_is_no_jsonl_is_called_what_it_is(tmp_path: Path, written: Callable[[bytes], bytes], told: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(written(LINES))
+    with pytest.raises(sp.ShardError, match=rf"/a\.jsonl: {told}"):
+        sp.JsonlReader(path, sp.Lane())

@@ -214,3 +214,28 @@ def test_documents_resume_exactly(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS * 3)
     write_bin(tmp_path / "b.bin", DOCUMENTS)
     assert assert_exact_resume(partial(token_pipeline, tmp_path), lanes=2, steps=8, chains=1) > 8
+
+
+def test_arrays_without_a_header_are_read_with_the_type_that_is_given(tmp_path: Path) -> None:
+    for name in ("a.npy", "b.npy"):
+        np.arange(30, dtype=np.uint16).tofile(tmp_path / name)
+    samples = list(sp.TokenReader(tmp_path, sp.Lane(), length=10, dtype="uint16", shuffle=False, epochs=1))
+    assert [sample.array("tokens").tolist() for sample in samples] == [list(range(n, n + 10)) for n in (0, 10, 20)] * 2
+    with pytest.raises(
+        sp.ShardError, match=r"a\.npy: no header of NumPy: .*bare numbers, as OLMo-core .*: give dtype="
+    ):
+        sp.TokenReader(tmp_path, sp.Lane(), length=10)
+    with pytest.raises(sp.ShardError, match=r"a\.npy: 60 bytes are no whole number of uint64"):
+        sp.TokenReader(tmp_path, sp.Lane(), length=5, dtype="uint64")
+
+
+def test_an_array_that_lost_its_header_is_not_taken_for_bare_numbers(tmp_path: Path) -> None:
+    for name in ("a.npy", "b.npy"):
+        np.save(tmp_path / name, np.arange(30, dtype=np.uint16))
+    (tmp_path / "b.npy").write_bytes(bytes(16) + (tmp_path / "b.npy").read_bytes()[16:])
+    for dtype in (None, "uint16"):
+        with pytest.raises(sp.ShardError, match=r"b\.npy: no header of NumPy"):
+            sp.TokenReader(tmp_path, sp.Lane(), length=10, dtype=dtype)
+        reader = sp.TokenReader(tmp_path, sp.Lane(), length=10, dtype=dtype, epochs=1, on_error="skip")
+        assert [sample.shard for sample in reader] == ["a.npy"] * 3
+        assert reader.counts["skipped/rest of a damaged or missing shard"] == 1

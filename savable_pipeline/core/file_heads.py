@@ -1,0 +1,56 @@
+"""What the first bytes of a file say that its name does not: that it is compressed, or text in UTF-16."""
+
+from __future__ import annotations
+
+import json
+import re
+
+_MAGICS = {
+    b"\x1f\x8b\x08": ".gz",
+    b"\xfd7zXZ\0": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+}
+_BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # with the mark of its first block: a text may begin with BZh
+_PROGRAMS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+_FIRST = 64  # bytes by which an encoding is told
+HEAD = 512  # bytes that are enough for all of this
+
+
+def compression_of(head: bytes) -> str:
+    """How a file that begins so is compressed: ".gz", ".bz2", ".xz", ".zst"; "" if it is not.
+
+    >>> from savable_pipeline.core.file_heads import compression_of
+    >>> (compression_of(b"\\x1f\\x8b\\x08\\x00"), compression_of(b'{"id": 1}'))
+    ('.gz', '')
+    """
+    if _BZIP2.match(head):
+        return ".bz2"
+    return next((ending for magic, ending in _MAGICS.items() if head.startswith(magic)), "")
+
+
+def text_fault(head: bytes, name: str) -> str:
+    """Why a file `name` that begins so is no text of UTF-8, and what to do; "" if it may be one.
+
+    >>> from savable_pipeline.core.file_heads import text_fault
+    >>> text_fault("a".encode("utf-16"), "a.jsonl")
+    'text in UTF-16, where UTF-8 is read; `iconv -f UTF-16 -t UTF-8 a.jsonl > NEW` writes it anew'
+    """
+    packed = compression_of(head)
+    if packed:
+        return (
+            f"compressed by {_PROGRAMS[packed]}, whatever its name says, so that it cannot be read at an offset; "
+            f"`{_PROGRAMS[packed]} -dc < {name} > NEW` unpacks it, and `savable convert {name} DST` reads it as it is"
+        )
+    encoding = _encoding_of(head[:_FIRST])
+    if encoding:
+        return f"text in {encoding}, where UTF-8 is read; `iconv -f {encoding} -t UTF-8 {name} > NEW` writes it anew"
+    return ""
+
+
+def _encoding_of(head: bytes) -> str:
+    """UTF-16 or UTF-32, by a byte order mark or by where zeros lie between the bytes of ASCII; else ""."""
+    encoding = json.detect_encoding(head)
+    if encoding.startswith("utf-8") or "\0" in head[: len(head) // 4 * 4].decode(encoding, "replace"):
+        return ""
+    _, units, *order = encoding.upper().split("-")
+    return f"UTF-{units}{''.join(order)}"  # as iconv calls it
