@@ -15,6 +15,8 @@ _SHOWN = 10  # rejects printed one by one; the file has all
 
 def print_report(console: Console, report: Report, path: str) -> None:
     """How much was written, what was rejected, and why; `path` is the file with all rejects."""
+    if report.already:
+        console.print("all is there already, nothing was written:")
     console.print(
         f"{counted(report.samples, 'sample')} in {counted(report.shards, 'shard')}, {human_bytes(report.size)}"
     )

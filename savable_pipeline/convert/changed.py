@@ -13,7 +13,7 @@ from pathlib import Path
 
 from savable_pipeline.convert.mirror import Mirror
 from savable_pipeline.convert.model import Files, Part
-from savable_pipeline.convert.plan import Plan, PlannedShard
+from savable_pipeline.convert.plan import Manifest, Plan, PlannedShard, two_sources
 from savable_pipeline.core.wording import listed
 from savable_pipeline.errors import SavableError
 from savable_pipeline.shards.part_types import decode_error
@@ -30,17 +30,20 @@ def is_newer(source: Path, written: Path) -> bool:
 
 
 def check_unchanged(
-    target: Path, plan: Plan, shards: Iterable[PlannedShard], *, moved: bool, mirror: Mirror | None = None
+    target: Path, plan: Plan, shards: Iterable[PlannedShard], there: Manifest, mirror: Mirror | None = None
 ) -> None:
     """Raises `SavableError` that names files with other bytes than in these shards, which were written before.
 
-    `moved` tells that the source does not lie where it did then. Of a `mirror` the shards are brought if they are read.
+    `there` is the manifest of then, which tells whether the source lies where it did. Of a `mirror` the shards are
+    brought if they are read.
     """
+    moved = there.place != plan.manifest.place
     changed = [path for shard in shards for path in _changed(target / shard.name, plan, shard, moved, mirror)]
     if changed:
+        sources = two_sources(plan.manifest, there)
         raise SavableError(
             f"{target} holds another conversion: {len(changed)} files hold other bytes than were converted, at the "
-            f"same size: {listed(changed)}. Convert into another folder, or remove this one"
+            f"same size: {listed(changed)}{sources and f'; {sources}'}. Convert into another folder, or remove this one"
         )
 
 

@@ -11,6 +11,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -35,6 +36,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     input: str  # sha256 of all names and sizes; of a JSONL file, of its bytes too
     options: Options
     place: str = ""  # where the input lay: see `place_of`; the bytes of the shards do not depend on it
+    source: str = ""  # its path or URL, for messages: see `source_name`
     done: bool = False
 
 
@@ -57,8 +59,8 @@ class Plan:
     manifest: Manifest
 
 
-def make_plan(found: Input, options: Options) -> Plan:
-    """Cut an input into shards of consecutive samples, each as full as the options allow.
+def make_plan(found: Input, options: Options, source: str = "") -> Plan:
+    """Cut an input into shards of consecutive samples, each as full as the options allow; `source` is its name.
 
     With splits the samples are first put in the order of the splits, and no shard is of two.
     """
@@ -74,6 +76,7 @@ def make_plan(found: Input, options: Options) -> Plan:
         input=_digest(found),
         options=options,
         place=found.place or place_of(Path(found.root)),
+        source=source,
     )
     return Plan(found, options, shards, manifest)
 
@@ -82,6 +85,21 @@ def place_of(source: Path) -> str:
     """A hash of where a source lies and of which folder or file it is: another one put in its place has another."""
     real = source.resolve()
     return hashlib.sha256(f"{real}\0{real.stat().st_ino}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def source_name(source: Path | str) -> str:
+    """The path of a source from / on, or its URL without what belongs to one user: name, password and query."""
+    if isinstance(source, Path):
+        return str(source.absolute())
+    url = urlsplit(source)
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+def two_sources(here: Manifest, there: Manifest) -> str:
+    """Which source was converted, and which is to be, where they lie at two places; else ""."""
+    if not there.place or there.place == here.place:
+        return ""
+    return f"source {there.source or 'not noted'!r} there, {here.source!r} here"
 
 
 def _shards(samples: list[Files], options: Options, prefix: str, first: int) -> list[PlannedShard]:
@@ -139,6 +157,7 @@ def check_manifest(target: Path, here: Manifest, there: Manifest) -> None:
     old, new = _flat(there), _flat(here)
     differences = [f"{name} {old[name]!r} there, {new[name]!r} here" for name in new if old[name] != new[name]]
     if differences:
+        differences = [text for text in (two_sources(here, there), *differences) if text]
         raise SavableError(
             f"{target} holds another conversion: {'; '.join(differences)}. Give the same input and options "
             "to go on with it, or another folder, or remove this one"
@@ -147,5 +166,5 @@ def check_manifest(target: Path, here: Manifest, there: Manifest) -> None:
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(manifest)
-    del fields["done"], fields["place"]
+    del fields["done"], fields["place"], fields["source"]
     return {**fields.pop("options"), **fields, "input": manifest.input[:12]}

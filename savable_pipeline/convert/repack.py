@@ -70,8 +70,8 @@ def repack(
     progress: Callable[[int, int, int], None],
     *,
     moved: bool,
-) -> tuple[list[Reject], ShardIndex | None]:
-    """Write the tars, each to its own `place`; gives what was left out, and their index.
+) -> tuple[list[Reject], ShardIndex | None, int]:
+    """Write the tars, each to its own `place`; gives what was left out, their index, and how many were looked at anew.
 
     A tar that is there is compared with its source if that may have changed since, or the whole source was `moved`.
     Raises OSError where a file cannot be written, and ValueError for two tars that would have one name.
@@ -107,10 +107,10 @@ def repack(
         if faults.get(name)
     ]
     if len(rejected) == len(tars):
-        return rejected, None
+        return rejected, None, len(jobs)
     if place.bucket is None:
-        return rejected, describe(target)
-    return rejected, _describe_holes(place, {name for name in names if (target / name).exists()})
+        return rejected, describe(target), len(jobs)
+    return rejected, _describe_holes(place, {name for name in names if (target / name).exists()}), len(jobs)
 
 
 def _describe_holes(place: ShardPlace, names: set[str]) -> ShardIndex:

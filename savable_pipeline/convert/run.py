@@ -39,6 +39,7 @@ from savable_pipeline.convert.plan import (
     make_plan,
     place_of,
     read_manifest,
+    source_name,
 )
 from savable_pipeline.convert.read import Reading, close_sources, read_source
 from savable_pipeline.convert.repack import digest_of, packed_tars, repack
@@ -70,6 +71,7 @@ class Report:
     hidden: int  # hidden files and folders, skipped
     warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
     nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there, and so no part
+    already: bool = field(default=False, compare=False)  # all of it was there before, and nothing was written
 
 
 def convert(
@@ -143,7 +145,7 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
             keep_parts(found, options.only)
         if keys is not None:
             keep_keys(found, keys)
-        plan = make_plan(found, options)
+        plan = make_plan(found, options, source_name(source.path))
         report = _finished(target, plan, mirror)
         if report is None:
             _write(target, plan, workers or _workers(found), engine, mirror, how.progress)
@@ -217,6 +219,7 @@ def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Rep
         input=digest_of(source, tars),
         options=how.options,
         place=place_of(source),
+        source=source_name(source),
     )
     there = read_manifest(target)
     if there is None:
@@ -226,15 +229,15 @@ def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Rep
     moved = there is not None and there.place != manifest.place
     bucket = None if mirror is None else mirror.bucket
     place = ShardPlace(name="", target=target, work=target / WORK, aside=target / WORK, bucket=bucket)
-    rejected, index = repack(source, tars, place, how.engine, how.progress, moved=moved)
+    rejected, index, written = repack(source, tars, place, how.engine, how.progress, moved=moved)
     if moved:
         replace_file(target / MANIFEST, [_pretty(manifest)], sync=True)
     replace_file(target / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     entries = [] if index is None else index.shards
     place_name = str(target) if mirror is None else mirror.bucket.url
     told = "" if index is None else links_told(place_name, index, range(len(entries)))
-    size = sum(e.size for e in entries)
-    return Report(sum(e.samples for e in entries), len(entries), size, rejected, 0, [told] if told else [])
+    samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
+    return Report(samples, len(entries), size, rejected, 0, [told] if told else [], already=not written)
 
 
 def _check_apart(source: Path | str, target: Path | str) -> None:
@@ -290,7 +293,7 @@ def _finished(target: Path, plan: Plan, mirror: Mirror | None) -> Report | None:
         return None
     _check_unchanged(target, plan, there, plan.shards, mirror)
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
-    return Report(samples, len(entries), size, rejected, plan.input.hidden)
+    return Report(samples, len(entries), size, rejected, plan.input.hidden, already=True)
 
 
 def _begin(target: Path, manifest: Manifest, mirror: Mirror | None) -> None:
@@ -303,8 +306,8 @@ def _check_unchanged(
     target: Path, plan: Plan, there: Manifest, shards: list[PlannedShard], mirror: Mirror | None
 ) -> None:
     """See `check_unchanged`; from then on the source may lie where it lies now."""
-    here = msgspec.structs.replace(there, place=plan.manifest.place)
-    check_unchanged(target, plan, shards, moved=here != there, mirror=mirror)
+    check_unchanged(target, plan, shards, there, mirror)
+    here = msgspec.structs.replace(there, place=plan.manifest.place, source=plan.manifest.source)
     if here != there:
         replace_file(target / MANIFEST, [_pretty(here)], sync=True)
 

@@ -14,6 +14,7 @@ from savable_pipeline.remote.remote_files import names_behind
 from savable_pipeline.remote.urls import is_remote
 from savable_pipeline.shards.braces import expand_braces
 from savable_pipeline.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.shards.part_types import IMAGE_PARTS
 from savable_pipeline.shards.paths import TARS, ShardKind, Shards, Unlistable, raise_it, spelled_out
 from savable_pipeline.stores.arrow_file import ARROW
 from savable_pipeline.stores.arrow_store import ArrowStore
@@ -115,10 +116,18 @@ def _kinds_at(spec: str) -> set[str]:
     kinds = set()
     for _, folders, files in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        kinds |= {_kind_of_name(name) for name in files}
+        kinds |= {_kind_of_name(name) for name in files} - _of_parts(files)
         if "tar" in kinds:
             break
     return kinds
+
+
+def _of_parts(files: list[str]) -> set[str]:
+    """{"tokens"} for a folder to convert: where each `.npy` and `.bin` is a picture's, by its name, or LitData's."""
+    pictures = {name.partition(".")[0] for name in files if name.lower().rpartition(".")[2] in IMAGE_PARTS}
+    tokens = {name.partition(".")[0] for name in files if _kind_of_name(name) == TOKENS.name}
+    chunked = "index.json" in files and all(name.startswith("chunk-") for name in tokens)
+    return {TOKENS.name} if chunked or tokens <= pictures else set()
 
 
 def _kinds_behind(url: str) -> set[str]:

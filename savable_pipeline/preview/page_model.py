@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from savable_pipeline.preview.turns import Turn
+
 LONGEST_TEXT = 1500  # characters of a text that are shown
 _UNSEEN = re.compile("[\0-\b\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
@@ -51,6 +53,7 @@ class Entry:
     text: str = ""
     thumbnails: Sequence[Thumbnail] = ()
     rows: Sequence[TokenRow] = ()
+    turns: Sequence[Turn] = ()
     fault: str = ""
 
 

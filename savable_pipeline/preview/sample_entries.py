@@ -9,6 +9,7 @@ from savable_pipeline.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
 from savable_pipeline.preview.page_model import Card, Entry, cut, first_line
 from savable_pipeline.preview.thumbnails import LARGEST_BYTES, thumbnail_of_file
+from savable_pipeline.preview.turns import conversation_in
 from savable_pipeline.shards.part_types import IMAGE_PARTS, TEXT_PARTS
 
 _MOST_PARTS = 16  # of a sample that are shown
@@ -43,7 +44,7 @@ def part_entry(sample: Sample, extension: str) -> Entry:
         if suffix in IMAGE_PARTS:
             return _image_entry(extension, note, head, size)
         if suffix == "json" and len(head) == size:
-            return Entry(extension, note, text=_json_text(head))
+            return _json_entry(extension, note, head)
         if suffix in TEXT_PARTS or suffix == "json" or _is_text(head, size):
             return Entry(extension, note, text=_text(head, size))
         return Entry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
@@ -58,11 +59,15 @@ def _image_entry(extension: str, note: str, head: bytes, size: int) -> Entry:
     return Entry(extension, f"{about}, {note}", thumbnails=[thumbnail])
 
 
-def _json_text(data: bytes) -> str:
+def _json_entry(extension: str, note: str, data: bytes) -> Entry:
+    """A conversation as its turns, and the rest of the record, or all of it, laid out anew."""
     try:
-        return cut(json.dumps(json.loads(data), indent=2, ensure_ascii=False))
+        record = json.loads(data)
+        turns, rest = conversation_in(record) or ([], record)
+        text = "" if turns and rest is None else cut(json.dumps(rest, indent=2, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
+    return Entry(extension, note, text=text, turns=turns)
 
 
 def _text(head: bytes, size: int) -> str:

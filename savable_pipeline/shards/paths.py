@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.braces import expand_braces
+from savable_pipeline.shards.no_dataset import instead_of_file, instead_of_folder
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ LANCE_CURE = (
 )
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
 NOT_THERE = "no such path"  # the reason of an error
+NO_SHARD = "no shard"  # of another
 _LONGEST_PATH = 4096  # characters
 
 
@@ -166,6 +168,8 @@ def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[
     for path in paths:
         if path.name.endswith(kind.refused):
             raise ShardError(f"{path}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
+        if kind is TARS and (instead := instead_of_file(path)):
+            raise ShardError(f"{path}: no tar; {instead}", reason=NO_SHARD)
     return paths
 
 
@@ -196,11 +200,12 @@ def _files_below(
         compressed += [name for name in files if name.endswith(kind.refused)]
         lance = lance or (folder if any(name.endswith(LANCE) for name in files) else "")
     if not names:
-        also = f"; {len(compressed)} {kind.compressed[1]} are there: {kind.cure} them" if compressed else ""
+        instead = f"; {len(compressed)} {kind.compressed[1]} are there: {kind.cure} them" if compressed else ""
         if lance:
-            also += f"; {lance} has files of Lance, which is not read here: {LANCE_CURE}"
+            instead += f"; {lance} has files of Lance, which is not read here: {LANCE_CURE}"
+        instead = instead or instead_of_folder(root)
         raise ShardError(
-            f"{root}: no {' or '.join(kind.suffixes)} file in this folder or below it{also}", reason="no shard"
+            f"{root}: no {' or '.join(kind.suffixes)} file in this folder or below it{instead}", reason=NO_SHARD
         )
     if compressed:
         log.warning("%s: %d %s are left out: %s them", root, len(compressed), kind.compressed[1], kind.cure)

@@ -34,14 +34,15 @@ class StateSummary:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The loader's state in a file that `torch.save` wrote; it may lie anywhere in nested dicts and lists.
 
-    Raises FileNotFoundError, or `StateError` if the file cannot be read or does not hold exactly one state.
+    Raises `StateError` if there is no such file, or if it cannot be read or does not hold exactly one state.
     """
     import torch
 
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "no such file"
+        raise StateError(f"{path}: {what}; expected a file that torch.save wrote, with the loader's state in it")
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
     except Exception as error:
         raise StateError(
             f"{path}: torch.load(weights_only=True) cannot read it ({type(error).__name__}): it was not written by "

@@ -8,6 +8,8 @@ import os
 import pty
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -111,7 +113,12 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         ),
         (["verify-resume", "no:such", "--pictures=gone"], "there is no folder gone for pictures"),
         (["info", "gone"], "gone: no such shard or folder"),
-        (["info", "in"], "no .tar file"),
+        (["info", "in"], "/in: no .tar file in this folder or below it; `savable convert "),
+        (["check", "in"], " DST` makes a dataset of its files"),
+        (["index", "table.csv"], "/table.csv DST` makes a dataset of it"),
+        (["preview", "in/000.jpg"], "/in DST` makes a dataset of its folder"),
+        (["state", "gone"], "gone: no such file; expected a file that torch.save wrote"),
+        (["state", "in"], "in: a folder; expected a file that torch.save wrote"),
         (["info", "bad.tar"], "bad.tar"),
     ],
 )
@@ -121,6 +128,7 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_two(
     monkeypatch.chdir(tmp_path)
     fill(tmp_path / "in", 2)
     (tmp_path / "file").touch()
+    (tmp_path / "table.csv").write_text("path,text\n")
     (tmp_path / "bad.tar").write_bytes(b"no tar" * 300)
     result = run(*arguments)
     assert result.exit_code == 2 and result.stdout == ""
@@ -134,6 +142,44 @@ def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) 
     result = run("convert", source, tmp_path / "out", "--shard-samples=1")
     assert result.exit_code == 2
     assert "holds another conversion: shard_samples None there, 1 here" in result.stderr
+
+
+def test_the_same_conversion_again_says_that_all_is_there(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2)
+    first, second = (run("convert", source, tmp_path / "out").stdout for _ in range(2))
+    assert second == f"all is there already, nothing was written:\n{first}"
+    (tmp_path / "out/000000.tar").unlink()
+    assert run("convert", source, tmp_path / "out").stdout == first
+
+
+def test_compressed_tars_again_say_that_all_is_there(tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    with tarfile.open(tmp_path / "packed/a.tar.gz", "w:gz") as tar:
+        tar.add(fill(tmp_path / "in", 2) / "000.txt", "000.txt")
+    os.utime(tmp_path / "packed/a.tar.gz", (0, 0))
+    first = run("convert", tmp_path / "packed", tmp_path / "out").stdout
+    soon = time.time() + 60  # the plain tar is of a later second than the packed one was changed
+    os.utime(tmp_path / "out/a.tar", (soon, soon))
+    assert run("convert", tmp_path / "packed", tmp_path / "out").stdout.splitlines() == [
+        "all is there already, nothing was written:",
+        *first.splitlines(),
+    ]
+
+
+def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_path: Path) -> None:
+    source, other = fill(tmp_path / "in", 2), fill(tmp_path / "other", 3)
+    run("convert", source, tmp_path / "out")
+    result = run("convert", other, tmp_path / "out")
+    assert result.exit_code == 2
+    assert (
+        f"holds another conversion: source '{source}' there, '{other}' here; samples 2 there, 3 here" in result.stderr
+    )
+    same_sizes = fill(tmp_path / "same", 2)
+    text = (same_sizes / "000.txt").read_bytes()
+    (same_sizes / "000.txt").write_bytes(text.upper())
+    result = run("convert", same_sizes, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"000.txt; source '{source}' there, '{same_sizes}' here" in result.stderr
 
 
 def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

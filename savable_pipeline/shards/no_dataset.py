@@ -1,0 +1,36 @@
+"""What people name where a dataset is wanted, and what makes one of it: raw files, tables, files of another reader."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+_READERS = {".tar": "sp.TarShardReader", ".parquet": "sp.ParquetReader", ".arrow": "sp.ArrowReader"}
+_TABLES = (".csv", ".tsv", ".json")
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
+_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".txt")
+
+
+def instead_of_folder(folder: Path) -> str:
+    """How a folder without shards of the wanted kind becomes a dataset, or is one; "" for an empty one."""
+    holds_files = False
+    for _, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in files if not name.startswith(".")):
+            holds_files = True
+            reader = _READERS.get(os.path.splitext(name)[1])  # noqa: PTH122  # a Path per name is slow
+            if reader is not None:
+                return f"; {name} is there, which {reader} reads"
+    return f"; `savable convert {shlex.quote(str(folder))} DST` makes a dataset of its files" if holds_files else ""
+
+
+def instead_of_file(path: Path) -> str:
+    """The command that makes tars of a table, or of the folder of a picture or a text; "" for any other file."""
+    name = path.name.lower()
+    plain = next((name.removesuffix(ending) for ending in _PACKED if name.endswith(ending)), name)
+    if plain.endswith(_TABLES):
+        return f"`savable convert {shlex.quote(str(path))} DST` makes a dataset of it"
+    if name.endswith(_PARTS):
+        return f"`savable convert {shlex.quote(str(path.parent))} DST` makes a dataset of its folder"
+    return ""

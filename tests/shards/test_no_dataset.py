@@ -1,0 +1,72 @@
+"""Raw files where a dataset is wanted: the error names the command that makes one, or the reader that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from tests.conftest import write_tar
+from tests.project.pages import png
+from tests.support.toy_sources import litdata
+
+LANE = sp.Lane()
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Pictures with features beside them, below a folder with a space in its name."""
+    folder = tmp_path / "my photos"
+    (folder / "below").mkdir(parents=True)
+    for name in ("a", "b"):
+        (folder / f"below/{name}.png").write_bytes(png(1))
+        (folder / f"below/{name}.npy").write_bytes(b"features")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda path: sp.TarShardReader(path, LANE),
+        lambda path: sp.TarShardReader([path], LANE),
+        lambda path: sp.ParquetReader(path, LANE),
+        lambda path: sp.ArrowReader(path, LANE),
+        lambda path: sp.JsonlReader(path, LANE),
+        sp.open_dataset,
+    ],
+)
+def test_every_reader_says_which_command_makes_a_dataset_of_raw_files(
+    photos: Path, opened: Callable[[Path], Any]
+) -> None:
+    with pytest.raises(sp.ShardError) as caught:
+        opened(photos)
+    assert str(caught.value).endswith(f"below it; `savable convert '{photos}' DST` makes a dataset of its files")
+
+
+def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> None:
+    with pytest.raises(sp.ShardError, match=r"`savable convert .*/lit DST` makes a dataset of its files$"):
+        sp.open_dataset(litdata(tmp_path / "lit"))
+
+
+def test_files_of_another_reader_are_named_with_it(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a/0.tar", [("k.txt", b"1")])
+    with pytest.raises(sp.ShardError, match=r"below it; 0\.tar is there, which sp\.TarShardReader reads$"):
+        sp.ParquetReader(tmp_path, LANE)
+
+
+def test_what_is_hidden_or_missing_is_nothing_to_convert(tmp_path: Path) -> None:
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/a.png").touch()
+    with pytest.raises(sp.ShardError, match=r"in this folder or below it$"):
+        sp.open_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["captions.csv", "captions.tsv.gz", "llava.json"])
+def test_a_table_alone_is_to_be_converted_and_no_index_is_made_of_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"a,b\n1,2\n")
+    with pytest.raises(sp.ShardError, match=rf"no tar; `savable convert .*/{name} DST` makes a dataset of it$"):
+        sp.open_dataset(tmp_path / name)
+    assert not (tmp_path / ".nv-meta").exists()
