@@ -72,18 +72,22 @@ class LastStep(Exception):
 class Notes:
     """Writes a line for each batch of a model: its hash and its loss.
 
-    `kill_at`: the number of batches of this process after which it kills itself; `last`: after which it raises
-    `LastStep` in a loop that does not end by itself.
+    `kill_at`: the number of batches of this process after which it kills itself, `kill_evaluating` that of an
+    evaluation's; `last`: after which it raises `LastStep` in a loop that does not end by itself.
     """
 
-    def __init__(self, log: Path, *, kill_at: int | None, last: int | None = None) -> None:
+    def __init__(
+        self, log: Path, *, kill_at: int | None, last: int | None = None, kill_evaluating: int | None = None
+    ) -> None:
         self.log = log
         self.kill_at = kill_at
+        self.kill_evaluating = kill_evaluating
         self.last = last
-        self.trained = 0
+        self.trained = self.evaluated = 0
 
     def before(self, training: bool) -> None:
-        if training and self.trained == self.kill_at:
+        done, end = (self.trained, self.kill_at) if training else (self.evaluated, self.kill_evaluating)
+        if done == end:
             os.kill(os.getpid(), signal.SIGKILL)
         if training and self.trained == self.last:
             raise LastStep
@@ -93,6 +97,7 @@ class Notes:
         with self.log.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         self.trained += training
+        self.evaluated += not training
 
 
 class Recorder(nn.Module):
