@@ -9,6 +9,8 @@
     accelerate.py   Accelerate
     fabric.py       Lightning Fabric
     lightning.py    Lightning Trainer
+    lightning_step.py   where it is in a step, and its counts
+    put_off.py      signals that have it save wait for a step's end
     deepspeed.py    DeepSpeed
     composer.py     Composer
     torchtitan.py   torchtitan

@@ -7,6 +7,7 @@ of an epoch's end it does not load that state again: the DataModule does, from e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
@@ -22,6 +23,8 @@ from savable_pipeline.trainers.evaluation import check_restarts, each
 from savable_pipeline.trainers.lightning_step import Step
 from savable_pipeline.trainers.put_off import PutOff
 from savable_pipeline.trainers.whole import Whole
+
+log = logging.getLogger(__name__)
 
 _AHEAD = 1  # batches that Lightning fetches before it trains on one, where it does not know how many there are
 
@@ -142,6 +145,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         self._make = make
         self._batches: _Batches | None = None
         self._state: Mapping[str, Any] | None = None  # of the checkpoint that a trainer goes on from
+        self._stepping = -1  # the trainer's steps before the last one that its optimizer began
 
     def begin(self, trainer: Any) -> None:
         """Take part in a `fit`."""
@@ -178,6 +182,15 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         if "combined_loader" not in loop["state_dict"]:  # Lightning has not asked for a loader yet
             loop["state_dict"]["combined_loader"] = [batches.state_dict()]
         batches.step.put_back(loop["epoch_loop.batch_progress"])
+        if batches.step.in_training and self._stepping == trainer.global_step:
+            log.warning(
+                "a checkpoint is saved while the optimizer is at work, after %d steps: some of the weights may have "
+                "taken the next one, whose batches come again",
+                trainer.global_step,
+            )
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        self._stepping = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._takes_part(trainer):

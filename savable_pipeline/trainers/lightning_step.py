@@ -10,10 +10,7 @@ that has weights without them, and no gradients: it must have the data, and the 
 
 from __future__ import annotations
 
-import logging
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 _COUNTS = ("ready", "started", "processed", "completed")
 
@@ -49,9 +46,9 @@ class Step:
         self.look()
         counts, begun = self._counts.current, self.begun
         if not self._automatic or self._trainer.accumulate_grad_batches == 1:
-            before = begun - (counts.ready - counts.processed)
+            before = begun - int(counts.ready - counts.processed)
             return max(before, self._stepped_at) if self._automatic else before
-        return max(begun - counts.ready, self._stepped_at)
+        return max(begun - int(counts.ready), self._stepped_at)
 
     @property
     def _automatic(self) -> bool:

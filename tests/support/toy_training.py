@@ -68,16 +68,19 @@ def write_training_shards(folder: Path) -> None:
 class Notes:
     """Writes a line for each batch of a model: its hash and its loss.
 
-    `kill_at`: the number of batches of this process after which it kills itself.
+    `kill_at`: the number of batches of this process after which it kills itself; `kill_evaluating`: that of an
+    evaluation's batches.
     """
 
-    def __init__(self, log: Path, *, kill_at: int | None) -> None:
+    def __init__(self, log: Path, *, kill_at: int | None, kill_evaluating: int | None = None) -> None:
         self.log = log
         self.kill_at = kill_at
-        self.trained = 0
+        self.kill_evaluating = kill_evaluating
+        self.trained = self.evaluated = 0
 
     def before(self, training: bool) -> None:
-        if training and self.trained == self.kill_at:
+        done, end = (self.trained, self.kill_at) if training else (self.evaluated, self.kill_evaluating)
+        if done == end:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def after(self, batch: dict[str, Tensor], loss: Tensor, training: bool) -> None:
@@ -85,6 +88,7 @@ class Notes:
         with self.log.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         self.trained += training
+        self.evaluated += not training
 
 
 class Recorder(nn.Module):

@@ -32,7 +32,7 @@ def drive(cases: list[Case], *tests: str, python: str = sys.executable, ranks: i
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [python, *torchrun, "-m", "tests.trainers.drive", *(case.text for case in cases), *tests]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    killed = ranks > 1 and cases[0].kill_at is not None
+    killed = ranks > 1 and cases[0].is_killed
     if bool(done.returncode) != killed:
         raise Differs(f"the process ended with {done.returncode}:\n{done.stdout[-9000:]}\n{done.stderr[-3000:]}")
 
@@ -181,6 +181,29 @@ def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = Fals
         expect_resumed(logs(cases), saved_before(len(logs(cases)[1]), 5))
         if validate:
             check_validations(cases)
+
+    return Trial([(1, case) for case in cases], check)
+
+
+def ends_of_epochs(
+    trainer: str, folder: Path, *, checkpoints: str, kind: str = "counted", ended_by: str = "kill"
+) -> Trial:
+    """Checkpoints of the ends of epochs alone: of four, killed in the third, or in the validation of the second; or
+    after two, which were all."""
+    kill_at = 2 * EPOCH + random.randint(1, EPOCH)
+    settings = {"kind": kind, "epochs": 4, "batches": 4 * EPOCH, "validate": True, "checkpoints": checkpoints}
+    straight, first, resumed = legs(trainer, folder, kill_at, **settings)
+    if ended_by == "kill in a validation":
+        sanity, each = 2, VALIDATED[trainer]
+        first = replace(first, kill_at=None, kill_evaluating=sanity + each + random.randrange(each))
+    elif ended_by == "max_epochs":
+        first = replace(first, kill_at=None, epochs=2, batches=2 * EPOCH)
+    cases = [straight, first, resumed]
+
+    def check() -> None:
+        expect_resumed(logs(cases), EPOCH if ended_by == "kill in a validation" else 2 * EPOCH)
+        if len(logs(cases)[0]) != 4 * EPOCH:
+            raise Differs(f"{len(logs(cases)[0])} batches in four epochs")
 
     return Trial([(1, case) for case in cases], check)
 

@@ -47,10 +47,16 @@ class Case:
     resume: bool = False
     validate: bool = False
     best: bool = False  # evaluates with each checkpoint, keeps the best one and loads it at the end
+    checkpoints: str = "steps"  # what has Lightning save: "steps", "default", "save_last" or "monitor"
+    kill_evaluating: int | None = None  # batches of evaluations of this process
 
     @property
     def text(self) -> str:
         return json.dumps(asdict(self))
+
+    @property
+    def is_killed(self) -> bool:
+        return self.kill_at is not None or self.kill_evaluating is not None
 
     @property
     def steps(self) -> int:
@@ -333,6 +339,7 @@ def run_lightning(case: Case) -> dict[str, Any]:
 
     torch.manual_seed(1)
     recorder = Recorder(case.log_of(rank()), kill_at=case.kill_at)
+    recorder.notes.kill_evaluating = case.kill_evaluating
     run = Path(case.folder, case.run)
 
     class Module(LightningModule):
@@ -344,7 +351,7 @@ def run_lightning(case: Case) -> dict[str, Any]:
             return self.recorder(**batch)
 
         def validation_step(self, batch: Any, index: int) -> None:
-            self.recorder(**batch)
+            self.log("score", self.recorder(**batch))
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
@@ -360,12 +367,17 @@ def run_lightning(case: Case) -> dict[str, Any]:
                 torch.set_rng_state(self.random)
 
     every = max(1, case.save_every // case.accumulate)
-    saver = ModelCheckpoint(run, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    savers: dict[str, dict[str, Any]] = {
+        "steps": {"filename": "{step}", "every_n_train_steps": every, "save_top_k": -1},
+        "default": {},
+        "save_last": {"save_last": True},
+        "monitor": {"monitor": "score", "save_top_k": -1},
+    }
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": ranks(),
         "strategy": "ddp" if ranks() > 1 else "auto",
-        "callbacks": [saver],
+        "callbacks": [ModelCheckpoint(run, **savers[case.checkpoints])],
         "max_steps": case.steps,
         "max_epochs": case.epochs if case.epochs < 1000 else -1,
         "accumulate_grad_batches": case.accumulate,
@@ -374,13 +386,20 @@ def run_lightning(case: Case) -> dict[str, Any]:
         "enable_model_summary": False,
         "limit_val_batches": 3 if case.validate else 0,
     }
-    return {
+    names = {
         "run": run,
         "make_model": Module,
         "settings": settings,
         "make_loader": partial(make_loader, case),
         "make_evaluation": partial(make_evaluation, case) if case.validate else None,
     }
+    if case.checkpoints != "steps":  # whose names the page does not know
+
+        def newest() -> Path | None:
+            return max(run.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+        names["newest"] = newest
+    return names
 
 
 NAMES = {
@@ -441,7 +460,7 @@ def ended(pid: int) -> int:
 
 def run_all(cases: list[Case]) -> None:
     """Run the cases of one trainer in children. Raises SystemExit after all, if one that is not killed ends badly."""
-    failed = [case for case in cases if ended(child(partial(run, case))) != (0 if case.kill_at is None else -9)]
+    failed = [case for case in cases if ended(child(partial(run, case))) != (-9 if case.is_killed else 0)]
     if failed:
         raise SystemExit("\n".join(f"ended badly: {case.text}" for case in failed))
 

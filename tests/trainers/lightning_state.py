@@ -144,8 +144,8 @@ def test_a_run_goes_on_behind_the_epoch_of_its_last_checkpoint(make: Any, tmp_pa
         made = trainer(tmp_path, *callbacks(tmp_path / name), max_epochs=epochs, **settings)
         return fit(made, data, resume=resume)
 
-    straight, first = run(4, "straight"), run(2, "first")
-    resumed = run(4, "resumed", newest(tmp_path / "first"))
+    straight, first = run(2, "straight"), run(1, "first")
+    resumed = run(2, "resumed", newest(tmp_path / "first"))
     assert first.seen + resumed.seen == straight.seen and len(first.seen) == len(resumed.seen) > 0
     assert resumed.weights == straight.weights
 
@@ -196,10 +196,7 @@ def broken() -> None:
     raise Broken
 
 
-runs = pytest.mark.parametrize("kind,accumulate", [("endless", 1), ("endless", 3), ("counted", 3)])
-
-
-@runs
+@pytest.mark.parametrize("kind,accumulate", [("endless", 1), ("endless", 3), ("counted", 3)])
 @pytest.mark.parametrize("where", ["fetched", "step", "backward", "end"])
 def test_an_error_at_any_moment_leaves_a_checkpoint_from_which_no_batch_is_lost(
     make: Any, tmp_path: Path, where: str, kind: str, accumulate: int
@@ -216,7 +213,20 @@ def test_an_error_at_any_moment_leaves_a_checkpoint_from_which_no_batch_is_lost(
     assert resumed.weights == straight.weights, n
 
 
-@runs
+def test_a_checkpoint_from_inside_the_optimizer_says_so(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = SavableDataModule(make("endless"))
+    with pytest.raises(Broken), caplog.at_level("WARNING", logger="savable_pipeline"):
+        fit(trainer(tmp_path, OnExceptionCheckpoint(tmp_path), max_steps=9), data, Module("optimizer", 5, broken))
+    assert "while the optimizer is at work, after 4 steps" in caplog.text
+    straight, resumed = Module(), Module()
+    fit(trainer(tmp_path, max_steps=9), SavableDataModule(make("endless")), straight)
+    fit(trainer(tmp_path, max_steps=9), SavableDataModule(make("endless")), resumed, tmp_path / "on_exception.ckpt")
+    assert resumed.seen == straight.seen[4:]
+
+
+@pytest.mark.parametrize("kind,accumulate", [("endless", 3), ("counted", 1)])
 @pytest.mark.parametrize("where", ["fetched", "step", "optimizer", "stepped", "end", "validation", "encode"])
 def test_a_signal_at_any_moment_has_a_checkpoint_saved_from_which_no_batch_is_lost(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, kind: str, accumulate: int

@@ -8,6 +8,7 @@ from tests.trainers.best import keeps_the_best
 from tests.trainers.cases import (
     Plan,
     dp_by_tp,
+    ends_of_epochs,
     epochs_on_other_ranks,
     last_batch,
     one_rank,
@@ -34,6 +35,13 @@ CASES: dict[str, Plan] = {
     "3 epochs, 2 → 1 ranks": partial(epochs_on_other_ranks, before=2, after=1),
     "3 epochs, 1 → 2 ranks": partial(epochs_on_other_ranks, before=1, after=2),
     "validation": partial(three_epochs, kind="counted", validate=True),
+    "ends: default": partial(ends_of_epochs, checkpoints="default"),
+    "ends: no length": partial(ends_of_epochs, checkpoints="default", kind="packed"),
+    "ends: save_last": partial(ends_of_epochs, checkpoints="save_last"),
+    "ends: monitor": partial(ends_of_epochs, checkpoints="monitor"),
+    "ends: validating": partial(ends_of_epochs, checkpoints="monitor", ended_by="kill in a validation"),
+    "ends: max_epochs": partial(ends_of_epochs, checkpoints="default", ended_by="max_epochs"),
+    "ends: last, max_epochs": partial(ends_of_epochs, checkpoints="save_last", kind="packed", ended_by="max_epochs"),
 }
 _OWN_LOOP = {"accumulate 2", "validation"}  # the page's loop has neither
 _ONE_PASS = {case for case in CASES if case.startswith(("last batch", "3 epochs"))}
@@ -54,3 +62,6 @@ for _trainer in ("hf", "trl"):
 for _trainer in ("torch", "fsdp2", "accelerate", "fabric", "lightning", "deepspeed", "torchtitan", "composer"):
     LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"} | _BEST
 LEFT_OUT["megatron"] |= _BEST
+_ENDS = {case for case in CASES if case.startswith("ends")}  # Lightning saves and loads them in a way of its own
+for _trainer in LEFT_OUT.keys() - {"lightning"}:
+    LEFT_OUT[_trainer] = LEFT_OUT[_trainer] | _ENDS
