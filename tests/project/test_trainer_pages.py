@@ -27,7 +27,7 @@ NEEDS = {
 def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path: Path) -> None:
     installed = [trainer for trainer, module in NEEDS.items() if find_spec(module)]
     assert "torch" in installed
-    command = [sys.executable, "-m", "tests.support.page_scripts", str(tmp_path), *installed]
+    command = [sys.executable, "-m", "tests.support.page_scripts", str(tmp_path), *installed, "elastic", "ranks"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
 
