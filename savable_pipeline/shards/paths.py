@@ -89,6 +89,8 @@ def find_shards(
         root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
         return root, with_handles(partial(_files_below, root, kind, unlistable, visited))
     paths = [path for spec in specs for path in _expand(spec, kind, missing_too, unlistable)]
+    if kind is TARS and len(paths) == 1 and (instead := instead_of_file(paths[0])):
+        raise ShardError(f"{paths[0]}: no tar; {instead}", reason=NO_SHARD)
     if len(set(paths)) < len(paths):
         twice = Counter(paths).most_common(1)[0][0]
         raise ShardError(f"{twice}: the same shard is named twice")
@@ -168,8 +170,6 @@ def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[
     for path in paths:
         if path.name.endswith(kind.refused):
             raise ShardError(f"{path}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
-        if kind is TARS and (instead := instead_of_file(path)):
-            raise ShardError(f"{path}: no tar; {instead}", reason=NO_SHARD)
     return paths
 
 

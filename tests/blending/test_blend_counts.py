@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,6 +61,17 @@ def test_of_usual_weights_the_sum_over_lanes_is_within_one_and_a_half_samples_to
     lane, over_lanes = off(weights, 96, 8, 400)
     assert lane <= 1.5
     assert over_lanes <= 1.5
+
+
+def test_of_random_mixtures_nine_in_ten_have_the_sum_over_lanes_within_one_and_a_half_and_none_is_over_2_7() -> None:
+    """What docs/packing-and-blending.md promises of the sums."""
+    draw, sums = random.Random(0), []
+    for _ in range(100):
+        largest = draw.choice([10, 2_000, 10**6])
+        weights = [draw.randint(1, largest) for _ in range(draw.randint(2, 12))]
+        sums.append(off(weights, draw.choice([1, 2, 3, 8, 12, 24, 96]), 8, 100)[1])
+    assert sum(most <= 1.5 for most in sums) >= 90
+    assert max(sums) <= 2.7
 
 
 def test_up_to_two_sources_and_wherever_all_come_often_the_closed_form_is_within_one() -> None:

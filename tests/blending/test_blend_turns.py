@@ -66,6 +66,20 @@ def test_in_every_lane_the_shares_are_within_one_and_a_half_samples_at_multiples
     assert worst(chosen, weights) <= Fraction(5, 2) + Fraction(stride, 4)
 
 
+@pytest.mark.parametrize("stride", [4, 8, 32])
+def test_between_two_strides_a_lane_may_be_further_off_by_no_more_than_the_page_says(stride: int) -> None:
+    """docs/packing-and-blending.md: 1.5 after every `stride` samples, between them 2.5 and a quarter of `stride`."""
+    at_strides, between = Fraction(0), Fraction(0)
+    for weights in ([4, 3, 2, 1], [7, 1, 1, 1], [123, 45, 678, 9]):
+        counts = LaneCounts(weights, 12, stride=stride)
+        for place in range(12):
+            chosen = LaneTurns(weights, counts, place, key=place).plan(64 * stride)
+            at_strides = max(at_strides, worst(chosen, weights, every=stride))
+            between = max(between, worst(chosen, weights))
+    assert at_strides <= Fraction(3, 2)
+    assert Fraction(3, 2) < between <= Fraction(5, 2) + Fraction(stride, 4)
+
+
 def test_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
     lanes = LaneCounts([999, 1], 96, stride=1)
     plans = [LaneTurns([999, 1], lanes, place, key=place).plan(2000) for place in range(96)]
