@@ -142,8 +142,21 @@ def test_an_error_while_deaths_are_seen_to_is_not_hidden_by_the_close(
     for pid in workers(own):
         kill(pid)
 
+    server: Any = own._run.prefetcher._launcher
+    ended = server.ended
+
+    def all_at_once() -> list[tuple[int, int]]:
+        found = ended()
+        while len(found) < 3:
+            time.sleep(0.01)
+            found += ended()
+        monkeypatch.setattr(server, "ended", ended)
+        return found  # type: ignore[no-any-return]
+
     def broken(*_: object) -> None:
         raise ZeroDivisionError
+
+    monkeypatch.setattr(server, "ended", all_at_once)
 
     monkeypatch.setattr(pool.Pool, "_replace", broken)
     with pytest.raises(ZeroDivisionError):
