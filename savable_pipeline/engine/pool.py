@@ -269,8 +269,8 @@ class Pool:
 
     def _see_to_ended(self) -> None:
         not_started: set[int] = set()  # the exit codes of those that would end so again
-        for number, code in self._launcher.ended():
-            worker = self._by_number.pop(number, None)
+        ended = [(self._by_number.pop(number, None), code) for number, code in self._launcher.ended()]
+        for worker, code in ended:  # all are noted by now: whatever is raised here, `close` waits for none of them
             if worker is not None:
                 while worker.channel.has_come() and self._take(worker):
                     pass  # take the answers it sent before it died

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from functools import cached_property
 from typing import ClassVar
 
@@ -31,7 +32,7 @@ class FileStore(RecordStore):
         self.index_path = found.index_path
         self._index, self._form = found.index, form
         self.files: LocalFiles | CachedBlocks = (
-            LocalFiles(found.root, self)
+            LocalFiles(found.root, weakref.proxy(self))
             if found.place is None
             else CachedBlocks(found.place, self, all_used=self.all_used, downloader=found.downloader)
         )

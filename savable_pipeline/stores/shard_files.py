@@ -49,9 +49,9 @@ class ShardFiles(OrderedDict[int, int], ABC):
         """Closes the shard that was opened first."""
         os.close(self.popitem(last=False)[1])
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit `os` may be gone before
         for descriptor in self.values():
-            os.close(descriptor)
+            close(descriptor)
 
     @property
     def prefetch_refs(self) -> int:

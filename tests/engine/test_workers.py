@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -107,6 +108,60 @@ def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_replaced_and_nothin
             found += take(own, 1)
         found += take(own, 4)
         assert found == expected
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """More than 1,024 descriptors, the most that `select` can wait for, are open before anything of a test is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2000)), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_workers_are_replaced_whatever_the_trainer_has_open(faulty: Any, many_descriptors: None) -> None:
+    with loader(faulty("none"), 0) as alone:
+        expected = take(alone, 12)
+    with loader(faulty("none"), 2) as own:
+        given = take(own, 4)
+        for pid in workers(own):
+            kill(pid)
+        assert given + take(own, 8) == expected
+        assert own.stats()["restarts"] == 2
+
+
+def test_an_error_while_deaths_are_seen_to_is_not_hidden_by_the_close(
+    faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "EXIT_WAIT_S", 0.5)
+    own = loader(faulty("none"), 3)
+    next(own)
+    for pid in workers(own):
+        kill(pid)
+
+    server: Any = own._run.prefetcher._launcher
+    ended = server.ended
+
+    def all_at_once() -> list[tuple[int, int]]:
+        found = ended()
+        while len(found) < 3:
+            time.sleep(0.01)
+            found += ended()
+        monkeypatch.setattr(server, "ended", ended)
+        return found  # type: ignore[no-any-return]
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server, "ended", all_at_once)
+
+    monkeypatch.setattr(pool.Pool, "_replace", broken)
+    with pytest.raises(ZeroDivisionError):
+        take(own, 12)
+    own.close()
 
 
 def test_a_state_saved_after_a_worker_was_killed_resumes_exactly(make_shards: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -179,3 +181,18 @@ def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_
         files.verify_given()
     for descriptor in others:
         os.close(descriptor)
+
+
+def test_files_that_outlive_the_names_of_their_module_as_at_exit_are_closed(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = open_dataset(make_shards([2])).store.files  # type: ignore[attr-defined]
+    descriptor, ignored = files[0], []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    monkeypatch.setattr(shard_files, "os", None)
+    del files
+    gc.collect()
+    monkeypatch.undo()
+    assert not ignored
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -1,0 +1,82 @@
+"""Of fifty loaders that were closed nothing stays open, nor in memory: neither descriptors nor stores."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.stores.file_store import FileStore
+from savable_pipeline.stores.shard_files import ShardFiles
+from savable_pipeline.stores.tar_store import TarStore
+from tests.support.wide_pipelines import write_store
+
+READERS: dict[str, Callable[..., sp.Stage]] = {
+    "tar": sp.TarShardReader,
+    "parquet": sp.ParquetReader,
+    "arrow": sp.ArrowReader,
+    "jsonl": sp.JsonlReader,
+    "tokens": partial(sp.TokenReader, length=3),
+}
+
+
+class Sizes(sp.TaskEncoder):
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
+        return len(sample[list(sample)[-1]])
+
+
+def alone(kind: str, folder: Path, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(READERS[kind](str(folder), lane), Sizes()), size=2)
+
+
+def joined(kind: str, folder: Path, lane: sp.Lane) -> sp.Stage:
+    samples = sp.Join(READERS[kind](str(folder), lane), {"other": str(folder)})
+    return sp.Batcher(sp.Encode(samples, Sizes()), size=2)
+
+
+def held() -> tuple[int, int]:
+    """The descriptors of this process, and the stores and their files in its memory."""
+    gc.collect()
+    stores = sum(isinstance(one, FileStore | TarStore | ShardFiles) for one in gc.get_objects())
+    return len(os.listdir("/proc/self/fd")), stores  # noqa: PTH208  # it is counted only
+
+
+def use(pipeline: Callable[[sp.Lane], sp.Stage], loaders: int) -> None:
+    for _ in range(loaders):
+        with sp.SavableLoader(pipeline, seed=0, lanes=2) as loader:
+            for _ in range(20):
+                next(loader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"), [*((kind, alone) for kind in READERS), *((kind, joined) for kind in READERS if kind != "tokens")]
+)
+def test_nothing_of_fifty_closed_loaders_is_left(tmp_path: Path, kind: str, make: Any) -> None:
+    write_store(kind, tmp_path / "data", [12, 9])
+    pipeline = partial(make, kind, tmp_path / "data")
+    use(pipeline, 1)  # indexes, and imports what it needs
+    before = held()
+    use(pipeline, 50)
+    assert held() <= before
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_the_files_of_a_closed_loader_are_closed_without_a_collection_of_garbage(tmp_path: Path, kind: str) -> None:
+    write_store(kind, tmp_path / "data", [12, 9])
+    pipeline = partial(alone, kind, tmp_path / "data")
+    use(pipeline, 1)
+    before, _ = held()
+    gc.disable()
+    try:
+        use(pipeline, 5)
+        assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208  # it is counted only
+    finally:
+        gc.enable()
