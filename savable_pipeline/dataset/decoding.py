@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,29 @@ from savable_pipeline.dataset.transparency import converted
 from savable_pipeline.shards.part_types import IMAGE_PARTS, JSON_PARTS, TEXT_PARTS, open_image, part_type
 
 LARGEST_NPZ = 1 << 32  # bytes of all arrays of an `npz`
+LARGEST_PACKED = 1 << 30  # bytes that a compressed part decompresses to
+
+
+def unpacked(extension: str, data: bytes) -> bytes:
+    """The content of a part whose extension ends in `gz`, such as "txt.gz"; any other part as it is.
+
+    Raises ValueError for damage, and for more than `LARGEST_PACKED`.
+    """
+    if part_type(extension) != "gz":
+        return data
+    found = bytearray()
+    while data:
+        stream = zlib.decompressobj(wbits=31)
+        try:
+            found += stream.decompress(data, LARGEST_PACKED + 1 - len(found))
+        except zlib.error as error:
+            raise ValueError(f"the part {extension} cannot be decompressed: {error}") from error
+        if len(found) > LARGEST_PACKED:
+            raise ValueError(f"the part {extension} decompresses to more than {LARGEST_PACKED:,} bytes")
+        if not stream.eof:
+            raise ValueError(f"the part {extension} ends within its compressed data: it was cut")
+        data = stream.unused_data.lstrip(b"\0")  # padding, or another file behind it
+    return bytes(found)
 
 
 def decoded_part(extension: str, data: bytes) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
-from savable_pipeline.dataset.decoding import decoded_part
+from savable_pipeline.dataset.decoding import decoded_part, unpacked
 from savable_pipeline.dataset.transparency import Colour, converted
 from savable_pipeline.shards.part_types import IMAGE_PARTS, TEXT_PARTS, find_part, open_image
 
@@ -199,12 +199,19 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self.origin.head(self._shard, self._row, extension, limit)
 
     def json(self, extension: str = "json") -> Any:
-        """The part decoded as JSON: the results and the errors of `json.loads`, six times as fast."""
-        return decoded_json(self[extension])
+        """The part decoded as JSON: the results and the errors of `json.loads`, six times as fast.
+
+        A part whose extension ends in `gz` is decompressed first.
+        """
+        return decoded_json(unpacked(extension, self[extension]))
 
     def text(self, extension: str | None = None) -> str:
-        """The part decoded as UTF-8; by default the first of txt, text, caption and md that the sample has."""
-        return self[extension or self._first(TEXT_PARTS)].decode()
+        """The part decoded as UTF-8; by default the first of txt, text, caption and md that the sample has.
+
+        A part whose extension ends in `gz`, such as "txt.gz", is decompressed first.
+        """
+        part = extension or self._first(TEXT_PARTS)
+        return unpacked(part, self[part]).decode()
 
     def image(self, extension: str | None = None, mode: str = "RGB", *, background: Colour = "white") -> Image.Image:
         """The part decoded as an image of this mode; by default the first of `sp.IMAGE_PARTS` that the sample has.

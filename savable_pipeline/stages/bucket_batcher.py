@@ -12,8 +12,8 @@ import msgspec
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.batcher import EncoderBatches
 from savable_pipeline.stages.bucket_sizes import BatchSize, BucketSizes, Group, plain_group
+from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -28,6 +28,7 @@ class _BucketState(msgspec.Struct):
     count: SavedCount
     source: dict[str, Any]
     keys: list[tuple[Any, int]] | None = None
+    first: Any = None
 
 
 @dataclass(slots=True)
@@ -51,6 +52,9 @@ class BucketBatcher(EncoderBatches):
     that gives an int, a str, None or a tuple of these, and depends on the item alone. Each group has buckets of its
     own; without `bounds` one, of any length. `size` may be a mapping from the group to its size or sizes. The
     fingerprint keeps the function's name, and `settings()` of an object.
+
+    With `SavableLoader(tail="pad")` every batch has the rows of its bucket and, beside the encoder's keys, a key
+    "valid": bool (rows,), False for rows that only fill up the batch; these repeat an item.
 
     `encoder=None` takes the encoder upstream.
 
@@ -111,7 +115,7 @@ class BucketBatcher(EncoderBatches):
     def __next__(self) -> Any:
         key = self._due()
         bucket, size = self._buckets[key], self._size(key)
-        batch = self._combined(bucket.items[:size], bucket.refs[:size])
+        batch = self._given(bucket.items[:size], bucket.refs[:size], size)
         self._let_go(key)
         return batch
 
@@ -124,7 +128,12 @@ class BucketBatcher(EncoderBatches):
         key = self._next_bucket()
         if key is None:
             raise StopIteration
+        self._note_first(self._buckets[key].refs[0])
         return key
+
+    def _rows_of(self, item: Any) -> int:
+        key = self._key(item)
+        return 0 if key[1] == self._sizes.buckets else self._size(key)
 
     def _next_bucket(self) -> _Key | None:
         while (key := self._fill()) is not None:
@@ -240,23 +249,26 @@ class BucketBatcher(EncoderBatches):
         """`buckets`: the refs of the items in each bucket; `count`: batches given so far.
 
         `taken`: the ref of an item that an error kept from its bucket; else None. With groups `keys`: group and number
-        of each bucket.
+        of each bucket; where batches are padded `first`: the ref of the first item.
         """
         keys: list[_Key] = [(None, number) for number in range(self._sizes.buckets)]
         if self.group is not None:
             keys = list(self._buckets)
-        state = {
+        state: State = {
             "buckets": [list(self._buckets[key].refs) if key in self._buckets else [] for key in keys],
             "taken": None if self._taken is None else self._taken[1],
             "count": self._count,
             "source": self.source.save_state(),
         }
+        if self._first is not None:
+            state["first"] = self._first
         return state if self.group is None else {**state, "keys": keys}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; held items are made again when they are needed."""
         saved = parse_state(self, state, _BucketState)
         keys = self._saved_keys(saved)
+        self._restore_first(saved.first)
         self.source.restore_state(saved.source)
         kept = [self.keep_known(list(map(as_ref, refs))) for refs in saved.buckets]
         self._buckets = {

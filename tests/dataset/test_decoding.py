@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import pickle
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 import savable_pipeline as sp
 from savable_pipeline.dataset import decoding
 from savable_pipeline.dataset.decoding import decoded_part
+from tests.conftest import write_tar
 from tests.support.toy_samples import plain_png, sample
 
 
@@ -103,3 +106,21 @@ def test_the_default_encoder_gives_lists_with_none_for_what_is_missing() -> None
     encoder, rng = sp.Decoded(), sp.Rng(0)
     items = [encoder.encode(sample({"txt": "a"}), rng), encoder.encode(sample({"txt": "b", "json": {"x": 1}}), rng)]
     assert encoder.batch(items, rng) == {"__key__": ["a", "a"], "txt": ["a", "b"], "json": [None, {"x": 1}]}
+
+
+def test_a_compressed_part_is_read_as_text_and_json_by_its_ending(tmp_path: Path) -> None:
+    packed = gzip.compress("ü".encode()) + gzip.compress(b"!")
+    parts = [("a.txt.gz", packed), ("a.JSON.GZ", gzip.compress(b'{"id": 1}')), ("a.cut.gz", packed[:-9])]
+    write_tar(tmp_path / "a.tar", [*parts, ("a.no.gz", b"text")])
+    sample = next(sp.TarShardReader(tmp_path, sp.Lane()))
+    assert (sample.text("txt.gz"), sample.json("json.gz"), sample["txt.gz"]) == ("ü!", {"id": 1}, packed)
+    for part, told in (("cut.gz", "ends within its compressed data"), ("no.gz", "cannot be decompressed")):
+        with pytest.raises(ValueError, match=f"the part {part} {told}"):
+            sample.text(part)
+
+
+def test_a_compressed_part_is_never_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "LARGEST_PACKED", 1000)
+    assert len(decoding.unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(400)))) == 1000
+    with pytest.raises(ValueError, match=r"txt\.gz decompresses to more than 1,000 bytes"):
+        decoding.unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(401)))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.testing import assert_exact_resume
+from savable_pipeline.loader.run import Run
+from savable_pipeline.loader.settings import LoaderSettings
+from savable_pipeline.testing import _take_step, assert_exact_resume
+from tests.conftest import write_numbered_shards
 from tests.packing.test_packer import Items, Packs
 from tests.support.toy_pipelines import ToyEncoder
 
@@ -271,3 +277,77 @@ def test_wrong_settings_are_refused(how: dict[str, Any], what: str) -> None:
 def test_a_state_of_other_buckets_is_a_mismatch() -> None:
     with pytest.raises(sp.CheckpointMismatchError, match="the state has 2 buckets"):
         batcher([1], bounds=[5]).restore_state(batcher([1]).save_state())
+
+
+class Marked(sp.TaskEncoder):
+    """Items whose length, and whether they are left out, follow from their number; batches as dicts."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        return sp.Skip("seventh") if number % 7 == 6 else number
+
+    def length(self, item: int) -> int:
+        return item * 5 % 13
+
+    def parity(self, item: int) -> int:
+        return item % 2
+
+    def batch(self, items: list[int], rng: sp.Rng) -> dict[str, Any]:
+        return {"id": torch.tensor(items)}
+
+
+def padded(shards: str, how: dict[str, Any], lane: sp.Lane) -> sp.Stage:
+    samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=1), size=5)
+    return sp.BucketBatcher(sp.Encode(samples, Marked()), **how)
+
+
+PADDED: list[dict[str, Any]] = [
+    {"bounds": [4, 9], "size": [4, 3]},  # lengths of 10 to 12 are left out
+    {"bounds": [4, 12], "max_tokens": 24},
+    {"group": "parity", "size": {0: 4, 1: 3}},
+]
+
+
+def check_once(shards: str, count: int, how: dict[str, Any], lanes: int, ranks: int, workers: int) -> None:
+    """Each sample that is not left out comes once, in batches of the rows of their bucket, as many on each rank."""
+    run: dict[str, Any] = {"seed": 3, "lanes": lanes, "tail": "pad"}
+    alone = [
+        (batch["id"].tolist(), batch["valid"].tolist())
+        for batch in sp.SavableLoader(partial(padded, shards, how), **run)
+    ]
+    if workers:
+        with sp.SavableLoader(partial(padded, shards, how), num_workers=workers, **run) as own:
+            assert [(batch["id"].tolist(), batch["valid"].tolist()) for batch in own] == alone
+    runs = [
+        Run(LoaderSettings(partial(padded, shards, how), rank=rank, world_size=ranks, **run)) for rank in range(ranks)
+    ]
+    found = []
+    while (step := _take_step(runs))[0].epoch == 0:  # then the next pass is begun
+        assert len(step) == ranks
+        found += [(entry.batch["id"].tolist(), entry.batch["valid"].tolist()) for entry in step]
+    assert found[: len(alone)] == alone and not any(any(valid) for _, valid in found[len(alone) :])
+    longest = how["bounds"][-1] if "bounds" in how else 100
+    encoder, wanted = Marked(), [number for number in range(count) if number % 7 != 6]
+    kept = [number for number in wanted if encoder.length(number) <= longest]
+    assert sorted(number for ids, valid in found for number, own in zip(ids, valid, strict=True) if own) == kept
+    for ids, valid in found:
+        size = sp.BucketBatcher(Items([]), encoder=encoder, **how)._rows_of(ids[0])
+        assert len(ids) == len(valid) == size and set(ids) <= set(kept)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 60), st.sampled_from(PADDED), st.sampled_from([(1, 1), (6, 1), (6, 2), (6, 3), (12, 4)]))
+def test_padded_buckets_give_every_sample_once_on_any_number_of_ranks(
+    count: int, how: dict[str, Any], split: tuple[int, int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_numbered_shards(Path(folder), [count])
+        check_once(folder, count, how, *split, workers=0)
+
+
+def test_padded_buckets_are_the_same_from_workers_and_resume_exactly(make_shards: Any) -> None:
+    shards = str(make_shards([20, 3]))
+    check_once(shards, 23, PADDED[0], 6, 2, workers=2)
+    for how in PADDED[::2]:
+        wide: dict[str, Any] = {"steps": 4, "workers": (0,), "world_sizes": (1, 2), "after": 2}
+        assert assert_exact_resume(partial(padded, shards, how), seed=3, lanes=6, tail="pad", **wide)
