@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from savable_pipeline.core.addresses import clean_address
+
 _NAMES_SHOWN = 5
 
 
@@ -36,4 +38,4 @@ def encodable(text: str) -> str:
 def short_error(error: BaseException) -> str:
     """Type and first line of an error, at most 300 characters."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return clean_address(f"{type(error).__name__}: {lines[0] if lines else ''}")[:300]

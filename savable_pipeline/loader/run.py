@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.named_object import refuse_while_importing
 from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
@@ -168,6 +169,7 @@ class Run:
     # Going on.
 
     def __iter__(self) -> Run:
+        refuse_while_importing()
         at = self.position
         if self._restarts and not at.loaded and (at.history or at.previous is not None or at.slot):
             self.prefetcher.restart()
@@ -287,6 +289,7 @@ class Run:
 
     def _check_ranks(self) -> None:
         """Raise ValueError for ranks that were others, `CheckpointMismatchError` for ranks that read other shards."""
+        refuse_while_importing()
         self.ranks.check_world()
         if self._asks_ranks and self.ranks.can_talk:
             check_same_data(self.ranks, self._fingerprint)
