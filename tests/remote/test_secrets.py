@@ -67,7 +67,7 @@ def test_a_target_with_a_secret_is_refused_and_the_secret_not_repeated(
     written = capsys.readouterr()
     assert ended.value.code and written.err
     assert "hidden" not in written.out + written.err
-    with pytest.raises(ValueError, match="bucket|folder") as caught, mirrored(target):
+    with pytest.raises(ValueError, match=r"bucket|folder|password") as caught, mirrored(target):
         pass
     assert "hidden" not in str(caught.value)
 
