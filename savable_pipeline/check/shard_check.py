@@ -109,7 +109,7 @@ def check_downloaded(
     try:
         with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
             for each in names:
-                stat = downloader.call("stat", url, each)
+                stat = downloader.call("stat", url, each, each == name)
                 if stat is not None:
                     downloader.call("whole", url, each, stat[0], str(folder / each))
         return check(folder, name)

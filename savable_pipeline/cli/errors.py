@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import typer
 
 from savable_pipeline.cli.console import err, printable
+from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.errors import SavableError
 
 
@@ -17,7 +18,7 @@ def errors_as_lines() -> Iterator[None]:
     try:
         yield
     except (SavableError, ValueError, OSError) as error:
-        line = " ".join(str(error).split())
+        line = clean_address(" ".join(str(error).split()))
         err.print(f"[bold red]error:[/] {printable(line)}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

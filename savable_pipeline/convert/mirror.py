@@ -21,6 +21,7 @@ from pathlib import Path
 from savable_pipeline.convert.plan import MANIFEST, RECORDS, WORK
 from savable_pipeline.convert.shard_job import make_hole
 from savable_pipeline.convert.writer_processes import claimed
+from savable_pipeline.core.addresses import clean_address, has_user
 from savable_pipeline.errors import SavableError
 from savable_pipeline.remote.bucket import SCHEMES, Bucket, Found, close_buckets
 from savable_pipeline.remote.cache_space import cache_folder
@@ -72,7 +73,11 @@ def mirrored(url: str) -> Iterator[Mirror]:
     url = url.rstrip("/")
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES or not rest:
-        raise ValueError(f"{url}: shards can be written to a folder, or to {', '.join(f'{s}://' for s in SCHEMES)}")
+        raise ValueError(
+            f"{clean_address(url)}: shards can be written to a folder, or to {', '.join(f'{s}://' for s in SCHEMES)}"
+        )
+    if has_user(url):
+        raise ValueError(f"{clean_address(url)}: a URL has no user or password in it: give these in the environment")
     mirror = Mirror(Bucket(url), cache_folder(None) / f"convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     mirror.folder.mkdir(parents=True, exist_ok=True)
     with _locked(mirror):

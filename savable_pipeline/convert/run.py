@@ -46,6 +46,7 @@ from savable_pipeline.convert.repack import digest_of, packed_tars, repack
 from savable_pipeline.convert.shard_job import Job, ShardPlace, Written, read_written, room_on
 from savable_pipeline.convert.sources import Source, recognize
 from savable_pipeline.convert.writer_processes import claimed, write_shards
+from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.errors import SavableError
@@ -102,7 +103,7 @@ def convert(
     how = _How(options, files_from, keys, reshard, workers, engine, progress)
     source = source if isinstance(source, Source) else recognize(source)
     if isinstance(target, Path) and re.match("[a-z0-9]+:/", str(target)):
-        raise ValueError(f"{target}: a Path cannot hold a URL; give it as a str")
+        raise ValueError(f"{clean_address(str(target))}: a Path cannot hold a URL; give it as a str")
     if "://" not in str(target):
         return _convert(source, Path(target), how, None)
     with mirrored(str(target)) as mirror:

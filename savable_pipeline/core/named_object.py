@@ -14,7 +14,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from savable_pipeline.errors import SavableError
+
 _NAME = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+
+_importing: list[str] = []  # what a command imports at this moment
+
+
+def refuse_while_importing() -> None:
+    """Raise `SavableError` while a command imports a user's file, which must not train."""
+    if _importing:
+        guard = 'if __name__ == "__main__":'
+        raise SavableError(
+            f"a command imports {_importing[-1]}, which iterates over its loader when it is imported: that would "
+            f"train, and overwrite checkpoints. Put what trains behind a guard, as in\n\n    {guard}\n        "
+            "main()\n\nNo batch was taken"
+        )
 
 
 def names_object(text: str) -> bool:
@@ -30,7 +45,11 @@ def named_object(text: str) -> Any:
     match = _NAME.fullmatch(text)
     if match is None:
         raise ValueError(f"expected module:name or file.py:name, such as train:make_loader, not {text!r}")
-    module = _module(match["module"])
+    _importing.append(match["module"])
+    try:
+        module = _module(match["module"])
+    finally:
+        _importing.pop()
     try:
         return attrgetter(match["name"])(module)
     except AttributeError:

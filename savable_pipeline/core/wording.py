@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_NAMES_SHOWN = 5
+from savable_pipeline.core.addresses import clean_address
+
+NAMES_SHOWN = 5
 
 
 def human_bytes(size: float) -> str:
@@ -21,11 +23,12 @@ def counted(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first five names, sorted, and the number of the others: `a, b, c, d, e and 3 more`."""
+def listed(names: Iterable[str], count: int | None = None) -> str:
+    """The first five names, sorted, and the number of the others, of `count` in all: `a, b, c, d, e and 3 more`."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
-    return ", ".join(ordered[:_NAMES_SHOWN]) + more
+    count = len(ordered) if count is None else count
+    more = f" and {count - NAMES_SHOWN} more" if count > NAMES_SHOWN else ""
+    return ", ".join(ordered[:NAMES_SHOWN]) + more
 
 
 def encodable(text: str) -> str:
@@ -36,4 +39,4 @@ def encodable(text: str) -> str:
 def short_error(error: BaseException) -> str:
     """Type and first line of an error, at most 300 characters."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return clean_address(f"{type(error).__name__}: {lines[0] if lines else ''}")[:300]

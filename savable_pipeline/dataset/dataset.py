@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.on_error import OnError, Quarantine
 from savable_pipeline.core.wording import listed
@@ -50,7 +51,7 @@ class Dataset:
         self._faults = list(faults)
         self.names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag: what `Sample.source` gives
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
-        self.address, self.entries = store.address, ShardList.of(store.entries)
+        self.address, self.entries = clean_address(store.address), ShardList.of(store.entries)
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:

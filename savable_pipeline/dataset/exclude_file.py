@@ -7,16 +7,22 @@ s000042                                           all samples with this key
 from __future__ import annotations
 
 import hashlib
+import heapq
+import io
 import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.wording import listed
+from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.key_index import key_index
 from savable_pipeline.errors import SavableError
@@ -25,6 +31,7 @@ from savable_pipeline.stores.tar_store import TarStore
 log = logging.getLogger(__name__)
 
 _SECONDS = 1.0  # between two looks at the file
+_AT_ONCE = 1 << 14  # keys looked for at a time
 
 
 class ExcludeFile:
@@ -39,20 +46,24 @@ class ExcludeFile:
         self._stamp, self._looked_at = self._stamp_now(), time.monotonic()  # before it is read
         content = self._read()
         self._content = _digest(content)
-        keys, of_shards, unnamed = _parsed(self.path, content)
+        of_shards: dict[str, set[str]] = {}
+        unnamed: list[int] = []
+        keys = _keys_in(self.path, content, of_shards, unnamed)
         found: set[int] = set()
-        unknown = list(_take_keys(dataset, keys, found)) + list(_take_of_shards(dataset, of_shards, found))
+        unknown = _Unknown()
+        _take_keys(dataset, keys, found, unknown)  # which reads the lines, those of single shards too
+        unknown.add([os.fsencode(text) for text in _take_of_shards(dataset, of_shards, found)])
         self.numbers = frozenset(found)
-        if unknown:
+        if unknown.count:
             log.warning(
                 "%s: exclude=%s names %d samples that are not there: %s",
                 dataset.address,
                 self.path,
-                len(unknown),
-                listed(unknown),
+                unknown.count,
+                unknown.listed(),
             )
         if unnamed:
-            log.warning("exclude=%s: %d lines name no key, only a shard: they exclude nothing", self.path, unnamed)
+            log.warning("exclude=%s: %d lines name no key, only a shard: they exclude nothing", self.path, len(unnamed))
 
     @property
     def digest(self) -> str:
@@ -95,23 +106,47 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _parsed(path: Path, content: bytes) -> tuple[set[str], dict[str, set[str]], int]:
-    """The keys in a file; those of one shard, by its name; and the number of lines with neither."""
-    keys: set[str] = set()
-    of_shards: dict[str, set[str]] = {}
-    unnamed = 0
-    for number, raw in enumerate(content.split(b"\n"), 1):
-        line = os.fsdecode(raw.removesuffix(b"\r"))
-        if not line.startswith("{"):
-            keys |= {line} - {""}
+class _Unknown:
+    """Counts the keys that no sample has, each once, and keeps the first five: there may be millions."""
+
+    def __init__(self) -> None:
+        self._hashes = array("Q")
+        self._first: list[bytes] = []
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Count these."""
+        self._hashes.extend(map(xxh3_64_intdigest, keys))
+        self._first = sorted({*self._first, *heapq.nsmallest(2 * NAMES_SHOWN, set(keys))})[:NAMES_SHOWN]
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are, once all have been added."""
+        ordered = np.sort(np.frombuffer(self._hashes, np.uint64))  # np.unique takes ten times as long
+        return len(ordered) and 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+
+    def listed(self) -> str:
+        """The first five, sorted, and the number of the others."""
+        return listed(map(os.fsdecode, self._first), self.count)
+
+
+def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed: list[int]) -> Iterator[bytes]:
+    """The keys in a file, line by line; those of one shard are added to `of_shards`, by its name.
+
+    The numbers of the lines with neither are added to `unnamed`.
+    """
+    for number, raw in enumerate(io.BytesIO(content), 1):
+        line = raw.removesuffix(b"\n").removesuffix(b"\r")
+        if not line.startswith(b"{"):
+            if line:
+                yield line
             continue
-        shard, key = _entry(path, number, line)
-        unnamed += key is None
-        if key is not None and shard is None:
-            keys.add(key)
-        elif key is not None:
-            of_shards.setdefault(shard or "", set()).add(key)
-    return keys, of_shards, unnamed
+        shard, key = _entry(path, number, os.fsdecode(line))
+        if key is None:
+            unnamed.append(number)
+        elif shard is None:
+            yield os.fsencode(key)
+        else:
+            of_shards.setdefault(shard, set()).add(key)
 
 
 def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
@@ -128,21 +163,24 @@ def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
     return shard, key
 
 
-def _take_keys(dataset: Dataset, keys: set[str], found: set[int]) -> Iterator[str]:
-    """Add the numbers of all samples with these keys to `found`. Gives the keys that no sample has."""
-    wanted = sorted(keys)
+def _take_keys(dataset: Dataset, keys: Iterator[bytes], found: set[int], unknown: _Unknown) -> None:
+    """Add the numbers of all samples with these keys to `found`, and the keys that no sample has to `unknown`."""
+    first = next(keys, None)
+    if first is None:
+        return
+    keys = chain([first], keys)
     # The index of keys is known by the shards: of tables, a setting of the reader says which column is the key.
-    index = key_index(dataset) if wanted and isinstance(dataset.store, TarStore) else None
-    if index is not None and index.twice is None:
-        for key, number in zip(wanted, index.find(wanted).tolist(), strict=True):
-            if number >= 0:
-                found.add(number)
-            else:
-                yield key
-    elif wanted:
-        here = {number: key for number, key in enumerate(dataset.all_keys()) if key in keys}
+    index = key_index(dataset) if isinstance(dataset.store, TarStore) else None
+    if index is None or index.twice is not None:
+        wanted = {os.fsdecode(key) for key in keys}
+        here = {number: key for number, key in enumerate(dataset.all_keys()) if key in wanted}
         found.update(here)
-        yield from keys.difference(here.values())
+        unknown.add([os.fsencode(key) for key in wanted.difference(here.values())])
+        return
+    while some := list(islice(keys, _AT_ONCE)):
+        numbers = index.find(some)
+        found.update(numbers[numbers >= 0].tolist())
+        unknown.add([some[place] for place in np.flatnonzero(numbers < 0).tolist()])
 
 
 def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set[int]) -> Iterator[str]:

@@ -67,7 +67,7 @@ class KeyIndex:
             np.frombuffer(self._map, "<u8", count, _BEGIN + 8 * part * count) for part in range(3)
         )
 
-    def find(self, keys: Sequence[str]) -> Rows:
+    def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         """The number of the sample with each of these keys, -1 where there is none: int64 (keys,).
 
         Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there.
@@ -149,8 +149,8 @@ def _write(path: Path, dataset: Dataset, manifest: bytes) -> None:
     replace_file(path, [_MAGIC, digest, header, *(part.astype("<u8").tobytes() for part in parts)])
 
 
-def _hashed(key: str) -> bytes:
-    return hashlib.blake2b(os.fsencode(key), digest_size=16).digest()
+def _hashed(key: str | bytes) -> bytes:
+    return hashlib.blake2b(key if type(key) is bytes else os.fsencode(key), digest_size=16).digest()
 
 
 def _halves(hashes: bytes | bytearray) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

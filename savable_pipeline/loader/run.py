@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.named_object import refuse_while_importing
 from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, ShardError, StateError
@@ -172,6 +173,7 @@ class Run:
     # Going on.
 
     def __iter__(self) -> Run:
+        refuse_while_importing()
         at = self.position
         if self._restarts and not at.loaded and (at.history or at.previous is not None or at.slot):
             self.prefetcher.restart()
@@ -307,6 +309,7 @@ class Run:
     def _check_ranks(self) -> None:
         """Raise ValueError for ranks that were others, `CheckpointMismatchError` for ranks that read other shards, and
         `SavableError` in a process that must not iterate."""
+        refuse_while_importing()
         self._process.check()
         self.ranks.check_world()
         if self._asks_ranks and self.ranks.can_talk:

@@ -65,9 +65,9 @@ class Downloads:
         found = shared_listing(self._cache, root, self._store.listing)
         return found if stamps else found.without_stamps()
 
-    def stat(self, root: str, name: str) -> tuple[int, str] | None:
-        """Size and stamp of an object; None if there is none."""
-        return self._store.stat(root, name)
+    def stat(self, root: str, name: str, needed: bool = False) -> tuple[int, str] | None:
+        """Size and stamp of an object; None if there is none. One that is `needed` is not taken for missing."""
+        return self._store.stat(root, name, needed=needed)
 
     def read(self, root: str, name: str) -> bytes | None:
         """The bytes of a small object; None if there is none. Raises `ShardError` if it is large."""

@@ -23,6 +23,7 @@ from savable_pipeline.core.wording import short_error
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 from savable_pipeline.remote.listing import Listing
 from savable_pipeline.remote.pace import Pace
+from savable_pipeline.remote.redirects import check_endpoint
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
 _TIMEOUT_S = 30.0  # without a byte of a request; less where the retries end sooner
@@ -71,17 +72,19 @@ class ObjectStore:
 
         return self._retried(root, lambda: Listing.of(objects()), lambda: most)
 
-    def stat(self, root: str, name: str) -> tuple[int, str] | None:
+    def stat(self, root: str, name: str, *, needed: bool = False) -> tuple[int, str] | None:
         """Size in bytes, and a stamp that changes when the object is replaced; None if there is no object.
 
-        (A bucket that may be read but not listed answers "forbidden" for a missing object.)
+        A bucket that may be read but not listed answers "forbidden" (403) for a missing object, behind `https:` too. So
+        that means that there is none, unless it is `needed` of a web server: then it raises `RemoteError`.
         """
         try:
             meta = self._retried(f"{root}/{name}", lambda: obstore.head(self._store(root), name))
         except ShardError:
             return None
         except RemoteError as error:
-            if isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError):
+            refused = isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError)
+            if refused and not (needed and root.startswith("http")):
                 return None
             raise
         return meta["size"], _stamp(meta)
@@ -152,11 +155,11 @@ class ObjectStore:
         done = start
         for chunk in found.stream(min_chunk_size=self.pace.chunk):
             if done + len(chunk) > stop:
-                raise WrongAnswerError(f"the server sent more than the {stop - start} bytes it was asked for")
+                raise _wrong(found, f"{root}/{name}", f"more than the {stop - start} bytes it was asked for")
             write(memoryview(chunk), done)
             done += len(chunk)
         if done != stop:
-            raise WrongAnswerError(f"the server sent {done - start} of {stop - start} bytes")
+            raise _wrong(found, f"{root}/{name}", f"{done - start} of {stop - start} bytes")
         return version
 
     def _store(self, root: str) -> obstore.store.ObjectStore:
@@ -164,6 +167,8 @@ class ObjectStore:
             timeout = timedelta(seconds=min(_TIMEOUT_S, self._retry_s / 2))
             options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _LONGEST}
             options["allow_http"] = not root.startswith("https:")  # an endpoint in the environment may be plain too
+            if root.startswith("s3:"):
+                check_endpoint(root, timeout.total_seconds())
             self._open[root] = obstore.store.from_url(root, client_options=options, retry_config={"max_retries": 0})
         return self._open[root]
 
@@ -199,6 +204,20 @@ class ObjectStore:
 def _stamp(meta: Any) -> str:
     """What changes when an object is replaced."""
     return f"{meta['e_tag']} {meta['last_modified']}"
+
+
+def _wrong(found: Any, url: str, sent: str) -> Exception:
+    """The error about an answer of another length, which is final where the server compresses what it sends.
+
+    (Objects that are compressed themselves are often called encoded, and their bytes are right all the same.)
+    """
+    encoding = found.attributes.get("Content-Encoding")
+    if encoding in (None, "", "identity"):
+        return WrongAnswerError(f"the server sent {sent}")
+    return RemoteError(
+        f"{url}: the server sent {sent}, as {encoding}: it compresses what it sends (Content-Encoding), so that no "
+        "range of bytes can be asked for; have it send these files as they are"
+    )
 
 
 def _other_version(root: str, name: str) -> ShardError:

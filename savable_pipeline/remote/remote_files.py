@@ -223,7 +223,7 @@ def _stats(found: RemoteShards, downloader: Downloader, *, needed: bool = True) 
     """Size and stamp of each file. Unless all are `needed`, those that are not there are left out."""
     known = zip(found.names, found.sizes.tolist(), found.stamps, strict=True) if found.stamps else ()
     listed = {name: (size, stamp) for name, size, stamp in known if size >= 0}
-    tickets = {name: downloader.submit("stat", found.root, name) for name in found.names if name not in listed}
+    tickets = {name: downloader.submit("stat", found.root, name, needed) for name in found.names if name not in listed}
     asked = {name: downloader.result(ticket) for name, ticket in tickets.items()}
     gone = next((name for name, stat in asked.items() if stat is None), None)
     if gone is not None and needed:

@@ -105,7 +105,7 @@ def _with_missing(found: RemoteShards, version: Path, tolerant: bool) -> RemoteS
 def _sized(found: RemoteShards, downloader: Downloader) -> RemoteShards:
     """The same shards with the size of each, as the server lists it, or says when it is asked."""
     unknown: list[int] = np.flatnonzero(found.sizes < 0).tolist()
-    tickets = {n: downloader.submit("stat", found.root, found.names[n]) for n in unknown}
+    tickets = {n: downloader.submit("stat", found.root, found.names[n], True) for n in unknown}
     sizes = found.sizes.copy()
     for n, ticket in tickets.items():
         sizes[n] = _size_of(found.root, found.names[n], downloader.result(ticket))

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from savable_pipeline.core.addresses import clean_address, has_user
 from savable_pipeline.errors import ShardError
 from savable_pipeline.remote.downloader import Downloader
 from savable_pipeline.remote.listing import Listing
@@ -44,12 +45,19 @@ def is_remote(shards: Shards) -> bool:
     specs = spelled_out(shards)
     remote = [spec for spec in specs if "://" in spec]
     if remote and len(remote) < len(specs):
-        raise ShardError(f"{remote[0]}: local shards and shards behind a URL need a reader each")
+        raise ShardError(f"{clean_address(remote[0])}: local shards and shards behind a URL need a reader each")
     for spec in remote:
         if spec.split("://")[0] not in SCHEMES:
-            raise ShardError(f"{spec}: shards can be read from {', '.join(SCHEMES)}, not from this kind of URL")
+            raise ShardError(
+                f"{clean_address(spec)}: shards can be read from {', '.join(SCHEMES)}, not from this kind of URL"
+            )
+        if has_user(spec):
+            raise ShardError(
+                f"{clean_address(spec)}: a URL with a user or a password in it is not read, since it would be told in "
+                "logs: give the servers of s3, gs and az their credentials in the environment"
+            )
         if "?" in spec and spec.startswith("http"):
-            raise ShardError(f"{spec}: a URL with a query names one object; shards need plain addresses")
+            raise ShardError(f"{clean_address(spec)}: a URL with a query names one object; shards need plain addresses")
     return bool(remote)
 
 

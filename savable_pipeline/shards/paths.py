@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote
 
+from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.braces import expand_braces
@@ -113,7 +114,9 @@ def _spelled_out(spec: str) -> str:
         return spec
     for kind, instead in [("pipe:", _instead_of_pipe), ("hf://", _instead_of_hub)]:
         if spec.startswith(kind):
-            raise ShardError(f"{spec}: {kind} cannot be read at an offset; write {instead(spec)} instead")
+            raise ShardError(
+                clean_address(f"{spec}: {kind} cannot be read at an offset; write {instead(spec)} instead")
+            )
     spec = os.path.expandvars(spec)
     if spec.startswith("file:"):
         return _path_of_url(spec)
@@ -149,8 +152,9 @@ def _instead_of_hub(spec: str) -> str:
 
 def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[[ShardError], None]) -> list[Path]:
     if "://" in spec:
+        url = clean_address(spec)
         raise ShardError(
-            f"{spec}: this is a URL, where files are expected; shards behind one are indexed by `savable index {spec}`"
+            f"{url}: this is a URL, where files are expected; shards behind one are indexed by `savable index {url}`"
         )
     paths: list[Path] = []
     for pattern in expand_braces(spec):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.weights import reduced
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.dataset.shard_digests import begin_with, difference, grouped, kind_of_summary
@@ -59,7 +59,6 @@ _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "weights": dict[str, int],
 }
 _LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed: older states list each of a million shards
-_PASSWORD = re.compile(r"//[^/]*@")  # and the user's name, in a URL
 
 
 class Fingerprint(msgspec.Struct):
@@ -103,7 +102,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
             if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
                 required.add(field)
             if setting in lies_at:
-                addresses[field] = _PASSWORD.sub("//", lies_at[setting])
+                addresses[field] = clean_address(lies_at[setting])
             if setting == _SHARDS and isinstance(step, RecordReader):
                 shards[field] = step.dataset.entries
     return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import savable_pipeline as sp
 from savable_pipeline.dataset import exclude_file
 from savable_pipeline.dataset.dataset import Dataset
 from savable_pipeline.dataset.exclude_file import ExcludeFile
+from savable_pipeline.dataset.key_index import key_index
 from savable_pipeline.dataset.opening import open_dataset
 from tests.conftest import write_tar
 
@@ -103,3 +105,21 @@ def test_one_that_this_run_writes_is_refused(make_shards: Any, file: Path, caplo
     file.write_text("s000001")
     with pytest.raises(ValueError, match="give a copy of it"):
         sp.TarShardReader(make_shards([5]), sp.Lane(), quarantine=file, exclude=file)
+
+
+def test_hundreds_of_thousands_of_unknown_keys_are_counted_once_each_in_little_memory(
+    data: Dataset, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [f"unknown-{number:09d}" for number in range(300_000)]
+    file.write_text("\n".join([*reversed(lines), "s000003", "", "unknown-000000007"]) + "\r\n")
+    key_index(data)
+    tracemalloc.start()
+    try:
+        found = ExcludeFile(file, data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(found.numbers) == 1
+    assert "names 300000 samples that are not there: unknown-000000000, unknown-000000001, " in caplog.text
+    assert "unknown-000000004 and 299995 more" in caplog.text
+    assert peak < 4 * file.stat().st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import socket
 import struct
 import tempfile
@@ -41,6 +42,8 @@ class ToyServer(ThreadingHTTPServer):
         self.fault: Fault = lambda path, number: None
         self.ranges: list[tuple[str, int, int]] = []  # path, start and stop of all that was sent whole
         self.requests = 0
+        self.redirect = ""  # the address that every request is sent on to
+        self.headers: list[dict[str, str]] = []  # of the requests, as they came
         self.link_bytes_per_s = 0.0  # of all answers together; 0: no limit
         self.link_bytes = 0  # that the limited link has carried
         self._link_free_at = 0.0
@@ -98,6 +101,10 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.requests += 1
             number = self.server.requests
+            self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
+        if self.server.redirect:
+            self._send(307, b"", {"Location": self.server.redirect + self.path})
+            return
         fault = self.server.fault(parts.path, number)
         if fault == "slow":
             time.sleep(SLOW_S)
@@ -144,6 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             time.sleep(STALL_S)
             self.close_connection = True
+            return
+        if fault == "gzip":
+            self._send(206 if wanted else 200, gzip.compress(data), {**headers, "Content-Encoding": "gzip"})
             return
         if fault == "less":  # than its own headers promise
             data = data[: len(data) // 2]
