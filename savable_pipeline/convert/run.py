@@ -42,7 +42,7 @@ from savable_pipeline.convert.plan import (
 from savable_pipeline.convert.read import Reading, close_sources, read_source
 from savable_pipeline.convert.repack import digest_of, packed_tars, repack
 from savable_pipeline.convert.shard_job import Job, ShardPlace, Written, read_written, room_on
-from savable_pipeline.convert.sources import Source, recognize
+from savable_pipeline.convert.sources import STORED, Source, recognize
 from savable_pipeline.convert.writer_processes import claimed, write_shards
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
@@ -144,7 +144,7 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
         if report is None:
             _write(target, plan, workers or _workers(found), engine, mirror, how.progress)
             report = _finish(target, plan)
-    return replace(report, warnings=_warnings(found))
+    return replace(report, warnings=[*_warnings(found), *_subset_warning(source, options)])
 
 
 def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = False) -> None:
@@ -201,6 +201,17 @@ def _warnings(found: Input) -> list[str]:
     counts = Counter(part.extension for sample in found.samples for part in sample.parts)
     most = max((len(sample.parts) for sample in found.samples), default=0)
     return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
+
+
+def _subset_warning(source: Source, options: Options) -> list[str]:
+    """Of what can be read in place too, where somebody may have drawn a part of it."""
+    if options.split or source.kind not in (*STORED, "jsonl"):
+        return []
+    return [
+        "subset= draws a share of each shard as it lies, and these shards have other names and rows than the source: "
+        "shares of the one and of the other have samples in common. To keep a validation apart, split here, by "
+        '--split train=0.99 --split val=0.01, and read split="train"'
+    ]
 
 
 def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Report:

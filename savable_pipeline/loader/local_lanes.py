@@ -26,6 +26,7 @@ class LocalLanes:
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
         self.growth: Growth = {}
+        self.subset_order: int | None = None  # of the lanes that are looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
         self.runner = LaneRunner(
             job.pipeline, seed=job.seed, lanes=job.lanes, pad=job.pad, shared=self._shared, pinned=self.pinned
@@ -39,7 +40,7 @@ class LocalLanes:
         """
         if self._example is None:
             with as_in_a_worker(set(KINDS)):
-                self._example = self.runner.build(self._example_lane, 0, self.growth)[0]
+                self._example = self.runner.build(self._example_lane, 0, self.growth, subset_order=self.subset_order)[0]
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
             self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
@@ -58,10 +59,17 @@ class LocalLanes:
         if growth != self.growth:
             self.growth, self._example = growth, None
 
+    def draw_subsets_by(self, order: int | None) -> None:
+        """Look from now on at lanes whose readers draw subsets by this order's number."""
+        if order != self.subset_order:
+            self.subset_order, self._example = order, None
+
     def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
         """The last stage of a lane at a saved position, in data that grew so: only to be looked at."""
         with as_in_a_worker(set(KINDS)):
-            stage = self.runner.build(saved.lane, saved.epoch, growth, downloads=False)[0]
+            stage = self.runner.build(saved.lane, saved.epoch, growth, subset_order=self.subset_order, downloads=False)[
+                0
+            ]
             if saved.stages is not None:
                 stage.restore_state(saved.stages)
         return stage

@@ -19,7 +19,7 @@ from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_unused
-from savable_pipeline.loader.fresh_lanes import cuts_of, with_known_cuts
+from savable_pipeline.loader.fresh_lanes import cuts_of, drawing_by, with_known_cuts
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.loader.local_lanes import LocalLanes
@@ -34,13 +34,15 @@ from savable_pipeline.loader.stats import Stats
 from savable_pipeline.loader.trace import Trace, traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.state.fingerprint import (
+    Fingerprint,
     FingerprintHere,
     compare,
     fingerprint,
     pack_fingerprint,
+    subset_order_of,
     unpack_fingerprint,
 )
-from savable_pipeline.state.state_dict import check_flat, merge_states, read_lanes
+from savable_pipeline.state.state_dict import check_flat, lane_name, merge_states, read_lanes
 from savable_pipeline.state.to_skip import refuse_spans
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         """Stand at the start of an epoch."""
-        growth = self.local.growth
-        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, growth=growth)
+        kept: dict[str, Any] = {"growth": self.local.growth, "subset_order": self.local.subset_order}
+        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, **kept)
 
     def end_epoch(self) -> None:
         """Stand where StopIteration has been raised: the next iterator goes on here."""
@@ -424,15 +426,34 @@ class Run:
     def _load(self, state: Mapping[str, Any], allow: Iterable[str]) -> None:
         check_flat(state)
         refuse_spans(state)
-        saved = unpack_fingerprint(state["fingerprint"])
+        saved, before = unpack_fingerprint(state["fingerprint"]), self.local.subset_order
+        self._draw_subsets_by(subset_order_of(saved))
+        try:
+            self._load_as(state, saved, allow)
+        except BaseException:
+            self._draw_subsets_by(before)
+            raise
+
+    def _draw_subsets_by(self, order: int | None) -> None:
+        """Compare states with what readers are that draw subsets so."""
+        if order != self.local.subset_order:
+            self.local.draw_subsets_by(order)
+            for made in ("_fingerprint", "_packed_fingerprint", "_changed_fingerprint"):
+                self.__dict__.pop(made, None)
+
+    def _load_as(self, state: Mapping[str, Any], saved: Fingerprint, allow: Iterable[str]) -> None:
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         allowed = {allow} if isinstance(allow, str) else set(allow)
         new = NewShards(saved, self._fingerprint, self.local) if NEW_SHARDS in allowed else None
         differing = compare(new.before if new else saved, self._fingerprint, allowed - {NEW_SHARDS})
         state = new.join(state) if new else state
         lanes = read_lanes(state, self.position.lanes)
+        order = self.local.subset_order
+        if order is not None:  # an earlier release saved it
+            state = {**state, **{lane_name(number): drawing_by(lane, order) for number, lane in lanes.items()}}
         state = with_known_cuts(state, lanes, self.local, settings_differ=bool(differing) or changed)
-        loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=self.settings.pad)
+        pad = self.settings.pad
+        loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=pad, subset_order=order)
         if loaded.growth and self._restarts:
             raise CheckpointMismatchError(
                 "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which has "

@@ -30,6 +30,7 @@ class FileStore(RecordStore):
         self.entries = [found.index.entries[name] for name in found.names]
         self.index_path = found.index_path
         self._index, self._form = found.index, form
+        self.endings = form.kind.suffixes
         self.files: LocalFiles | CachedBlocks = (
             LocalFiles(found.root, self)
             if found.place is None
