@@ -427,15 +427,15 @@ class Run:
         check_flat(state)
         refuse_spans(state)
         saved, before = unpack_fingerprint(state["fingerprint"]), self.local.subset_order
-        self._draw_subsets_by(subset_order_of(saved))
+        self.draw_subsets_by(subset_order_of(saved))
         try:
             self._load_as(state, saved, allow)
         except BaseException:
-            self._draw_subsets_by(before)
+            self.draw_subsets_by(before)
             raise
 
-    def _draw_subsets_by(self, order: int | None) -> None:
-        """Compare states with what readers are that draw subsets so."""
+    def draw_subsets_by(self, order: int | None) -> None:
+        """Have readers draw subsets by this order's number, as a run did that is loaded next."""
         if order != self.local.subset_order:
             self.local.draw_subsets_by(order)
             for made in ("_fingerprint", "_packed_fingerprint", "_changed_fingerprint"):

@@ -6,6 +6,8 @@ by `python -m tests.state.test_subset_order`. It is never written again.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -173,6 +175,25 @@ def test_lanes_of_a_dead_rank_pass_over_the_same_samples(folder: Path, saved: di
     with loader(folder, "endless") as own:
         own.load_state_dict(state)
         assert keys(own, 40) == expected[16:56]
+
+
+def test_a_dataset_for_torchdata_goes_on_with_them_in_later_epochs(folder: Path, saved: dict[str, Any]) -> None:
+    """Also a copy of it that shares its memory, as the workers of the next epoch have."""
+    data = sp.StatefulDataset(partial(finite, folder), seed=7, lanes=LANES)
+    later = copy.copy(data)
+    data.load_state_dict({"shares": 1, "iteration": 0, **saved["finite 2"]["data"]})
+    found = [[sample.key for sample in batch] for batch in rest_of(data)]
+    for passes in (data, later):
+        found += [[sample.key for sample in batch] for batch in rest_of(iter(passes))]
+    assert len(found) == 22 + 24 + 24 and found[:60] == saved["finite 2"]["next"]
+
+
+def rest_of(batches: Any) -> list[Any]:
+    found = []
+    with contextlib.suppress(StopIteration):
+        while True:
+            found.append(next(batches))
+    return found
 
 
 def test_a_batch_of_such_a_run_is_made_again_from_its_ledger(
