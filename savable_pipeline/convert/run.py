@@ -205,12 +205,11 @@ def _warnings(found: Input) -> list[str]:
 
 def _subset_warning(source: Source, options: Options) -> list[str]:
     """Of what can be read in place too, where somebody may have drawn a part of it."""
-    if options.split or source.kind not in (*STORED, "jsonl"):
+    compressed = str(source.path).endswith((".gz", ".zst"))
+    if options.split or compressed or source.kind not in (*STORED, "jsonl"):
         return []
     return [
-        "subset= draws a share of each shard as it lies, and these shards have other names and rows than the source: "
-        "shares of the one and of the other have samples in common. To keep a validation apart, split here, by "
-        '--split train=0.99 --split val=0.01, and read split="train"'
+        "subset= draws shares of shards as they lie, so others here than of the source: to keep a part apart, --split"
     ]
 
 
