@@ -45,7 +45,7 @@ def test_what_can_be_read_in_place_is_split_here_or_a_warning_says_that_shares_m
         options = HALVES if name == "halves" else Options()
         report = convert(source, tmp_path / name, options, reshard=source == tars)
         assert (
-            any("other ones here than of the source: to keep a part apart, --split" in told for told in report.warnings)
+            any("others here than of the source: to keep a part apart, --split" in told for told in report.warnings)
             == warns
         )
 
