@@ -44,7 +44,7 @@ from savable_pipeline.convert.plan import (
 from savable_pipeline.convert.read import Reading, close_sources, read_source
 from savable_pipeline.convert.repack import digest_of, packed_tars, repack
 from savable_pipeline.convert.shard_job import Job, ShardPlace, Written, read_written, room_on
-from savable_pipeline.convert.sources import Source, recognize
+from savable_pipeline.convert.sources import STORED, Source, recognize
 from savable_pipeline.convert.writer_processes import claimed, write_shards
 from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.files import replace_file
@@ -151,7 +151,8 @@ def _convert(source: Source, target: Path, how: _How, mirror: Mirror | None) -> 
         if report is None:
             _write(target, plan, workers or _workers(found), engine, mirror, how.progress)
             report = _finish(target, plan)
-    return replace(report, warnings=_warnings(found), nulls=found.nulls)
+    warnings = [*_warnings(found), *_subset_warning(source, options)]
+    return replace(report, warnings=warnings, nulls=found.nulls)
 
 
 def check_reshard(source: Source, options: Options, reshard: bool, keys: bool = False) -> None:
@@ -208,6 +209,16 @@ def _warnings(found: Input) -> list[str]:
     counts = Counter(part.extension for sample in found.samples for part in sample.parts)
     most = max((len(sample.parts) for sample in found.samples), default=0)
     return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
+
+
+def _subset_warning(source: Source, options: Options) -> list[str]:
+    """Of what can be read in place too, where somebody may have drawn a part of it."""
+    compressed = str(source.path).endswith((".gz", ".zst"))
+    if options.split or compressed or source.kind not in (*STORED, "jsonl"):
+        return []
+    return [
+        "subset= draws shares of shards as they lie, so others here than of the source: to keep a part apart, --split"
+    ]
 
 
 def _repack(source: Path, target: Path, how: _How, mirror: Mirror | None) -> Report:

@@ -40,6 +40,7 @@ class Lane:
         pad: bool = False,
         growth: Growth | None = None,
         cuts: Cuts | None = None,
+        subset_order: int | None = None,
         downloads: bool = True,
         pinned: PinnedShards | None = None,
     ) -> None:
@@ -54,6 +55,7 @@ class Lane:
         self.pad = pad  # whether batches are padded with rows that do not count, and go on after the lane's end
         self.growth: Growth = growth or {}  # with how many shards readers read each epoch, where shards were added
         self.cuts: Cuts = cuts or {}  # of a pass that other lanes began before, perhaps with other settings
+        self.subset_order = subset_order  # by which readers draw a subset; None: by this release's
         self.downloads = downloads  # whether readers may download ahead; not in a lane that is only looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned
         self._shared: dict[Any, Any] = {} if shared is None else shared

@@ -19,7 +19,7 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.dataset.sample import TAG_SHIFT, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.shards.energon_metadata import FieldMap, read_field_map, read_split
-from savable_pipeline.shards.selection import Selection, Subset
+from savable_pipeline.shards.selection import SUBSET_ORDER, Selection, Subset, without_ending
 from savable_pipeline.shards.shard_list import Rows, ShardList
 from savable_pipeline.stores.record_store import RecordStore
 
@@ -161,16 +161,20 @@ class Dataset:
         """The name of a shard relative to the root."""
         return self.entries.names[shard]
 
-    def select(self, split: str | None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
-        """The samples of a split and a subset; None if these are all. Raises `ShardError`.
+    def select(
+        self, split: str | None, subset: Subset | None, *, in_order: bool = False, subset_order: int = SUBSET_ORDER
+    ) -> Selection | None:
+        """The samples of a split and a subset, drawn by an order's number; None if these are all. Raises `ShardError`.
 
         `in_order` counts them in the order in which the split lists its shards; else they are sorted by name.
         """
         if split is None and subset is None:
             return None
         names = list(self.entries.names)
+        endings = self.store.endings if subset_order > 1 else ()
+        keys = [without_ending(name, endings) for name in names] if endings and subset is not None else names
         if split is None:
-            return Selection(names, self.firsts, subset=subset)
+            return Selection(names, self.firsts, subset=subset, keys=keys)
         if self.root is None:
             raise ShardError(f"{self.address}: this store has no splits, but split={split!r} was asked for")
         parts = read_split(self.root, split, names)
@@ -178,7 +182,7 @@ class Dataset:
         if parts.unknown:
             log.warning("%s: `exclude` names what is not there: %s", self.address, listed(parts.unknown))
         shards = parts.shards if in_order else sorted(parts.shards)
-        return Selection(names, self.firsts, shards=shards, excluded=excluded, subset=subset)
+        return Selection(names, self.firsts, shards=shards, excluded=excluded, subset=subset, keys=keys)
 
     def all_keys(self) -> Iterator[str]:
         """The key of each sample in its order, read one after the other."""

@@ -79,6 +79,7 @@ class LaneRunner:
         growth: Growth | None = None,
         *,
         cuts: Cuts | None = None,
+        subset_order: int | None = None,
         downloads: bool = True,
     ) -> tuple[Stage, Lane]:
         """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
@@ -92,6 +93,7 @@ class LaneRunner:
             pad=self._pad,
             growth=growth,
             cuts=cuts,
+            subset_order=subset_order,
             downloads=downloads,
             pinned=self._pinned,
         )
@@ -179,7 +181,9 @@ class LaneRunner:
         return live.stage if live is not None and live.state is state else None
 
     def _restore(self, saved: LaneState) -> _Live:
-        stage, lane = self.build(saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {})
+        stage, lane = self.build(
+            saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {}, subset_order=saved.draws_by
+        )
         if saved.stages is not None:
             with restoring(f"the state of lane {saved.lane}"):
                 stage.restore_state(saved.stages)
@@ -217,8 +221,9 @@ class LaneRunner:
 
     def _pack(self, live: _Live, more: bool) -> bytes:
         lane = live.lane
-        growth = lane.growth or UNSET
-        return pack_state(LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), growth))
+        saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.growth or UNSET)
+        saved.subset_order = lane.subset_order or UNSET
+        return pack_state(saved)
 
     def forget(self, lane: int | None = None) -> None:
         """Drop a lane, or all of them."""

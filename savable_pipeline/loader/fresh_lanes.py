@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from savable_pipeline.core.lane import Cuts
+from savable_pipeline.core.lane import Cuts, Growth
 from savable_pipeline.loader.local_lanes import LocalLanes
 from savable_pipeline.readers.reader import RecordReader
 from savable_pipeline.stages.pipeline import upstream
@@ -38,6 +38,16 @@ def cuts_of(last: Stage, epoch: int) -> Cuts:
             if found.setdefault(branch, cut) != cut:
                 differing.add(branch)
     return {branch: cut for branch, cut in found.items() if branch not in differing}
+
+
+def fresh_lane(lane: int, epoch: int, growth: Growth | None = None, subset_order: int | None = None) -> bytes:
+    """The packed state of a lane before its first batch of an epoch."""
+    return pack_state(LaneState(lane, epoch, growth=growth or UNSET, subset_order=subset_order or UNSET))
+
+
+def drawing_by(lane: LaneState, subset_order: int | None) -> bytes:
+    """The packed state of a lane whose readers draw subsets by this order's number, in later epochs too."""
+    return pack_state(replace(lane, subset_order=subset_order or UNSET))
 
 
 def with_cuts(raw: bytes, cuts: Cuts) -> bytes:

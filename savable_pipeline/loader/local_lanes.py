@@ -27,6 +27,7 @@ class LocalLanes:
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
         self.growth: Growth = {}
+        self.subset_order: int | None = None  # of the lanes that are looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
         self.runner = LaneRunner(
             job.pipeline, seed=job.seed, lanes=job.lanes, pad=job.pad, shared=self._shared, pinned=self.pinned
@@ -55,7 +56,7 @@ class LocalLanes:
 
     def _built(self, growth: Growth) -> Stage:
         with as_in_a_worker(set(KINDS)):
-            return self.runner.build(self._example_lane, 0, growth)[0]
+            return self.runner.build(self._example_lane, 0, growth, subset_order=self.subset_order)[0]
 
     def grow(self, growth: Growth) -> None:
         """Look from now on at lanes to whose data shards were added so.
@@ -65,10 +66,16 @@ class LocalLanes:
         if growth != self.growth:
             self._example, self.growth = self._built(growth), growth
 
+    def draw_subsets_by(self, order: int | None) -> None:
+        """Look from now on at lanes whose readers draw subsets by this order's number."""
+        if order != self.subset_order:
+            self.subset_order, self._example = order, None
+
     def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
         """The last stage of a lane at a saved position, in data that grew so: only to be looked at."""
         with as_in_a_worker(set(KINDS)):
-            stage = self.runner.build(saved.lane, saved.epoch, growth, downloads=False)[0]
+            kept: dict[str, Any] = {"subset_order": self.subset_order, "downloads": False}
+            stage, _ = self.runner.build(saved.lane, saved.epoch, growth, **kept)
             if saved.stages is not None:
                 with restoring(f"the state of lane {saved.lane}"):
                     stage.restore_state(saved.stages)

@@ -25,16 +25,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import Cuts, Growth
 from savable_pipeline.engine.messages import Delivery
-from savable_pipeline.loader.fresh_lanes import with_cuts
+from savable_pipeline.loader.fresh_lanes import fresh_lane, with_cuts
 from savable_pipeline.loader.ranks import Ranks
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.state.lane_state import VERSION, LaneState, pack_state
+from savable_pipeline.state.lane_state import VERSION, LaneState
 from savable_pipeline.state.state_dict import common_growth, lane_name
 
 MAX_LAG = 16  # batches that `state_dict(lag=)` can take back
@@ -82,25 +81,43 @@ class Position(msgspec.Struct, frozen=True):
     told: bool = False
     loaded: bool = False  # no iterator has begun since a state was loaded
     growth: Growth = {}  # of the data, since the run began; never changed
+    subset_order: int | None = None  # by which readers draw subsets, since the run began; None: by this release's
     cuts: Cuts = {}  # of the epoch, once its first batch is given: fresh_lanes.py
     changed: bool = False  # the epoch was begun with other settings: its length cannot be counted beforehand
 
     @classmethod
-    def start(cls, epoch: int, ranks: Ranks, lane_count: int, *, pad: bool, growth: Growth | None = None) -> Position:
+    def start(
+        cls,
+        epoch: int,
+        ranks: Ranks,
+        lane_count: int,
+        *,
+        pad: bool,
+        growth: Growth | None = None,
+        subset_order: int | None = None,
+    ) -> Position:
         """The start of an epoch."""
-        fresh = {lane: LaneState(lane, epoch, growth=growth or UNSET) for lane in ranks.lanes(lane_count)}
-        lanes = {lane: LanePosition(pack_state(state), None) for lane, state in fresh.items()}
-        return cls(ranks, lane_count, pad, epoch, slot=0, lanes=lanes, end=0, growth=growth or {})
+        fresh = {lane: fresh_lane(lane, epoch, growth, subset_order) for lane in ranks.lanes(lane_count)}
+        lanes = {lane: LanePosition(state, None) for lane, state in fresh.items()}
+        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, growth=growth or {}, subset_order=subset_order)
 
     @classmethod
     def saved(
-        cls, state: Mapping[str, Any], read: Mapping[int, LaneState], ranks: Ranks, lane_count: int, *, pad: bool
+        cls,
+        state: Mapping[str, Any],
+        read: Mapping[int, LaneState],
+        ranks: Ranks,
+        lane_count: int,
+        *,
+        pad: bool,
+        subset_order: int | None = None,
     ) -> Position:
         """The position in a flat state dict, of which `read` holds this rank's lanes."""
         lanes = {lane: LanePosition(state[lane_name(lane)], found.more) for lane, found in read.items()}
         slot = state["slot"]
         growth = common_growth(read.values())
-        return cls(ranks, lane_count, pad, state["epoch"], slot, lanes, end=slot, loaded=True, growth=growth)
+        at = cls(ranks, lane_count, pad, state["epoch"], slot, lanes, end=slot, loaded=True, growth=growth)
+        return replace(at, subset_order=subset_order)
 
     @property
     def own_slot(self) -> int:
@@ -184,7 +201,8 @@ class Position(msgspec.Struct, frozen=True):
 
     def next_epoch(self, epoch: int) -> Position:
         """At the start of the epoch that follows, which the next iterator begins."""
-        start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, growth=self.growth)
+        kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order}
+        start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, **kept)
         return replace(start, previous=replace(self, previous=None))
 
     def rolled_over(self) -> Position:

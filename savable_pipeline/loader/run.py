@@ -21,7 +21,7 @@ from savable_pipeline.engine.launchers import check_picklable
 from savable_pipeline.engine.messages import Delivery, RequestKind
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, ShardError, StateError
 from savable_pipeline.loader.epoch_end import counted_end, proposed_end, warn_unused
-from savable_pipeline.loader.fresh_lanes import cuts_of, with_known_cuts
+from savable_pipeline.loader.fresh_lanes import cuts_of, drawing_by, with_known_cuts
 from savable_pipeline.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.loader.local_lanes import LocalLanes
@@ -43,10 +43,11 @@ from savable_pipeline.state.fingerprint import (
     compare,
     fingerprint,
     pack_fingerprint,
+    subset_order_of,
     unpack_fingerprint,
 )
 from savable_pipeline.state.restoring import restoring
-from savable_pipeline.state.state_dict import check_flat, merge_states, read_lanes
+from savable_pipeline.state.state_dict import check_flat, lane_name, merge_states, read_lanes
 from savable_pipeline.state.to_skip import refuse_spans
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         """Stand at the start of an epoch."""
-        growth = self.local.growth
-        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, growth=growth)
+        kept: dict[str, Any] = {"growth": self.local.growth, "subset_order": self.local.subset_order}
+        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, **kept)
 
     def end_epoch(self) -> None:
         """Stand where StopIteration has been raised: the next iterator goes on here."""
@@ -464,6 +465,29 @@ class Run:
         refuse_spans(state)
         with restoring("the state"):
             saved = unpack_fingerprint(state["fingerprint"])
+            order = subset_order_of(saved)
+        before = self.local.subset_order
+        self.draw_subsets_by(order)
+        try:
+            loaded = self._loaded(state, saved, allow)
+        except BaseException:
+            self.draw_subsets_by(before)
+            raise
+        self.prefetcher.begin_anew()
+        self._ends.clear()
+        if self._ledger is not None:
+            self._ledger.begin_anew()
+        self.position = loaded
+
+    def draw_subsets_by(self, order: int | None) -> None:
+        """Have readers draw subsets by this order's number, as a run did that is loaded next."""
+        if order != self.local.subset_order:
+            self.local.draw_subsets_by(order)
+            for made in ("_fingerprint", "_packed_fingerprint", "_changed_fingerprint"):
+                self.__dict__.pop(made, None)
+
+    def _loaded(self, state: Mapping[str, Any], saved: Fingerprint, allow: Iterable[str]) -> Position:
+        """The position in a state of the fingerprint `saved`, in data that have grown as its own."""
         here, allowed = self._fingerprint, {allow} if isinstance(allow, str) else set(allow)
         checked_allow(allowed - {NEW_SHARDS}, saved, here)
         with restoring("the state"):
@@ -474,11 +498,7 @@ class Run:
                     "has none of them: begin a new loader"
                 )
             self.local.grow(loaded.growth)
-        self.prefetcher.begin_anew()
-        self._ends.clear()
-        if self._ledger is not None:
-            self._ledger.begin_anew()
-        self.position = loaded
+        return loaded
 
     def _read(self, state: Mapping[str, Any], saved: Fingerprint, here: FingerprintHere, allowed: set[str]) -> Position:
         """The position in a state of the fingerprint `saved`, whose fields may differ where they are `allowed`."""
@@ -492,8 +512,12 @@ class Run:
             )
         state = new.join(state) if new else state
         lanes = read_lanes(state, self.position.lanes)
+        order = self.local.subset_order
+        if order is not None:  # an earlier release saved it
+            state = {**state, **{lane_name(number): drawing_by(lane, order) for number, lane in lanes.items()}}
         state = with_known_cuts(state, lanes, self.local, settings_differ=bool(differing) or changed)
-        loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=self.settings.pad)
+        pad = self.settings.pad
+        loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=pad, subset_order=order)
         # with larger batches, say, a lane of which some was left may have no batch
         return loaded.with_changes() if changed or (differing and state["slot"]) else loaded
 

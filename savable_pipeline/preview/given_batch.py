@@ -18,7 +18,7 @@ from savable_pipeline.loader.local_lanes import LocalLanes
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import Pipeline
 from savable_pipeline.stages.stage import Stage
-from savable_pipeline.state.fingerprint import compare, fingerprint, unpack_fingerprint
+from savable_pipeline.state.fingerprint import compare, fingerprint, subset_order_of, unpack_fingerprint
 from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
 
 
@@ -46,7 +46,7 @@ def make_again(pipeline: Pipeline, ledger: Ledger, epoch: int, slot: int) -> Mad
     before, saved = (
         (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
     )
-    state = pack_state(replace(saved, growth=growth or UNSET))
+    state = pack_state(replace(saved, growth=growth or UNSET, subset_order=local.subset_order or UNSET))
     makers = InProcess(local.runner)
     for _ in range((slot - before) // start.lanes):
         state = makers.answer(makers.ask(lane, state, "skip")).state
@@ -62,8 +62,9 @@ def _growth(start: Start, local: LocalLanes) -> Growth:
 
     Raises `CheckpointMismatchError` if settings or data differ in anything but shards that were added later.
     """
-    local.grow(start.growth)
     saved = unpack_fingerprint(start.fingerprint)
+    local.grow(start.growth)
+    local.draw_subsets_by(subset_order_of(saved))
     here = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
     new = NewShards(saved, here, local)
     compare(new.before, here)

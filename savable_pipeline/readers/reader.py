@@ -6,7 +6,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from savable_pipeline.readers.read_order import (
 )
 from savable_pipeline.readers.reader_settings import ReaderSettings
 from savable_pipeline.readers.row_groups import BLOCK, RowGroups, row_groups
-from savable_pipeline.shards.selection import Subset
+from savable_pipeline.shards.selection import SUBSET_ORDER, Subset
 from savable_pipeline.stages.excluded_samples import ExcludedSamples, read_exclude_file
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state
@@ -55,6 +55,7 @@ class _ReaderState(msgspec.Struct):
     lane: dict[str, SavedCount]
     cut: SavedCount = 0
     growth: list[tuple[EpochNumber, EpochNumber]] = []
+    subset_order: Annotated[int, msgspec.Meta(ge=1, le=SUBSET_ORDER)] = 1
 
 
 class RecordReader(SampleStage):
@@ -125,16 +126,9 @@ class RecordReader(SampleStage):
         self.exclude_file = read_exclude_file(settings.exclude, lane, named, self.dataset)
         self.split, self.subset, self.on_error = settings.split, settings.subset, settings.on_error
         self.shuffle, self.window = settings.shuffle, settings.window
-        chosen = (named, self.split, self.subset)
-        self._selection = lane.shared(
-            ("selection", *chosen, self.shuffle),
-            lambda: self.dataset.select(self.split, self.subset, in_order=not self.shuffle),
-        )
+        self._lane, self._named = lane, named
         self.epochs = check_epochs(type(self).__name__, settings.epochs)
-        self._pass = pass_length(type(self).__name__, self.epochs, self.population)
-        self._orders: OrderedDict[Any, EpochOrder | DealtOrder] = lane.shared(("orders", *chosen), OrderedDict)
-        self._lane = lane
-        self._chosen = chosen
+        self._draw_by(lane.subset_order or SUBSET_ORDER)
         self._deals = settings.block_size is None and self.shuffle and self.dataset.store.row_groups(0) is not None
         self.block_size = BLOCK if settings.block_size is None and self.shuffle else settings.block_size
         self._first_epoch = lane.epoch * (self._pass.epochs if self._pass else 0)
@@ -143,6 +137,20 @@ class RecordReader(SampleStage):
         self._branch = ""
         self._rows, self._aligned = 1, False  # of a batch downstream
         self._begin_with(lane.growth.get("", ()))
+
+    def _draw_by(self, order: int) -> None:
+        """Read the samples of the split and the subset that this order's number draws."""
+        self._subset_order = order
+        self._chosen = (self._named, self.split, self.subset, order)
+        self._selection = self._lane.shared(
+            ("selection", *self._chosen, self.shuffle),
+            lambda: self.dataset.select(self.split, self.subset, in_order=not self.shuffle, subset_order=order),
+        )
+        self._orders: OrderedDict[Any, EpochOrder | DealtOrder] = self._lane.shared(
+            ("orders", *self._chosen), OrderedDict
+        )
+        self._pass = pass_length(type(self).__name__, self.epochs, self.population)
+        self._info = None
 
     def _begin_with(self, growth: Sequence[tuple[int, int]]) -> None:
         """Stand at the beginning, in a dataset to which shards were added so."""
@@ -401,17 +409,20 @@ class RecordReader(SampleStage):
         """`epoch`; `position` in the lane's share of it; `lane`: the positions of the lane's named random sequences.
 
         `cut`, if there is one: the unit in which shares are cut. With other batches, a pass goes on in its own shares.
-        `growth`, if shards were added: see growth.py.
+        `growth`, if shards were added: see growth.py. `subset_order`, of a subset: how it is drawn.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
-        more = {"cut": self._cut, "growth": self.samples.pairs}
+        more = {"cut": self._cut, "growth": self.samples.pairs, **self._newest()}
         return {**state, **{name: value for name, value in more.items() if value}}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if it lies outside."""
         saved: _ReaderState = parse_state(self, state, _ReaderState)
-        if saved.growth and not self.samples.pairs:  # restored by hand, in a lane that no loader made
-            self._begin_with(saved.growth)
+        drawn_otherwise = self.subset is not None and saved.subset_order != self._subset_order
+        if drawn_otherwise:
+            self._draw_by(saved.subset_order)
+        if drawn_otherwise or (saved.growth and not self.samples.pairs):  # by hand, in a lane that no loader made
+            self._begin_with(saved.growth or self.samples.pairs)
         self._cut = self._checked_cut(saved.cut)
         self._move_to(saved.epoch, saved.position)
         if not 0 <= saved.position <= self._length:
@@ -437,6 +448,7 @@ class RecordReader(SampleStage):
             "window": self.window if self.shuffle and not self._deals else None,
             **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
             "shards": summary(self.dataset.entries),
+            **self._newest(),
             **({"order": _ORDER} if self.epochs is not None or not self.shuffle else {}),
             **(
                 {"exclude": self.exclude_file.digest}
@@ -444,6 +456,10 @@ class RecordReader(SampleStage):
                 else {}
             ),
         }
+
+    def _newest(self) -> dict[str, int]:
+        """The number of the order by which a subset is drawn; nothing for the first, which had none."""
+        return {"subset_order": self._subset_order} if self.subset is not None and self._subset_order > 1 else {}
 
     def addresses(self) -> dict[str, str]:
         """The folder or the URL of the shards."""

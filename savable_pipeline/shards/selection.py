@@ -3,15 +3,16 @@
     dataset     0 1 2 3 │ 4 5 6 7 │ 8 9 …      three shards
     selection   0   1   │         │ 2 3        places; refs keep the numbers of the dataset
 
-A subset is drawn from each shard by itself, with a key made of the shard's name: it is the same in every run, epoch and
-lane, and does not change when shards are added. Shares that do not overlap have no sample in common.
+A subset is drawn from each shard by itself, with a key made of the shard's name without its format's ending: it is the
+same in every run, epoch and lane, from a tar and from a Parquet file of that name and those rows, and does not change
+when shards are added. Shares that do not overlap have no sample in common. (Order 1 took the whole name.)
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.shards.shard_list import Rows
 
 Subset: TypeAlias = "float | int | tuple[float, float]"
+SUBSET_ORDER = 2  # the version of the draw, which a state goes on with
 _SHARDS_KEPT = 512  # shards whose selected rows are kept in memory
 _ONE = 1 << 32  # a share of 1
 
@@ -42,8 +44,8 @@ def check_subset(reader: str, subset: Subset | None) -> None:
 class Selection:
     """Some samples of a dataset with the shards `names`, whose first samples have the numbers `firsts`.
 
-    `shards` names the shards to take, in this order (None: all), `excluded` the rows to leave out of each. Raises
-    `ShardError` if no sample is left.
+    `shards` names the shards to take, in this order (None: all), `excluded` the rows to leave out of each; `keys` are
+    what each shard is drawn by (None: its name). Raises `ShardError` if no sample is left.
     """
 
     def __init__(
@@ -54,14 +56,16 @@ class Selection:
         shards: list[str] | None = None,
         excluded: Mapping[str, Rows] | None = None,
         subset: Subset | None = None,
+        keys: list[str] | None = None,
     ) -> None:
         self._names = names
+        self._keys = names if keys is None else keys
         self._dataset_firsts = firsts
         self._sizes = np.diff(firsts)
         self._excluded = excluded or {}
         self._drawn = subset is not None
         left = self._left(shards)
-        self._low, self._high = _drawn(names, left, subset)
+        self._low, self._high = _drawn(self._keys, left, subset)
         self.order = _order(names, shards)  # int64 (shards,): the number in the dataset of each shard in turn
         self.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
@@ -104,7 +108,7 @@ class Selection:
         rows = np.delete(np.arange(self._sizes[shard]), self._excluded.get(name, []))
         if not self._drawn:
             return rows
-        order = permutation(derive_key("subset", name), len(rows))
+        order = permutation(derive_key("subset", self._keys[shard]), len(rows))
         return np.sort(rows[order[self._low[shard] : self._high[shard]]])
 
     def manifest(self) -> dict[str, Any]:
@@ -113,9 +117,15 @@ class Selection:
         counts = np.diff(self.firsts)
         for shard in self.order[np.flatnonzero(counts)].tolist():
             name = self._names[shard]
-            digest.update(f"{name}\0{self._low[shard]}\0{self._high[shard]}\0".encode())
+            digest.update(f"{self._keys[shard]}\0{self._low[shard]}\0{self._high[shard]}\0".encode())
             digest.update(np.asarray(self._excluded.get(name, []), dtype="<i8").tobytes())
         return {"shards": int((counts > 0).sum()), "samples": self.count, "digest": digest.intdigest()}
+
+
+def without_ending(name: str, endings: Sequence[str]) -> str:
+    """The name of a shard without its format's ending, the longest that it has: "a/train.001.tar" is "a/train.001"."""
+    ending = max((each for each in endings if name.endswith(each)), key=len, default="")
+    return name.removesuffix(ending)
 
 
 def _order(names: list[str], first: list[str] | None) -> Rows:
@@ -124,7 +134,7 @@ def _order(names: list[str], first: list[str] | None) -> Rows:
     return np.array([number[name] for name in dict.fromkeys([*(first or ()), *names])], dtype=np.int64)
 
 
-def _drawn(names: list[str], left: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
+def _drawn(keys: list[str], left: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
     """The range of each shard's samples, in the order of the shard's key, that a subset takes: first and end."""
     if subset is None:
         return np.zeros_like(left), left
@@ -135,7 +145,7 @@ def _drawn(names: list[str], left: Rows, subset: Subset | None) -> tuple[Rows, R
         ends = np.array([subset * int(end) // total for end in [0, *np.cumsum(left)]], dtype=np.int64)
         return np.zeros_like(left), ends[1:] - ends[:-1]
     low, high = subset if isinstance(subset, tuple) else (0.0, subset)
-    parts = np.array([derive_key("subset", "part", name) >> 32 for name in names], dtype=np.uint64)
+    parts = np.array([derive_key("subset", "part", key) >> 32 for key in keys], dtype=np.uint64)
     return _cut(left, parts, low), _cut(left, parts, high)
 
 

@@ -114,11 +114,13 @@ class Stage:
     ...             self.ref, self.held = sp.as_ref(self.held), ()
     ...             if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
     ...                 return item
-    ...         next(self.source)
+    ...         first = next(self.source)
     ...         self.held = self.source.ref
-    ...         item = next(self.source)
-    ...         self.ref = self.source.ref
-    ...         return item
+    ...         for second in self.source:
+    ...             self.ref = self.source.ref
+    ...             return second
+    ...         self.ref, self.held = self.held, ()  # the last one of an odd number
+    ...         return first
     ...     def save_state(self):
     ...         return {"held": self.held, "source": self.source.save_state()}
     ...     def restore_state(self, state):
@@ -127,9 +129,10 @@ class Stage:
     >>> class Ids(sp.TaskEncoder):
     ...     def encode(self, sample, rng):
     ...         return sample.json()["id"]
-    >>> swapped = Swapped(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids()))
-    >>> [next(swapped) for _ in range(4)]
-    [1, 0, 3, 2]
+    >>> def swapped(**how):
+    ...     return Swapped(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False, epochs=1, **how), Ids()))
+    >>> list(swapped())[:4], len(list(swapped(subset=3)))
+    ([1, 0, 3, 2], 3)
     """
 
     source: Stage
@@ -403,11 +406,14 @@ class BatchStage(ItemStage):
     that has no more: a dict with a key "valid", bool (rows,), all False. While `self.lane.pad` is true, every batch has
     the key "valid" and the same number of rows.
 
-    >>> class Pairs(sp.BatchStage):  # batches of two samples
+    >>> from itertools import islice
+    >>> class Pairs(sp.BatchStage):  # batches of two samples; the last one of an odd number is alone
     ...     ref = ()
     ...     def __next__(self):
-    ...         samples, refs = zip(*[(next(self.source), self.source.ref) for _ in range(2)])
-    ...         self.ref = refs
+    ...         pair = [(sample, self.source.ref) for sample in islice(self.source, 2)]
+    ...         if not pair:
+    ...             raise StopIteration
+    ...         samples, self.ref = zip(*pair)
     ...         return [sample.key for sample in samples]
     ...     def fetch(self, ref):
     ...         return [self.source.fetch(each).key for each in ref]

@@ -31,6 +31,7 @@ _OURS = __name__.split(".")[0] + "."
 _OF_THE_RUN = {"lanes", "seed", "stages"}
 _PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
 _OTHER_ORDER = "this stage gives its samples in another order since: go on with the release that saved the state"
+_SUBSET_ORDER = "subset_order"  # of readers with a subset; its first number was not written
 _FIXED = {
     "lanes": "the number of lanes is a setting of the run: pass the saved one",
     "stages": "a stage was added, removed or exchanged",
@@ -40,6 +41,7 @@ _FIXED = {
 _FIXED_OF_READERS = {
     "order": _OTHER_ORDER,
     "parts": "lists of images, which were JSON, are parts since: go on with the release that saved the state",
+    _SUBSET_ORDER: _OTHER_ORDER,
     "shards": "shards were added, removed or rewritten since",
 }
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
@@ -168,6 +170,16 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
         raise StateError(f"fingerprint: {name}: {error}; use another copy of the checkpoint") from error
 
 
+def subset_order_of(saved: Fingerprint) -> int | None:
+    """The number by which all readers of a run draw their subsets; None: this release's."""
+    drawn = [name for name, value in saved.fields.items() if _setting(name) == "subset" and value is not None]
+    return 1 if drawn and _SUBSET_ORDER not in map(_setting, saved.fields) else None
+
+
+def _setting(field: str) -> str:
+    return _base(field).rpartition(".")[2]
+
+
 def check_shards(saved: Fingerprint, here: FingerprintHere) -> None:
     """Raises `StateError` where what a state keeps of the shards of a reader that is here is damaged."""
     for name in here.shards.keys() & saved.fields.keys():
@@ -224,6 +236,8 @@ def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], her
 def _follows(name: str, differing: list[str]) -> bool:
     """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
     prefix, _, setting = name.rpartition(".")
+    if setting.partition("#")[0] == _SUBSET_ORDER:
+        return name.replace(_SUBSET_ORDER, "subset") in differing
     return setting == "order" and any(f"{prefix}.{cause}" in differing for cause in ("epochs", "shuffle", "policy"))
 
 

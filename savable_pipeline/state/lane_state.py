@@ -33,7 +33,8 @@ class LaneState(msgspec.Struct):
     """A lane between two batches: `batches` given in pass `epoch`; `stages` is None before the first batch.
 
     `growth` is absent unless shards were added in the run: `Lane.growth`. `cuts` are those of `Lane`, of a lane before
-    its first batch of a pass that others have begun: what they read by is in their own `stages`.
+    its first batch of a pass that others have begun: what they read by is in their own `stages`. `subset_order` is that
+    of `Lane`, absent where it is this release's.
     """
 
     lane: SavedCount
@@ -43,11 +44,17 @@ class LaneState(msgspec.Struct):
     stages: dict[str, Any] | None = None
     growth: dict[str, list[tuple[EpochNumber, EpochNumber]]] | msgspec.UnsetType = msgspec.UNSET
     cuts: dict[str, _Cut] | msgspec.UnsetType = msgspec.UNSET
+    subset_order: EpochNumber | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def grown(self) -> Growth:
         """`growth`, empty where it is absent."""
         return {} if self.growth is msgspec.UNSET else self.growth
+
+    @property
+    def draws_by(self) -> int | None:
+        """`subset_order`, None where it is absent."""
+        return None if self.subset_order is msgspec.UNSET else self.subset_order
 
 
 def pack_state(state: msgspec.Struct) -> bytes:

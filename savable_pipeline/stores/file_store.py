@@ -31,6 +31,7 @@ class FileStore(RecordStore):
         self.entries = [found.index.entries[name] for name in found.names]
         self.index_path = found.index_path
         self._index, self._form = found.index, form
+        self.endings = form.kind.suffixes
         self.files: LocalFiles | CachedBlocks = (
             LocalFiles(found.root, weakref.proxy(self))
             if found.place is None

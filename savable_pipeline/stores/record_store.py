@@ -30,7 +30,8 @@ class RecordStore(Protocol):
     `address` is what messages call the store, a folder or a URL. `entries` lists its shards, sorted by name: the digest
     is any number that changes when the shard's content does, and a state is refused where it differs. `unit` says in
     which unit `offset` counts. `root` is the folder that may hold Megatron-Energon's metadata (`.nv-meta`).
-    `key_column` names the column that keys are read from, if that is a setting of the store.
+    `key_column` names the column that keys are read from, if that is a setting of the store. `endings` are those of the
+    shards' names that tell the format, such as ".tar": a `subset` is the same with any of them.
 
     A sample is named by its shard, a number, and its row in that shard. The same shard and row give the same bytes for
     ever. Methods raise `ShardError` for damaged data, with the place and what to do, and KeyError for a missing part.
@@ -55,6 +56,7 @@ class RecordStore(Protocol):
     unit: str = "row"
     root: Path | None = None
     key_column: str | None = None
+    endings: Sequence[str] = ()
 
     @abstractmethod
     def key(self, shard: int, row: int, /) -> str:

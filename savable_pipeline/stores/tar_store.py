@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from savable_pipeline.shards.paths import TARS
 from savable_pipeline.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.stores.indexed_shards import IndexedShards
 from savable_pipeline.stores.shard_files import ShardFiles
@@ -22,6 +23,7 @@ class TarStore:
     unit = "byte offset"
     decoded_bytes = 0
     key_column: str | None = None
+    endings: Sequence[str] = TARS.suffixes
 
     def __init__(self, root: Path | None, shards: IndexedShards, files: ShardFiles) -> None:
         self.root = root

@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import UNSET
-
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.loader.fresh_lanes import drawing_by, fresh_lane
 from savable_pipeline.loader.local_lanes import LocalLanes
 from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.state.fingerprint import are_of_one_run
-from savable_pipeline.state.lane_state import LaneState, pack_state
+from savable_pipeline.state.fingerprint import are_of_one_run, subset_order_of, unpack_fingerprint
 from savable_pipeline.state.state_dict import (
     batches_before,
     check_flat,
@@ -92,6 +90,7 @@ def _passed_over(
     if not missing:
         return {}
     local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
+    local.draw_subsets_by(subset_order_of(unpack_fingerprint(last["fingerprint"])))
     try:
         with as_in_a_worker(set(KINDS)):
             return {lane_name(lane): _lane_at(local, lane, last, growth, epoch, slot) for lane in missing}
@@ -102,9 +101,10 @@ def _passed_over(
 def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], growth: Growth, epoch: int, slot: int) -> bytes:
     """The state of a lane at a slot, from the last one, or from the start of the epoch if that is of one before."""
     lanes = last["lanes"]
-    done, raw = 0, pack_state(LaneState(lane, epoch, growth=growth or UNSET))
+    done, raw = 0, fresh_lane(lane, epoch, growth, local.subset_order)
     if last["epoch"] == epoch:
-        done, raw = batches_before(last["slot"], lane, lanes), bytes(last[lane_name(lane)])
+        done = batches_before(last["slot"], lane, lanes)
+        raw = drawing_by(read_lanes(last, [lane])[lane], local.subset_order)
     for _ in range(done, batches_before(slot, lane, lanes)):
         raw = local.runner.deliver(lane, raw, "skip").state
     local.runner.forget(lane)

@@ -33,6 +33,23 @@ def test_a_split_has_shards_of_its_own_and_a_sample_stays_in_its_split(tmp_path:
     assert set(val) < set(keys_of(tmp_path / "more", "val"))
 
 
+def test_what_can_be_read_in_place_is_split_here_or_a_warning_says_that_shares_move(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "rows.jsonl", *({"id": number} for number in range(20)))
+    tars = tmp_path / "photos"
+    for source, name, warns in (
+        (fill(tmp_path / "in", 20), "photos", False),
+        (lines, "lines", True),
+        (tars, "again", True),
+        (lines, "halves", False),
+    ):
+        options = HALVES if name == "halves" else Options()
+        report = convert(source, tmp_path / name, options, reshard=source == tars)
+        assert (
+            any("others here than of the source: to keep a part apart, --split" in told for told in report.warnings)
+            == warns
+        )
+
+
 def test_the_split_of_a_key_is_the_same_for_ever(tmp_path: Path) -> None:
     convert(fill(tmp_path / "in", 12), tmp_path / "out", HALVES)
     assert keys_of(tmp_path / "out", "val") == ["003"]

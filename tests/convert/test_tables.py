@@ -186,4 +186,4 @@ def test_images_that_many_records_name_are_a_warning_with_the_factor(tmp_path: P
     report = convert(write_lines(tmp_path / "in/m.jsonl", *lines), tmp_path / "out", SMALL)
     assert "4 uses of 2 files" in report.warnings[0] and "2.0 times" in report.warnings[0]
     report = convert(write_lines(tmp_path / "in/n.jsonl", *lines[2:]), tmp_path / "two", SMALL)
-    assert report.warnings == []
+    assert not any("uses of" in warning for warning in report.warnings)

@@ -76,6 +76,35 @@ def test_a_shuffled_pipeline_without_a_buffer_is_told_as_information(
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "lanes", "epochs", "told"),
+    [
+        (200, 96, None, "lanes gives each lane 6.25, so the buffer mixes those of 32 epochs: a sample may"),
+        (200, 96, 8, "so the buffer mixes those of 8 epochs"),
+        (200, 96, 2, ""),
+        (200, 96, 1, ""),
+        (200, 6, None, ""),
+        (6, 96, None, ""),
+        (700, 4, None, "begin with size=150 or less"),
+        (10, 700, None, "begin with lanes=60 or fewer"),
+        (700, 700, None, "begin with lanes=1 and size=600"),
+    ],
+)
+def test_a_buffer_of_many_epochs_is_told_with_lanes_and_size_that_fit(
+    make_shards: Any, caplog: pytest.LogCaptureFixture, size: int, lanes: int, epochs: int | None, told: str
+) -> None:
+    root = str(make_shards([600]))
+
+    def pipeline(lane: sp.Lane, size: int = size) -> sp.Stage:
+        samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane, epochs=epochs), size=size)
+        return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=1)
+
+    with caplog.at_level(logging.WARNING), sp.SavableLoader(pipeline, seed=0, lanes=lanes) as own:
+        repr(own)
+    found = [record.message for record in caplog.records if "hints" in record.name]
+    assert bool(found) == bool(told) and all(told in each for each in found), found
+
+
 class Unpacked(sp.TaskEncoder):
     """Has no `pack`."""
 

@@ -49,12 +49,15 @@ class Swapped(sp.ItemStage):
     def __next__(self) -> Any:
         if self.held:
             self.ref, self.held = sp.as_ref(self.held), ()
-            return self.source.fetch(self.ref)
-        next(self.source)
+            if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
+                return item
+        first = next(self.source)
         self.held = self.source.ref
-        item = next(self.source)
-        self.ref = self.source.ref
-        return item
+        for second in self.source:
+            self.ref = self.source.ref
+            return second
+        self.ref, self.held = self.held, ()  # the last one of an odd number
+        return first
 
     def save_state(self) -> Any:
         return {"held": self.held, "source": self.source.save_state()}
@@ -170,6 +173,12 @@ def _of(pipeline: Callable[..., sp.Stage], shards: str, epochs: int | None, lane
 def test_the_one_in_the_middle_is_given_swapped(shards: str) -> None:
     items = sp.Encode(sp.TarShardReader(shards, sp.Lane(), shuffle=False), NumberEncoder())
     assert [item for item, _ in zip(Swapped(items), range(6), strict=False)] == [1, 0, 3, 2, 5, 4]
+
+
+def test_the_last_of_an_odd_number_is_given_too(make_shards: Any) -> None:
+    for samples in (1, 4, 5):
+        reader = sp.TarShardReader(make_shards([samples], f"of {samples}"), sp.Lane(), shuffle=False, epochs=1)
+        assert sorted(Swapped(sp.Encode(reader, NumberEncoder()))) == list(range(samples))  # type: ignore[type-var]
 
 
 # Refused when the class is made, or the pipeline.
