@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from savable_pipeline.loader.run import Run
-from savable_pipeline.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.stages.pipeline import Pipeline
-from savable_pipeline.state.state_dict import merge_states
 
 
 def assert_exact_resume(

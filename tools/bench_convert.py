@@ -53,7 +53,7 @@ def pairs(folder: Path) -> Iterator[tuple[str, bytes, str]]:
 
 
 def ours(source: Path, target: Path, *options: str) -> None:
-    from savable_pipeline.cli.main import app
+    from savable_pipeline.tools.cli.main import app
 
     words = ["convert", "--workers", "1", *options, str(source), str(target)]
     app(words, prog_name="savable", standalone_mode=False)

@@ -101,7 +101,7 @@ def ours(folder: Path, workers: int = 1) -> Cost:
 
 def index_one(told: str, folder: str, workers: str) -> None:
     """The command `savable index`, which tells in a file what processor time its own process took."""
-    from savable_pipeline.cli.main import app
+    from savable_pipeline.tools.cli.main import app
 
     app(["index", folder, f"--workers={workers}"], standalone_mode=False)
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -63,10 +63,10 @@ def shard_name(shard: int) -> str:
 
 def make_dataset(root: Path, shards: int) -> None:
     """Empty files, with an index that says they hold samples of one part."""
-    from savable_pipeline.shards.energon_metadata import INDEX_NAME
-    from savable_pipeline.shards.index_file import check_of
-    from savable_pipeline.shards.index_writer import Columns, index_begin
-    from savable_pipeline.shards.shard_list import ShardEntry
+    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.data.shards.index_file import check_of
+    from savable_pipeline.data.shards.index_writer import Columns, index_begin
+    from savable_pipeline.data.shards.shard_list import ShardEntry
 
     columns, draw = Columns(), np.random.default_rng(0)
     zeros = np.zeros(SAMPLES, "<u8")
@@ -97,7 +97,7 @@ def open_one(root: str) -> Numbers:
         found[name] = time.perf_counter() - began
         return done
 
-    from savable_pipeline.state.fingerprint import fingerprint, pack_fingerprint
+    from savable_pipeline.run.state.fingerprint import fingerprint, pack_fingerprint
 
     reader = timed("open", lambda: sp.TarShardReader(root, sp.Lane(3, 96, 7)))
     timed("first refs", lambda: reader.take_refs(64))
@@ -107,9 +107,9 @@ def open_one(root: str) -> Numbers:
 
 def write_one(folder: Path, shards: int) -> Numbers:
     """Writes an index of random rows in this process."""
-    from savable_pipeline.shards.index_file import ShardTable
-    from savable_pipeline.shards.index_writer import write_index
-    from savable_pipeline.shards.shard_list import ShardEntry
+    from savable_pipeline.data.shards.index_file import ShardTable
+    from savable_pipeline.data.shards.index_writer import write_index
+    from savable_pipeline.data.shards.shard_list import ShardEntry
 
     draw = np.random.default_rng(0)
     starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).tobytes(), bytes(4 * SAMPLES)
@@ -145,7 +145,7 @@ def shown(name: str, values: list[float]) -> str:
 
 
 def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
-    from savable_pipeline.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 
     table = Table("shards", "start", *SHOWN, title="least (median) of the rounds", title_justify="left")
     for shards in counts:
@@ -164,7 +164,7 @@ def bench_open(counts: list[int], rounds: int, folder: Path) -> None:
 
 def bench_remote(counts: list[int], rounds: int, folder: Path, *, bucket: bool = False) -> None:
     """Each round begins with an empty cache; "next open" finds in it what the first has fetched."""
-    from savable_pipeline.shards.energon_metadata import INDEX_NAME
+    from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
     from tests.support.toy_server import s3_settings, serving
 
     columns = ("index", "open", "first refs", "fetched of it", "next open", "memory")

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 import savable_pipeline as sp
-from savable_pipeline.packing.packing_policies import Policy
+from savable_pipeline.stages.packing.packing_policies import Policy
 from savable_pipeline.stages.stage import StageInfo, State
 
 LIMIT = 4096

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 import savable_pipeline as sp
-from savable_pipeline.dataset.opening import open_dataset
-from savable_pipeline.dataset.sample import REF
-from savable_pipeline.readers.read_order import EpochOrder, lane_span
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.stages.readers.read_order import EpochOrder, lane_span
 
 ALL = ["open", "memory", "scale", "blobs", "cold", "window"]
 ROUNDS = 5

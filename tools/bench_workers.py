@@ -28,10 +28,10 @@ from bench_rounds import Contender, Loader, compete, timed
 from rich.table import Table
 
 import savable_pipeline as sp
-from savable_pipeline.engine.messages import Delivery
-from savable_pipeline.state.lane_state import LaneState, pack_state
-from savable_pipeline.transport import batch_pickle as wire
-from savable_pipeline.transport.segments import SegmentReader, SegmentWriter
+from savable_pipeline.run.engine.messages import Delivery
+from savable_pipeline.run.state.lane_state import LaneState, pack_state
+from savable_pipeline.run.transport import batch_pickle as wire
+from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
 
 BATCH_S = 0.01  # of a trainer that takes 100 batches a second
 REPEATS = 300

@@ -17,7 +17,7 @@ from fuzz_values import changed, changed_bytes, encoded
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.shards.energon_metadata import (
+from savable_pipeline.data.shards.energon_metadata import (
     INDEX_NAME,
     META,
     read_counts,
@@ -25,8 +25,8 @@ from savable_pipeline.shards.energon_metadata import (
     read_split,
     split_names,
 )
-from savable_pipeline.shards.index_file import NUMBERS_BYTES, Header, aligned
-from savable_pipeline.shards.scan import scan
+from savable_pipeline.data.shards.index_file import NUMBERS_BYTES, Header, aligned
+from savable_pipeline.data.shards.scan import scan
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> None:

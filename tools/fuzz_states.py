@@ -13,8 +13,8 @@ from fuzz_values import changed, changed_bytes, encoded
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.state.lane_state import VERSION
-from savable_pipeline.state.summary import differences, shown, summarize
+from savable_pipeline.run.state.lane_state import VERSION
+from savable_pipeline.run.state.summary import differences, shown, summarize
 
 _HEAD = 14  # bytes of a packed state before its MessagePack
 

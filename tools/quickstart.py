@@ -35,8 +35,8 @@ from quickstart_report import Row, Trial, draw, make_table, ranks_row, read_log,
 from rich.console import Console
 
 import savable_pipeline as sp
-from savable_pipeline.convert import Options, convert
 from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.tools.convert import Options, convert
 from task_encoders import CaptioningEncoder, LanguageModelingEncoder
 
 SEED = 7

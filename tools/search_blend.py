@@ -14,9 +14,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from savable_pipeline.blending.blend_counts import LaneCounts
-from savable_pipeline.blending.blend_turns import LaneTurns
 from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.stages.blending.blend_counts import LaneCounts
+from savable_pipeline.stages.blending.blend_turns import LaneTurns
 
 
 def random_weights(draw: random.Random) -> list[int]:

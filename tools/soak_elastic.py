@@ -19,9 +19,9 @@ from soak_pipelines import soak_pipeline
 from soak_report import Row, difference
 
 import savable_pipeline as sp
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
+from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.state.lane_state import LaneState, unpack_state
-from savable_pipeline.state.state_dict import lane_name
 from savable_pipeline.testing import sorted_by_slot
 
 SEED, LANES = 3, 12

@@ -64,11 +64,11 @@ class Witness(logging.Handler):
             self.told[when] += when in text
 
     def __enter__(self) -> Witness:
-        logging.getLogger("savable_pipeline.engine.pool").addHandler(self)
+        logging.getLogger("savable_pipeline.run.engine.pool").addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("savable_pipeline.engine.pool").removeHandler(self)
+        logging.getLogger("savable_pipeline.run.engine.pool").removeHandler(self)
 
 
 class Killer(threading.Thread):

@@ -23,8 +23,8 @@ from soak_pipelines import CROP, soak_pipeline
 from soak_report import Row, descendants, kill
 
 import savable_pipeline as sp
-from savable_pipeline.state.lane_state import LaneState, unpack_state
-from savable_pipeline.state.state_dict import lane_name
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
+from savable_pipeline.run.state.state_dict import lane_name
 
 SEED, LANES = 3, 12
 WORLD_SIZES, WORKERS = (1, 2, 4), (0, 1, 2)

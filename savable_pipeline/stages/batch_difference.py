@@ -10,7 +10,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from savable_pipeline.core.containers import listed_parts, named_parts
-from savable_pipeline.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample
 
 
 class Difference(NamedTuple):

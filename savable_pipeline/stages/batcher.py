@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.dataset.sample import skip_counters
+from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.dataset.sample import skip_counters
+from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.bucket_sizes import BatchSize, BucketSizes, Group, plain_group
 from savable_pipeline.stages.encoder_batches import EncoderBatches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 

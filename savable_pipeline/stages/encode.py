@@ -14,7 +14,7 @@ from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.on_error import OnError, reason_of, skips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.dataset.sample import REF, Ref, RefArray, Sample
+from savable_pipeline.data.dataset.sample import REF, Ref, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import check_encoder

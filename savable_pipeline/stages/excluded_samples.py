@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.dataset.dataset import Dataset
-from savable_pipeline.dataset.exclude_file import ExcludeFile
-from savable_pipeline.dataset.sample import tag_of, untagged
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.exclude_file import ExcludeFile
+from savable_pipeline.data.dataset.sample import tag_of, untagged
 from savable_pipeline.stages.item_ref import ItemRef
 
 REASON = "excluded"

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from savable_pipeline.core.containers import named_parts
-from savable_pipeline.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample
 
 _LEAVES = {int, float, str, bytes, bool, type(None)}
 _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.keyed_random import word
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batch_difference import find_difference
 from savable_pipeline.stages.task_encoder import TaskEncoder

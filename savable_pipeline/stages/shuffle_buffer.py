@@ -10,7 +10,7 @@ import numpy as np
 
 from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.dataset.sample import REF, RefArray, Sample
+from savable_pipeline.data.dataset.sample import REF, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of

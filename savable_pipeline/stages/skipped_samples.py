@@ -12,7 +12,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.user_frames import from_user_code
-from savable_pipeline.dataset.sample import REF, Sample, skip_counters
+from savable_pipeline.data.dataset.sample import REF, Sample, skip_counters
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.stage import max_empty_samples
 from savable_pipeline.stages.task_encoder import Skip

@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.dataset.sample import REF, TAG_SHIFT, RefArray, Sample, skip_counters, tag_of
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray, Sample, skip_counters, tag_of
+from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.excluded_samples import NOTHING_EXCLUDED, REASON, ExcludedSamples
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.task_encoder import TaskEncoder
-from savable_pipeline.stores.record_store import RecordStore
 
 State: TypeAlias = dict[str, Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from savable_pipeline.core.batch_memory import collate
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample
 
 
 class Skip:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-from savable_pipeline.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder

@@ -7,7 +7,7 @@ from functools import partial
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.whole import Whole
 
 

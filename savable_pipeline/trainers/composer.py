@@ -15,7 +15,7 @@ from composer.core import Callback, DataSpec, State
 from composer.loggers import Logger
 
 from savable_pipeline.errors import SavableError, StateError
-from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.evaluation import check_restarts
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
 from savable_pipeline.trainers.whole import Whole

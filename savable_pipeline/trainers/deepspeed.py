@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepspeed import DeepSpeedEngine
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.device import tensors_changed
 from savable_pipeline.trainers.whole import Whole
 

@@ -15,10 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from savable_pipeline.core.containers import with_parts_changed
-from savable_pipeline.loader.position import Position
-from savable_pipeline.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.loader.trace import Trace
-from savable_pipeline.loader.trainer_calls import module_of, refuse_dataset, warn_unsaved
+from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
+from savable_pipeline.run.loader.trace import Trace
+from savable_pipeline.run.loader.trainer_calls import module_of, refuse_dataset, warn_unsaved
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from savable_pipeline.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.run.loader.savable_loader import SavableLoader, settings_of
 
 
 def each(made: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric import Fabric
 
-from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.whole import Whole
 
 

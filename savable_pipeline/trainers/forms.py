@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.errors import StateError
-from savable_pipeline.state.state_dict import check_flat
+from savable_pipeline.run.state.state_dict import check_flat
 
 _BYTES = "base64:"
 

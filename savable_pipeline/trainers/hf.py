@@ -14,8 +14,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from savable_pipeline.loader.position import MAX_LAG
-from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.run.loader.position import MAX_LAG
+from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.evaluation import check_restarts
 from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
 from savable_pipeline.trainers.whole import Whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.loader.run import Run
+from savable_pipeline.run.loader.run import Run
 
 
 class LeftAt:

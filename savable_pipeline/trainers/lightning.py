@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from savable_pipeline.errors import StateError
-from savable_pipeline.loader.position import MAX_LAG
-from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.run.loader.position import MAX_LAG
+from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.evaluation import check_restarts, each
 from savable_pipeline.trainers.lightning_step import Step
 from savable_pipeline.trainers.put_off import PutOff

@@ -8,9 +8,9 @@ from typing import Any
 from msgspec import UNSET
 
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.loader.savable_loader import SavableLoader
-from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
-from savable_pipeline.state.state_dict import check_flat, common_growth, lane_name, lane_numbers
+from savable_pipeline.run.loader.savable_loader import SavableLoader
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.run.state.state_dict import check_flat, common_growth, lane_name, lane_numbers
 
 
 def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
-from savable_pipeline.loader.savable_loader import SavableLoader
+from savable_pipeline.run.loader.savable_loader import SavableLoader
 
 
 def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from savable_pipeline.loader.position import MAX_LAG, Position
-from savable_pipeline.loader.savable_loader import SavableLoader, run_of
-from savable_pipeline.loader.trainer_calls import module_of, refuse_dataset, refuse_fetching_ahead
-from savable_pipeline.state.to_skip import Span, taken_apart, with_spans
+from savable_pipeline.run.loader.position import MAX_LAG, Position
+from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
+from savable_pipeline.run.loader.trainer_calls import module_of, refuse_dataset, refuse_fetching_ahead
+from savable_pipeline.run.state.to_skip import Span, taken_apart, with_spans
 from savable_pipeline.trainers.ahead import Ahead
 from savable_pipeline.trainers.left_at import LeftAt
 

@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 import savable_pipeline as sp
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.item_difference import DifferingItemsError
+from savable_pipeline.run.transport.segments import SegmentWriter
 from savable_pipeline.stages.batch_difference import digest, first_difference
-from savable_pipeline.transport.segments import SegmentWriter
 from tests.conftest import write_tar
 from tests.support.streams import take
 

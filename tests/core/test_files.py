@@ -12,7 +12,7 @@ import pytest
 
 from savable_pipeline.core.files import replace_file, user_cache
 from savable_pipeline.core.on_error import Quarantine
-from savable_pipeline.remote.cache_space import cache_folder
+from savable_pipeline.data.remote.cache_space import cache_folder
 
 
 def full_disk() -> Iterator[bytes]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.cli.main import app
 from savable_pipeline.core.named_object import named_object
+from savable_pipeline.tools.cli.main import app
 
 _FILE = """
 from pathlib import Path

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.dataset.opening import open_dataset
-from savable_pipeline.dataset.sample import REF
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.sample import REF
 
 
 def open_files() -> int:

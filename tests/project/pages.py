@@ -26,7 +26,7 @@ from typing import Any
 from PIL import Image
 from typer.testing import CliRunner
 
-from savable_pipeline.cli.main import app
+from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
 from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
 

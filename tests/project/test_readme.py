@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from savable_pipeline.cli.main import app
 from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.tools.cli.main import app
 from tests.project.pages import README, ROOT, blocks_of, write_captioned_shards
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from tests.packing.test_packer import Items, Packs
+from tests.stages.packing.test_packer import Items, Packs
 
 
 class Lists(sp.TaskEncoder):

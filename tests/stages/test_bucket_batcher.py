@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.loader.run import Run
-from savable_pipeline.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.testing import _take_step, assert_exact_resume
 from tests.conftest import write_numbered_shards
-from tests.packing.test_packer import Items, Packs
+from tests.stages.packing.test_packer import Items, Packs
 from tests.support.toy_pipelines import ToyEncoder
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.dataset import exclude_file
+from savable_pipeline.data.dataset import exclude_file
 from savable_pipeline.stages.excluded_samples import ExcludedSamples
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.streams import take, through_a_file

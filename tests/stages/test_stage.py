@@ -312,8 +312,8 @@ class OwnEncode(sp.ItemStage):
 
 
 def test_a_stage_of_ones_own_is_told_which_samples_to_avoid(shards: str) -> None:
-    from savable_pipeline.engine.lane_runner import LaneRunner
-    from savable_pipeline.state.lane_state import LaneState, pack_state
+    from savable_pipeline.run.engine.lane_runner import LaneRunner
+    from savable_pipeline.run.state.lane_state import LaneState, pack_state
 
     def pipeline(lane: sp.Lane) -> sp.Stage:
         return sp.Batcher(OwnEncode(sp.TarShardReader(shards, lane, shuffle=False)), size=3)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import savable_pipeline as sp
-from savable_pipeline.engine.pool import Pool
+from savable_pipeline.run.engine.pool import Pool
 
 
 def descendants(pid: int) -> list[int]:

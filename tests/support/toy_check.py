@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from savable_pipeline.check.shard_check import ShardReport, check_shard
+from savable_pipeline.tools.check.shard_check import ShardReport, check_shard
 
 
 def die_over_one(root: Path, name: str) -> ShardReport:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import savable_pipeline as sp
-from savable_pipeline.dataset.sample import RefArray, Sample
-from savable_pipeline.shards.selection import Selection, Subset
+from savable_pipeline.data.dataset.sample import RefArray, Sample
+from savable_pipeline.data.shards.selection import Selection, Subset
 
 
 class NoGroups:

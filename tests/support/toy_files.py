@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from savable_pipeline.convert import REJECTED, Options
+from savable_pipeline.tools.convert import REJECTED, Options
 
 SMALL = Options(shard_samples=3)
 

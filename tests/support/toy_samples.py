@@ -14,7 +14,7 @@ import tokenizers
 from PIL import Image
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.dataset.sample import DetachedSample, Sample
+from savable_pipeline.data.dataset.sample import DetachedSample, Sample
 from savable_pipeline.stages.task_encoder import Skip
 from tests.conftest import write_tar
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import zstandard
 
-from savable_pipeline.convert import Options, Report, convert
+from savable_pipeline.tools.convert import Options, Report, convert
 from tests.support.toy_files import fill, jpeg, write_lines
 from tests.support.toy_records import write_arrow_litdata, write_captioned_litdata, write_captioned_mds
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from savable_pipeline.convert import Options, Report, convert
+from savable_pipeline.tools.convert import Options, Report, convert
 from tests.support.toy_files import SMALL, fill, jpeg, snapshot
 from tests.support.toy_server import ToyServer
 from tests.support.toy_sources import SOURCES

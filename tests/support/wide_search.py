@@ -20,10 +20,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.ledger.reader import Ledger
-from savable_pipeline.preview.given_batch import make_again
+from savable_pipeline.run.ledger.reader import Ledger
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume
+from savable_pipeline.tools.preview.given_batch import make_again
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.whole import Whole
 from tests.support.processes import descendants, workers

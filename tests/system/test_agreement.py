@@ -24,7 +24,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from webdataset.writer import TarWriter
 
 import savable_pipeline as sp
-from savable_pipeline.shards.indexing import open_index
+from savable_pipeline.data.shards.indexing import open_index
 
 Tree = dict[str, bytes | None]  # the files of a tar by name, in order; None: a folder, a link, or a link to nothing
 Grouped = list[tuple[str, list[tuple[str, bytes]]]]

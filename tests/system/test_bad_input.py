@@ -13,7 +13,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline.core.keyed_random import derive_key
-from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_tar
 from tests.support.streams import take

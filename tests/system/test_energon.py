@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import savable_pipeline as sp
-from savable_pipeline.convert import Options, convert
+from savable_pipeline.tools.convert import Options, convert
 from tests.conftest import write_tar
 from tests.support.toy_files import SMALL, fill, jpeg, write_lines
 

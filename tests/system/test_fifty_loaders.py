@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.stores.file_store import FileStore
-from savable_pipeline.stores.shard_files import ShardFiles
-from savable_pipeline.stores.tar_store import TarStore
+from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.shard_files import ShardFiles
+from savable_pipeline.data.stores.tar_store import TarStore
 from tests.support.wide_pipelines import write_store
 
 READERS: dict[str, Callable[..., sp.Stage]] = {

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.shards.index_file import NUMBERS_BYTES, Header, ShardIndex, aligned, check_of
-from savable_pipeline.shards.scan import scan
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.index_file import NUMBERS_BYTES, Header, ShardIndex, aligned, check_of
+from savable_pipeline.data.shards.scan import scan
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
 

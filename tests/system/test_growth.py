@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.loader.run import Run
-from savable_pipeline.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
 from tests.conftest import write_numbered_shards
 from tests.support.streams import through_a_file

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.opening import open_dataset
 from tests.conftest import write_numbered_shards
-from tests.dataset.test_remote_dataset import STEPS, batches, loader_of
+from tests.data.dataset.test_remote_dataset import STEPS, batches, loader_of
 from tests.support.real_servers import Nginx, bucket_of, nginx
 from tests.support.toy_remote_stores import KINDS, WRITERS, ids_pipeline, urls_of
 

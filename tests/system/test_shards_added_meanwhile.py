@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import savable_pipeline as sp
-from savable_pipeline.loader.ranks import Ranks
+from savable_pipeline.run.loader.ranks import Ranks
 from tests.conftest import write_numbered_shards
 from tests.support.toy_faults import NumberEncoder
 

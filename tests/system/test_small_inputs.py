@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.shards.energon_metadata import read_counts, read_split
-from savable_pipeline.shards.scan import scan
-from savable_pipeline.state import fingerprint
-from savable_pipeline.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
-from savable_pipeline.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.data.shards.energon_metadata import read_counts, read_split
+from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.run.state import fingerprint
+from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from tests.conftest import write_tar
 
 

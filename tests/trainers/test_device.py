@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
-from savable_pipeline.loader import run, savable_loader
+from savable_pipeline.run.loader import run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import device
 from savable_pipeline.trainers.device import OnDevice

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.loader import run
+from savable_pipeline.run.loader import run
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import ahead, left_at, whole
 from savable_pipeline.trainers.whole import Whole

@@ -1,0 +1,208 @@
+"""`Dataset`: refs to samples, over a record store; with the splits, field names and error policy of the dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.core.addresses import clean_address
+from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.on_error import OnError, Quarantine
+from savable_pipeline.core.wording import listed
+from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray, Sample
+from savable_pipeline.data.shards.energon_metadata import FieldMap, read_field_map, read_split
+from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, without_ending
+from savable_pipeline.data.shards.shard_list import Rows, ShardList
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import CheckpointMismatchError, ShardError
+
+log = logging.getLogger(__name__)
+
+_LOOKED_AT = 1000  # samples, to tell the sizes of parts
+_UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
+
+
+class Dataset:
+    """The samples of a store, shared by the lanes of a process; `open_dataset` makes one.
+
+    `source` names it in refs. `on_error` and `quarantine` are for the stages that read it: what to do about a fault,
+    and the file that lists what was skipped. `faults` are those of the whole, such as a folder that cannot be listed.
+    """
+
+    def __init__(
+        self,
+        store: RecordStore,
+        *,
+        source: str = "",
+        on_error: OnError = "raise",
+        quarantine: str | os.PathLike[str] | None = None,
+        faults: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        self.store = store
+        self.source = derive_key("source", source)
+        self.on_error = on_error
+        self._faults = list(faults)
+        self.names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag: what `Sample.source` gives
+        self.quarantine = None if quarantine is None else Quarantine(quarantine)
+        self.address, self.entries = clean_address(store.address), ShardList.of(store.entries)
+        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
+        self.count = int(self.firsts[-1])
+        if not self.count:
+            raise ShardError(f"{self.address}: no sample in {len(self.entries)} shards")
+        # What samples ask for: bound here, since a wrapper around `read` would cost as much as a tenth of it.
+        self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
+        self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
+        self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
+
+    @contextlib.contextmanager
+    def noting_reads(self, note: Callable[[int], None]) -> Iterator[None]:
+        """Within this context, tell `note` the bytes of each part that a sample of this dataset reads."""
+        read, array = self.read, self.array
+
+        def noted_read(*place: Any) -> bytes:
+            data = read(*place)
+            note(len(data))
+            return data
+
+        def noted_array(*place: Any) -> Any:
+            data = array(*place)
+            note(data.nbytes)
+            return data
+
+        self.read, self.array = noted_read, noted_array
+        try:
+            yield
+        finally:
+            self.read, self.array = read, array
+
+    def first_shards(self, shards: int) -> Dataset:
+        """The dataset of the first so many shards, with the same store."""
+        fewer = copy.copy(self)
+        fewer.entries = self.entries.first(shards)
+        fewer.firsts = self.firsts[: shards + 1]
+        fewer.count = int(fewer.firsts[-1])
+        return fewer
+
+    @property
+    def prefetch_refs(self) -> int:
+        """The number of refs that `prefetch` should be given ahead of their use; 0: no more than the next ones."""
+        return self.store.prefetch_refs
+
+    def prefetch(self, refs: RefArray) -> None:
+        """Announces that the samples of these refs will be read."""
+        self.store.prefetch(self._indices(refs))
+
+    def open_samples(self, refs: RefArray) -> list[Sample]:
+        """The samples of these refs, unread. Raises `CheckpointMismatchError` for one that is not in the dataset."""
+        shards, rows = self.locate(self._indices(refs))
+        self.store.request(rows)
+        parts = zip(shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
+        return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
+
+    def locate(self, indices: Rows) -> tuple[Rows, Rows]:
+        """The shard of each of the samples with these numbers, and its row as the store counts them."""
+        shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        return shards, self.store.rows(shards, indices - self.firsts[shards])
+
+    def _indices(self, refs: RefArray) -> Rows:
+        """The numbers of the samples of these refs, without their tags."""
+        indices = (refs["index"] & _UNTAGGED).astype(np.int64)
+        if len(indices) and indices.max() >= self.count:
+            raise CheckpointMismatchError(
+                f"{self.address}: a ref names sample {int(indices.max())}, but there are {self.count}; does the "
+                "state belong to this dataset?"
+            )
+        return indices
+
+    def manifest(self) -> list[list[Any]]:
+        """Name, samples and hash of each shard."""
+        return self.entries.rows()
+
+    @property
+    def faults(self) -> list[tuple[str, str]]:
+        """Name and fault of each shard that could not be indexed to its end; no name for a fault of the whole."""
+        return self._faults + [
+            (self.entries.names[shard], fault) for shard, fault in sorted(self.entries.faults.items())
+        ]
+
+    @cached_property
+    def field_map(self) -> FieldMap:
+        """The names that `dataset.yaml` gives to parts. Raises `ShardError` if the file is wrong."""
+        return {} if self.root is None else read_field_map(self.root)
+
+    def part_sizes(self) -> tuple[dict[str, Rows], int]:
+        """The sizes in bytes of parts, by extension, and the number of samples that have them: all, or some 1,000.
+
+        Some, spread evenly, where the store would have to read them all. Raises `ShardError`.
+        """
+        sizes = self.store.part_sizes()
+        if sizes is not None:
+            return sizes, self.count
+        found: dict[str, list[int]] = {}
+        for shard, row in self.some():
+            for extension, size in self.store.sizes(shard, row).items():
+                found.setdefault(extension, []).append(size)
+        return {extension: np.array(each, dtype=np.int64) for extension, each in found.items()}, len(self.some())
+
+    def some(self) -> list[tuple[int, int]]:
+        """Shard and row of some 1,000 samples, spread evenly; or of all, if there are fewer."""
+        some = np.arange(min(self.count, _LOOKED_AT)) * self.count // min(self.count, _LOOKED_AT)
+        shards, rows = self.locate(some)
+        return list(zip(shards.tolist(), rows.tolist(), strict=True))
+
+    def shard_name(self, shard: int) -> str:
+        """The name of a shard relative to the root."""
+        return self.entries.names[shard]
+
+    def select(
+        self, split: str | None, subset: Subset | None, *, in_order: bool = False, subset_order: int = SUBSET_ORDER
+    ) -> Selection | None:
+        """The samples of a split and a subset, drawn by an order's number; None if these are all. Raises `ShardError`.
+
+        `in_order` counts them in the order in which the split lists its shards; else they are sorted by name.
+        """
+        if split is None and subset is None:
+            return None
+        names = list(self.entries.names)
+        endings = self.store.endings if subset_order > 1 else ()
+        keys = [without_ending(name, endings) for name in names] if endings and subset is not None else names
+        if split is None:
+            return Selection(names, self.firsts, subset=subset, keys=keys)
+        if self.root is None:
+            raise ShardError(f"{self.address}: this store has no splits, but split={split!r} was asked for")
+        parts = read_split(self.root, split, names)
+        excluded = self._rows_of(parts.excluded)
+        if parts.unknown:
+            log.warning("%s: `exclude` names what is not there: %s", self.address, listed(parts.unknown))
+        shards = parts.shards if in_order else sorted(parts.shards)
+        return Selection(names, self.firsts, shards=shards, excluded=excluded, subset=subset, keys=keys)
+
+    def all_keys(self) -> Iterator[str]:
+        """The key of each sample in its order, read one after the other."""
+        for shard in range(len(self.entries)):
+            yield from self.keys_of(shard)
+
+    def keys_of(self, shard: int) -> Iterator[str]:
+        """The same of the samples of one shard."""
+        rows = self.locate(np.arange(self.firsts[shard], self.firsts[shard + 1]))[1]
+        return (self.key(shard, row) for row in rows.tolist())
+
+    def _rows_of(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
+        """The places in their shard of the samples with these keys, by shard name."""
+        found: dict[str, Rows] = {}
+        for shard, name in enumerate(self.entries.names if keys else ()):
+            wanted = keys.get(name)
+            if wanted:
+                keys_here = list(self.keys_of(shard))
+                places = [place for place, key in enumerate(keys_here) if key in wanted]
+                found[name] = np.array(places, dtype=np.int64)
+                if lost := wanted.difference(keys_here):
+                    log.warning("%s: `exclude` names what is not in %s: %s", self.address, name, listed(lost))
+        return found

@@ -1,0 +1,90 @@
+"""Decodes the parts of a sample by their extension. Nothing is unpickled, and no more is allocated than is there."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from savable_pipeline.core.json_values import decoded_json
+from savable_pipeline.data.dataset.transparency import converted
+from savable_pipeline.data.shards.part_types import IMAGE_PARTS, JSON_PARTS, TEXT_PARTS, open_image, part_type
+
+LARGEST_NPZ = 1 << 32  # bytes of all arrays of an `npz`
+LARGEST_PACKED = 1 << 30  # bytes that a compressed part decompresses to
+
+
+def unpacked(extension: str, data: bytes) -> bytes:
+    """The content of a part whose extension ends in `gz`, such as "txt.gz"; any other part as it is.
+
+    Raises ValueError for damage, and for more than `LARGEST_PACKED`.
+    """
+    if part_type(extension) != "gz":
+        return data
+    found = bytearray()
+    while data:
+        stream = zlib.decompressobj(wbits=31)
+        try:
+            found += stream.decompress(data, LARGEST_PACKED + 1 - len(found))
+        except zlib.error as error:
+            raise ValueError(f"the part {extension} cannot be decompressed: {error}") from error
+        if len(found) > LARGEST_PACKED:
+            raise ValueError(f"the part {extension} decompresses to more than {LARGEST_PACKED:,} bytes")
+        if not stream.eof:
+            raise ValueError(f"the part {extension} ends within its compressed data: it was cut")
+        data = stream.unused_data.lstrip(b"\0")  # padding, or another file behind it
+    return bytes(found)
+
+
+def decoded_part(extension: str, data: bytes) -> Any:
+    """A part by the last word of its extension: of "seg.png" an image. Raises what the decoders raise."""
+    kind = part_type(extension)
+    if kind in JSON_PARTS:
+        return decoded_json(data)
+    if kind in TEXT_PARTS:
+        return data.decode()
+    if kind in IMAGE_PARTS:
+        return np.array(converted(open_image(data, extension), "RGB", "white"))
+    if kind == "npy":
+        return _array(data)
+    return _arrays(data) if kind == "npz" else data
+
+
+def _array(data: bytes) -> NDArray[Any]:
+    """The array of an `npy` file. Raises ValueError if it holds objects, or less than its header says."""
+    file = io.BytesIO(data)
+    version = npy.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"an npy file of version {version[0]}.{version[1]}; 1.0 and 2.0 are read")
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read_header(file)
+    if dtype.hasobject:
+        raise ValueError("an npy file of Python objects, which are never unpickled")
+    count = 1
+    for length in shape:
+        count *= length
+    if count * dtype.itemsize != len(data) - file.tell():
+        raise ValueError(f"an npy file of {len(data) - file.tell()} bytes, where {shape} of {dtype} was announced")
+    flat = np.frombuffer(data, dtype, count, file.tell()) if count else np.empty(0, dtype)
+    return (flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)).copy(order="K")
+
+
+def _arrays(data: bytes) -> Mapping[str, NDArray[Any]]:
+    """The arrays of an `npz` file, by name. Raises ValueError if they are larger than `LARGEST_NPZ` together."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        inside = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+        if (total := sum(each.file_size for each in inside)) > LARGEST_NPZ:
+            raise ValueError(f"an npz file of {total:,} bytes of arrays; at most {LARGEST_NPZ:,} are read")
+        return {each.filename.removesuffix(".npy"): _array(_inflated(archive, each)) for each in inside}
+
+
+def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
+    """An entry, never more than it announces."""
+    with archive.open(each) as file:
+        return file.read(each.file_size)

@@ -1,0 +1,196 @@
+"""`ExcludeFile`: which samples of a dataset must not be given again, as a file names them.
+
+s000042                                           all samples with this key
+{"shard": "0001.tar", "key": "s000042", …}        the one of this shard: a line of a quarantine file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import io
+import json
+import logging
+import os
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.wording import NAMES_SHOWN, listed
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.key_index import key_index
+from savable_pipeline.data.stores.tar_store import TarStore
+from savable_pipeline.errors import SavableError
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 1.0  # between two looks at the file
+_AT_ONCE = 1 << 14  # keys looked for at a time
+
+
+class ExcludeFile:
+    """The samples of `dataset` that the file at `path` names: `numbers`, as the dataset counts them.
+
+    Keys that no sample has, and lines without a key, are a warning with their number. Raises ValueError for a line that
+    is no key and no JSON, `SavableError` if the file cannot be read, `ShardError` if the keys of the samples cannot.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], dataset: Dataset) -> None:
+        self.path = Path(path).absolute()
+        self._stamp, self._looked_at = self._stamp_now(), time.monotonic()  # before it is read
+        content = self._read()
+        self._content = _digest(content)
+        of_shards: dict[str, set[str]] = {}
+        unnamed: list[int] = []
+        keys = _keys_in(self.path, content, of_shards, unnamed)
+        found: set[int] = set()
+        unknown = _Unknown()
+        _take_keys(dataset, keys, found, unknown)  # which reads the lines, those of single shards too
+        unknown.add([os.fsencode(text) for text in _take_of_shards(dataset, of_shards, found)])
+        self.numbers = frozenset(found)
+        if unknown.count:
+            log.warning(
+                "%s: exclude=%s names %d samples that are not there: %s",
+                dataset.address,
+                self.path,
+                unknown.count,
+                unknown.listed(),
+            )
+        if unnamed:
+            log.warning("exclude=%s: %d lines name no key, only a shard: they exclude nothing", self.path, len(unnamed))
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that depend on the samples alone, not on the order of lines or on unknown keys."""
+        return _digest(np.array(sorted(self.numbers), dtype="<u8").tobytes())
+
+    def verify(self) -> None:
+        """Raise `SavableError` if the file is not as it was when it was read; looks at most once a second."""
+        now = time.monotonic()
+        if now - self._looked_at < _SECONDS:
+            return
+        self._looked_at, stamp = now, self._stamp_now()
+        if stamp != self._stamp and _digest(self._read()) != self._content:
+            raise SavableError(
+                f"exclude={self.path} changed while the run goes on, whose processes must agree on it: save, and load "
+                'the state with allow={"exclude"}; to add samples later, write another file and begin with that'
+            )
+        self._stamp = stamp
+
+    def _stamp_now(self) -> tuple[int, int, int]:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> SavableError:
+        return SavableError(
+            f"exclude={self.path}: {error.strerror}; without the file, samples that must not be given might be"
+        )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+class _Unknown:
+    """Counts the keys that no sample has, each once, and keeps the first five: there may be millions."""
+
+    def __init__(self) -> None:
+        self._hashes = array("Q")
+        self._first: list[bytes] = []
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Count these."""
+        self._hashes.extend(map(xxh3_64_intdigest, keys))
+        self._first = sorted({*self._first, *heapq.nsmallest(2 * NAMES_SHOWN, set(keys))})[:NAMES_SHOWN]
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are, once all have been added."""
+        ordered = np.sort(np.frombuffer(self._hashes, np.uint64))  # np.unique takes ten times as long
+        return len(ordered) and 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+
+    def listed(self) -> str:
+        """The first five, sorted, and the number of the others."""
+        return listed(map(os.fsdecode, self._first), self.count)
+
+
+def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed: list[int]) -> Iterator[bytes]:
+    """The keys in a file, line by line; those of one shard are added to `of_shards`, by its name.
+
+    The numbers of the lines with neither are added to `unnamed`.
+    """
+    for number, raw in enumerate(io.BytesIO(content), 1):
+        line = raw.removesuffix(b"\n").removesuffix(b"\r")
+        if not line.startswith(b"{"):
+            if line:
+                yield line
+            continue
+        shard, key = _entry(path, number, os.fsdecode(line))
+        if key is None:
+            unnamed.append(number)
+        elif shard is None:
+            yield os.fsencode(key)
+        else:
+            of_shards.setdefault(shard, set()).add(key)
+
+
+def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
+    """Shard and key in a line of JSON."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f'exclude={path}, line {number}: no JSON ({error}); a line is a key, or JSON with "shard" and "key"'
+        ) from error
+    shard, key = found.get("shard"), found.get("key")
+    if not isinstance(shard, str | None) or not isinstance(key, str | None):
+        raise ValueError(f'exclude={path}, line {number}: "shard" and "key" must be texts: {line[:100]}')
+    return shard, key
+
+
+def _take_keys(dataset: Dataset, keys: Iterator[bytes], found: set[int], unknown: _Unknown) -> None:
+    """Add the numbers of all samples with these keys to `found`, and the keys that no sample has to `unknown`."""
+    first = next(keys, None)
+    if first is None:
+        return
+    keys = chain([first], keys)
+    # The index of keys is known by the shards: of tables, a setting of the reader says which column is the key.
+    index = key_index(dataset) if isinstance(dataset.store, TarStore) else None
+    if index is None or index.twice is not None:
+        wanted = {os.fsdecode(key) for key in keys}
+        here = {number: key for number, key in enumerate(dataset.all_keys()) if key in wanted}
+        found.update(here)
+        unknown.add([os.fsencode(key) for key in wanted.difference(here.values())])
+        return
+    while some := list(islice(keys, _AT_ONCE)):
+        numbers = index.find(some)
+        found.update(numbers[numbers >= 0].tolist())
+        unknown.add([some[place] for place in np.flatnonzero(numbers < 0).tolist()])
+
+
+def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set[int]) -> Iterator[str]:
+    """The same for keys of single shards, by the shard's name."""
+    numbers = {entry.name: shard for shard, entry in enumerate(dataset.entries)}
+    for name, keys in of_shards.items():
+        missing = set(keys)
+        if name in numbers:
+            first = int(dataset.firsts[numbers[name]])
+            here = {first + row: key for row, key in enumerate(dataset.keys_of(numbers[name])) if key in keys}
+            found.update(here)
+            missing -= set(here.values())
+        yield from (f"{name}: {key}" for key in missing)

@@ -1,0 +1,125 @@
+"""A dataset in numbers, from its index: only one shard is opened, for the first key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.shards.energon_metadata import read_counts, read_split, split_names
+from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.tar_store import TarStore
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """The number of samples that have a part, and the bytes of the part in all of them."""
+
+    samples: int
+    size: int
+    empty: int = 0  # those samples whose part has no bytes
+
+    @property
+    def mean(self) -> float:
+        """The mean size in bytes."""
+        return self.size / self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """A dataset in numbers; sizes are in bytes."""
+
+    root: str  # a folder or a URL
+    shards: Sequence[ShardEntry]
+    parts: dict[str, PartInfo]  # by extension, the most frequent first
+    first_key: str
+    first_parts: dict[str, int]  # by extension: size
+    splits: dict[str, int]  # by name: samples of its shards
+    looked_at: int  # samples that `parts` counts: all, or some where all would have to be read
+    nulls: dict[str, int] = field(default_factory=dict)  # by column: those of them that have a null there
+    faults: list[str] = field(default_factory=list)  # that a reader would raise, and what the store says of its files
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return sum(entry.samples for entry in self.shards)
+
+    @property
+    def size(self) -> int:
+        """The bytes of all shards."""
+        return sum(entry.size for entry in self.shards)
+
+    @property
+    def warnings(self) -> list[str]:
+        """About what readers do not give, and samples that are not as the others."""
+        uneven = uneven_parts(self.looked_at, {extension: part.samples for extension, part in self.parts.items()})
+        return [*self.faults, *uneven]
+
+
+def dataset_info(shards: Shards) -> Info:
+    """Describes a dataset. Raises `ShardError` if there is none or it holds no sample, `RemoteError`."""
+    dataset = open_any(shards, partial=True)
+    sizes, looked_at = dataset.part_sizes()
+    nulls, faults = _nulls(dataset, looked_at)
+    (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
+    return Info(
+        dataset.address,
+        dataset.entries,
+        _parts(sizes),
+        dataset.key(shard, row),
+        dataset.store.sizes(shard, row),
+        split_counts(dataset.root, dataset.entries),
+        looked_at,
+        nulls,
+        faults,
+    )
+
+
+def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]:
+    """How many of the samples that are looked at have a null in a column; and what readers do not give."""
+    store = dataset.store
+    if isinstance(store, TarStore):
+        return {}, [text for text in [store.links_told()] if text]
+    if not isinstance(store, ColumnarStore):
+        return {}, []
+    nulls, named = Counter[str](), Counter[str]()
+    for shard, row in dataset.some():
+        nulls.update(store.nulls(shard, row))
+        named.update({file.column for file in store.named_files(shard, row)})
+    faults = [
+        f"the column {column!r}: {count:,} of {looked_at:,} rows have a path and no bytes, which is an error when they "
+        f"are read; {store.cure}"
+        for column, count in sorted(named.items())
+    ]
+    return dict(nulls), faults
+
+
+def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
+    ranked = sorted(sizes, key=lambda extension: (-len(sizes[extension]), extension))
+    return {
+        extension: PartInfo(len(found), int(found.sum()), int((found == 0).sum()))
+        for extension in ranked
+        for found in [sizes[extension]]
+    }
+
+
+def split_counts(root: Path | None, entries: Sequence[ShardEntry]) -> dict[str, int]:
+    """The number of samples of each split in `.nv-meta/split.yaml` or `split.json`; empty without either."""
+    if root is None:
+        return {}
+    counts = {entry.name: entry.samples for entry in entries}
+    known = {*counts, *(read_counts(root) or ())}
+    splits = {name: read_split(root, name, known) for name in split_names(root)}
+    return {
+        name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)
+        for name, split in splits.items()
+    }

@@ -1,0 +1,180 @@
+"""`open_dataset`: the samples of a dataset by number and by key, as a list has them, and as torch's datasets do.
+
+Stages read a `Dataset`, by refs (see opening.py); this is for people, notebooks and other loaders.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.data.dataset import opening
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.key_index import KeyIndex, key_index, manifest_digest
+from savable_pipeline.data.dataset.kinds import format_of, open_any
+from savable_pipeline.data.dataset.pinned_shards import pin
+from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.errors import ShardError
+
+Transform: TypeAlias = Callable[[Sample], Any]
+
+
+def open_dataset(
+    shards: Shards,
+    *,
+    transform: Transform | None = None,
+    columns: Sequence[str] | None = None,
+    key: str | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+) -> Samples:
+    """All samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
+
+    `shards`, `cache` and `cache_bytes` are as `TarShardReader` takes them, `columns` and `key` as the reader of these
+    files. `transform` is called with each sample that is asked for, and may be `sp.Sample.decoded`; without it a
+    `Sample` reads its parts when they are asked for. A slice is such a sequence itself, and reads nothing. It may be
+    pickled: another process opens the shards again.
+
+    Keys are found by an index of them, made when the first is asked for: that reads the header of every sample once, or
+    the column of the keys. Of several samples with one key it gives the first.
+
+    Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have; IndexError for
+    a number, and KeyError for a key, that is not there.
+
+    >>> data = sp.open_dataset("shards/")
+    >>> len(data), data[3].key, data[-1].key, data["s000042"].json()
+    (400, 's000003', 's000399', {'id': 42})
+    >>> [sample.key for sample in data[10:16:2]]
+    ['s000010', 's000012', 's000014']
+    >>> decoded = sp.open_dataset("shards/", transform=sp.Sample.decoded)
+    >>> from torch.utils.data import DataLoader
+    >>> next(iter(DataLoader(decoded, batch_size=2)))["png"].shape  # uint8 (batch, height, width, 3)
+    torch.Size([2, 8, 8, 3])
+    """
+    specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
+    return Samples(_Opened((specs, cache, cache_bytes, None if columns is None else tuple(columns), key)), transform)
+
+
+class _Opened:
+    """The dataset, as this process has opened it: a forked or unpickled copy opens it anew.
+
+    It has the shards that the first process found, also where others were added after them.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], manifest: bytes | None = None, known: int | None = None) -> None:
+        self._arguments = arguments
+        self._manifest, self._known = manifest, known  # what the first process found; `known` shards
+        self._dataset = self._open()
+        self._manifest, self._known = manifest_digest(self._dataset), len(self._dataset.entries)
+        self._keys: KeyIndex | None = None
+        self._process = os.getpid()
+        self._inherited: Dataset | None = None  # kept as it is: the process that opened it will close it
+
+    def pinned(self, pinned: PinnedShards) -> _Opened:
+        """The same with the shards that are pinned."""
+        dataset = pin(self.dataset, f"opened {self._arguments!r}", pinned)
+        if dataset is self._dataset:
+            return self
+        return _Opened(self._arguments, manifest_digest(dataset), len(dataset.entries))
+
+    def _open(self) -> Dataset:
+        shards, cache, cache_bytes, columns, key = self._arguments
+        if format_of(shards) is None and columns is None and key is None:
+            dataset = opening.open_dataset(shards, cache=cache, cache_size=cache_bytes)
+        else:
+            dataset = open_any(shards, columns=columns, key=key)
+        if self._known is not None and len(dataset.entries) > self._known:
+            dataset = dataset.first_shards(self._known)  # shards were added since
+        if self._manifest is not None and manifest_digest(dataset) != self._manifest:
+            raise ShardError(
+                f"{dataset.address}: other shards than when another process opened it; start again",
+                reason="changed shard",
+            )
+        return dataset
+
+    @property
+    def dataset(self) -> Dataset:
+        if self._process != os.getpid():
+            self._inherited, self._dataset, self._keys = self._dataset, self._open(), None
+            self._process = os.getpid()
+        return self._dataset
+
+    @property
+    def keys(self) -> KeyIndex:
+        dataset = self.dataset
+        if self._keys is None:
+            self._keys = key_index(dataset)
+        return self._keys
+
+    def __reduce__(self) -> Any:
+        return _Opened, (self._arguments, self._manifest, self._known)
+
+
+class Samples(Sequence[Any]):
+    """What `open_dataset` gives: a sequence of samples, which `numbers` names."""
+
+    def __init__(self, opened: _Opened, transform: Transform | None, numbers: range | None = None) -> None:
+        self._opened = opened
+        self._transform = transform
+        self._numbers = range(opened.dataset.count) if numbers is None else numbers
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset as the stages read it."""
+        return self._opened.dataset
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all samples, as they are."""
+        return self._transform is None and self._numbers == range(self._opened.dataset.count)
+
+    def pinned(self, pinned: PinnedShards) -> Samples:
+        """All samples of the shards that a run has pinned: see pinned_shards.py. Raises `ShardError` for others."""
+        return Samples(self._opened.pinned(pinned), None)
+
+    @property
+    def keys(self) -> KeyIndex:
+        """The index of the keys of the whole dataset, made if there is none."""
+        return self._opened.keys
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            return Samples(self._opened, self._transform, self._numbers[which])
+        return self.__getitems__([which])[0]
+
+    def __getitems__(self, which: Sequence[Any]) -> list[Any]:
+        """Several samples at once, as torch's `DataLoader` asks for them."""
+        found = [self._number(each) for each in which]
+        refs = np.array([(number, 0) for number in found], REF)
+        samples = self.dataset.open_samples(refs)
+        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+
+    def _number(self, which: Any) -> int:
+        """The number of a sample in the dataset. Raises IndexError, KeyError, or TypeError for neither."""
+        if isinstance(which, str):
+            number = int(self.keys.find([which])[0])
+            if number not in self._numbers:
+                raise KeyError(f"{self.dataset.address}: no sample has the key {which!r}")
+            return number
+        try:
+            return self._numbers[operator.index(which)]
+        except IndexError:
+            raise IndexError(f"{self.dataset.address}: no sample {which}; there are {len(self)}") from None
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and int(self.keys.find([key])[0]) in self._numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Samples({self.dataset.address!r}, {len(self)} of {self.dataset.count})"

@@ -1,0 +1,296 @@
+"""`Ref`, which says where an item comes from, and `Sample`, whose parts are read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.json_values import decoded_json
+from savable_pipeline.data.dataset.decoding import decoded_part, unpacked
+from savable_pipeline.data.dataset.transparency import Colour, converted
+from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS, find_part, open_image
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from savable_pipeline.core.on_error import OnError, Quarantine
+    from savable_pipeline.data.shards.energon_metadata import FieldMap
+
+# A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
+REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
+RefArray: TypeAlias = NDArray[np.void]
+# The upper bits of an index are the tag of its source in a `Blend`: 15 of them, so that it fits a signed integer.
+TAG_SHIFT = 48
+TAGS = 1 << 15
+
+
+class Ref(NamedTuple):
+    """Where an item comes from: enough to make it again, identically.
+
+    `source` is a stable hash of the source's name, `index` the number of the sample in the whole dataset, `part` the
+    number of the item among those that a fan-out encoder makes of one sample.
+
+    >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+    >>> (sample.ref.epoch, sample.ref.index, sample.ref.part)
+    (0, 0, 0)
+    """
+
+    source: int
+    epoch: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs here
+    part: int = 0
+
+
+def tag_of(index: int) -> int:
+    """The tag of the source in the index of a ref; 0 where there is no `Blend`."""
+    return index >> TAG_SHIFT
+
+
+def count_of_source(index: int, what: str) -> str:
+    """The name of a stage's counter of what happened to samples of the source of this index, by its tag."""
+    return f"source/{tag_of(index)}/{what}"
+
+
+def skip_counters(reason: str, index: int) -> tuple[str, str]:
+    """The names of a stage's counters to raise for what it leaves out: by reason, and by the source of this index."""
+    return f"skipped/{reason}", count_of_source(index, "skipped")
+
+
+def untagged(index: int) -> int:
+    """The index of a ref in its own dataset."""
+    return index & ((1 << TAG_SHIFT) - 1)
+
+
+class SampleSource(Protocol):
+    """Where a sample reads its parts from: a `Dataset`, or a `DetachedSample`."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def names(self) -> Mapping[int, str]: ...
+    @property
+    def field_map(self) -> FieldMap: ...
+    @property
+    def on_error(self) -> OnError: ...
+    @property
+    def quarantine(self) -> Quarantine | None: ...
+    def key(self, shard: int, row: int) -> str: ...
+    def shard_name(self, shard: int) -> str: ...
+    def offset(self, shard: int, row: int) -> int: ...
+    def extensions(self, shard: int, row: int) -> list[str]: ...
+    def read(self, shard: int, row: int, extension: str) -> bytes: ...
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]: ...
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]: ...
+
+
+class Sample(msgspec.Struct, gc=False, eq=False):
+    """A read-only mapping from extension ("jpg", "json") to bytes; each part is read when it is asked for.
+
+    The case of an extension does not matter. `.image()`, `.text()` and `.json()` decode the usual parts. A missing part
+    is a KeyError; a shard that cannot be read is a `ShardError`, or behind a URL a `RemoteError`.
+
+    >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+    >>> (sample.key, list(sample), sample["txt"])
+    ('s000000', ['json', 'txt', 'png'], b'picture 0')
+    >>> (sample.json(), sample.text(), sample.image().size)
+    ({'id': 0}, 'picture 0', (8, 8))
+    """
+
+    origin: SampleSource
+    _shard: int
+    _row: int
+    index: int
+    epoch: int
+
+    @property
+    def key(self) -> str:
+        """The name of the sample in its shard: its members' names up to their first dot."""
+        return self.origin.key(self._shard, self._row)
+
+    @property
+    def shard(self) -> str:
+        """The name of the shard, relative to the root of the dataset."""
+        return self.origin.shard_name(self._shard)
+
+    @property
+    def offset(self) -> int:
+        """Where the sample begins in its shard: in a tar the offset in bytes of its first header; see `place`."""
+        return self.origin.offset(self._shard, self._row)
+
+    @property
+    def place(self) -> str:
+        """The sample's offset with its unit, for messages: `byte offset 1024`, `row 17`."""
+        return f"{self.origin.unit} {self.offset}"
+
+    @property
+    def ref(self) -> Ref:
+        """Where the sample comes from."""
+        return Ref(self.origin.source ^ tag_of(self.index) << TAG_SHIFT, self.epoch, untagged(self.index))
+
+    @property
+    def source(self) -> str:
+        """The name of the `Blend` source that the sample is of: "web", or "text/web" in nested Blends; "" without one.
+
+        >>> next(sp.Blend({"web": sp.TarShardReader("shards/", sp.Lane())})).source
+        'web'
+        """
+        return self.origin.names.get(tag_of(self.index), "")
+
+    def __getitem__(self, extension: str) -> bytes:
+        return self.origin.read(self._shard, self._row, extension)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.origin.extensions(self._shard, self._row))
+
+    def __len__(self) -> int:
+        return len(self.origin.extensions(self._shard, self._row))
+
+    def __contains__(self, extension: object) -> bool:
+        return any(str(extension).lower() == known.lower() for known in self)
+
+    def keys(self) -> list[str]:
+        """The extensions, in the order of the tar."""
+        return list(self)
+
+    def values(self) -> list[bytes]:
+        """The bytes of each part."""
+        return [self[extension] for extension in self]
+
+    def items(self) -> list[tuple[str, bytes]]:
+        """Extension and bytes of each part."""
+        return [(extension, self[extension]) for extension in self]
+
+    def get(self, extension: str, default: Any = None) -> Any:
+        """The bytes of a part, or `default` where there is none."""
+        return self[extension] if extension in self else default  # noqa: SIM401
+
+    def field(self, name: str) -> Any:
+        """The field `name` of the dataset's `field_map` (`.nv-meta/dataset.yaml`): bytes, or a value inside JSON."""
+        options = self.origin.field_map.get(name)
+        if options is None:
+            known = ", ".join(self.origin.field_map) or "none; it has no field_map"
+            raise KeyError(f"no field {name!r}; the dataset has {known}")
+        for part, *path in options:
+            if part in self:
+                value: Any = decoded_json(self[part]) if path else self[part]
+                for step in path:
+                    value = value[int(step)] if isinstance(value, list) else value[step]
+                return value
+        raise KeyError(f"the field {name!r} lies in {[part for part, *_ in options]}; the sample has {list(self)}")
+
+    def array(self, extension: str) -> NDArray[Any]:
+        """The bytes of a part as a writable array, uint8 (bytes,), for raw data that needs no decoding.
+
+        Tokens of a `TokenReader` come as numbers of their own type, (tokens,).
+
+        In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as tensors
+        (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
+        """
+        return self.origin.array(self._shard, self._row, extension)
+
+    def head(self, extension: str, limit: int) -> tuple[bytes, int]:
+        """The first bytes of a part, at most `limit`, and the size of the part in bytes."""
+        return self.origin.head(self._shard, self._row, extension, limit)
+
+    def json(self, extension: str = "json") -> Any:
+        """The part decoded as JSON: the results and the errors of `json.loads`, six times as fast.
+
+        A part whose extension ends in `gz` is decompressed first.
+        """
+        return decoded_json(unpacked(extension, self[extension]))
+
+    def text(self, extension: str | None = None) -> str:
+        """The part decoded as UTF-8; by default the first of txt, text, caption and md that the sample has.
+
+        A part whose extension ends in `gz`, such as "txt.gz", is decompressed first.
+        """
+        part = extension or self._first(TEXT_PARTS)
+        return unpacked(part, self[part]).decode()
+
+    def image(self, extension: str | None = None, mode: str = "RGB", *, background: Colour = "white") -> Image.Image:
+        """The part decoded as an image of this mode; by default the first of `sp.IMAGE_PARTS` that the sample has.
+
+        An image with alpha is laid over the `background`, unless the mode has alpha, as "RGBA" has.
+        """
+        part = extension or self._first(IMAGE_PARTS)
+        return converted(open_image(self[part], part), mode, background)
+
+    def decoded(self) -> dict[str, Any]:
+        """All parts, decoded by the last word of their extension, and `__key__`.
+
+        json: as JSON; txt, text, caption, md: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array; npz: a
+        dict of arrays; any other: bytes. Nothing is unpickled. Raises what the decoders raise for malformed parts.
+
+        >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+        >>> {name: getattr(value, "shape", value) for name, value in sample.decoded().items()}
+        {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
+        """
+        return {"__key__": self.key, **{name: decoded_part(name, data) for name, data in self.items()}}
+
+    def read_from(self, origin: SampleSource) -> Sample:
+        """The same sample, its parts read from elsewhere: for stages that put others beside them."""
+        return Sample(origin, self._shard, self._row, self.index, self.epoch)
+
+    def _first(self, extensions: tuple[str, ...]) -> str:
+        for extension in extensions:
+            if extension in self:
+                return extension
+        raise KeyError(f"sample {self.key!r} of {self.shard} has none of {', '.join(extensions)}; it has {list(self)}")
+
+    def __repr__(self) -> str:
+        index = untagged(self.index)
+        return f"Sample({self.key!r}, {list(self)}, shard={self.shard!r}, epoch={self.epoch}, index={index})"
+
+    def __reduce__(self) -> Any:
+        data = self.origin
+        names = {tag_of(self.index): self.source}
+        detached = DetachedSample(
+            data.source, self.key, self.shard, self.offset, dict(self.items()), data.field_map, data.unit, names
+        )
+        return Sample, (detached, 0, 0, self.index, self.epoch)
+
+
+Mapping.register(Sample)
+
+
+class DetachedSample(msgspec.Struct, eq=False):
+    """Takes the place of the dataset of a sample that was pickled: holds the parts themselves."""
+
+    source: int
+    _key: str
+    _shard: str
+    _offset: int
+    parts: dict[str, bytes]
+    field_map: FieldMap = {}
+    unit: str = "byte offset"
+    names: dict[int, str] = {}
+    on_error: ClassVar[Literal["raise"]] = "raise"
+    quarantine: ClassVar[Quarantine | None] = None
+
+    def key(self, shard: int, row: int) -> str:
+        return self._key
+
+    def shard_name(self, shard: int) -> str:
+        return self._shard
+
+    def offset(self, shard: int, row: int) -> int:
+        return self._offset
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        return list(self.parts)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        return self.parts[find_part(extension, self.parts)]
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
+        return np.frombuffer(bytearray(self.read(shard, row, extension)), np.uint8)
+
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
+        data = self.read(shard, row, extension)
+        return data[:limit], len(data)

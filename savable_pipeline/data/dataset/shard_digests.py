@@ -1,0 +1,133 @@
+"""What a state keeps of the shards that a run reads, and how it tells which of them are others now.
+
+    up to 1,024 shards    [[name, samples, digest], …]
+    more                  {"shards": 2500, "samples": …, "last": name, "groups": 3 × 16 bytes, in base64}
+
+The second is a hash of each 1,024 shards in their order: 16 kB for a million. Shards that were added behind all others
+leave the groups before them as they were, so that it is still told whether a dataset begins with those of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_128
+
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.data.shards.shard_list import Count, ShardEntry, ShardList
+
+GROUP = 1024
+_HASH = 16  # bytes
+_SHOWN = 5  # shards listed in a message before the rest is only counted
+
+_Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\0]*\Z")]
+Summary: TypeAlias = "list[list[Any]] | dict[str, Any]"  # plain, as a state returns it
+
+
+class _Groups(msgspec.Struct, frozen=True):
+    shards: Count
+    samples: Count
+    last: str  # the name of the last shard
+    groups: bytes  # a hash of each 1,024 shards, and of the rest
+
+    def __post_init__(self) -> None:
+        if len(self.groups) != -(-self.shards // GROUP) * _HASH:
+            raise ValueError(f"{len(self.groups)} bytes of hashes of {self.shards} shards")
+
+
+def summary(shards: ShardList) -> Summary:
+    """What a state keeps of these shards."""
+    if len(shards) <= GROUP:
+        return shards.rows()
+    found: dict[str, Any] = msgspec.to_builtins(_groups(shards))
+    return found
+
+
+def grouped(saved: Summary) -> Summary:
+    """The same as `summary` makes of it now: older states list the shards however many there are."""
+    return summary(_listed(saved)) if isinstance(saved, list) else saved
+
+
+def kind_of_summary(saved: Any) -> Any:
+    """The type that `msgspec.convert` must find in what a state keeps."""
+    return _Groups if isinstance(saved, dict) else list[tuple[_Name, SavedCount, int]]
+
+
+def count(saved: Summary) -> int:
+    """The number of the shards."""
+    return len(saved) if isinstance(saved, list) else int(saved["shards"])
+
+
+def sample_count(saved: Summary) -> int:
+    """The number of samples in the shards."""
+    return sum(int(row[1]) for row in saved) if isinstance(saved, list) else int(saved["samples"])
+
+
+def last_name(saved: Summary) -> str:
+    """The name of the last shard; there must be one."""
+    return str(saved[-1][0] if isinstance(saved, list) else saved["last"])
+
+
+def begin_with(shards: ShardList, saved: Summary) -> bool:
+    """Whether the first of these shards are those that were saved."""
+    if count(saved) > len(shards):
+        return False
+    return summary(shards.first(count(saved))) == grouped(saved)
+
+
+def difference(saved: Summary, shards: ShardList) -> str:
+    """Which shards are others than those that were saved, as far as the saved can tell."""
+    if isinstance(saved, list):
+        return _named(saved, shards)
+    old, here = count(saved), len(shards)
+    if begin_with(shards, saved):
+        return f"added: {_some(shards.names[old : old + _SHOWN], here - old)}"
+    if not here:
+        return f"removed: all {old:,}"
+    before, now = msgspec.convert(saved, _Groups).groups, _groups(shards).groups
+    same = next((at for at in range(0, len(before), _HASH) if before[at : at + _HASH] != now[at : at + _HASH]), 0)
+    first = same // _HASH * GROUP
+    if first >= here:
+        return f"removed: {old - here:,} after {shards.names[here - 1]}, up to {saved['last']}"
+    last = min(first + GROUP, here) - 1
+    return (
+        f"of {old:,} saved and {here:,} here, the first that differ are among those from {shards.names[first]} to "
+        f"{shards.names[last]}, numbers {first:,} to {last:,}: added, removed or rewritten there, or beside them"
+    )
+
+
+def _groups(shards: ShardList) -> _Groups:
+    begins = range(0, len(shards), GROUP)
+    hashes = b"".join(_hash(shards, begin, min(begin + GROUP, len(shards))) for begin in begins)
+    return _Groups(len(shards), int(shards.samples.sum()), shards.names[-1] if len(shards) else "", hashes)
+
+
+def _hash(shards: ShardList, first: int, end: int) -> bytes:
+    """A hash of the names, samples and digests of some shards in their order."""
+    found = xxh3_128(shards.names.between(first, end))
+    found.update(np.ascontiguousarray(shards.samples[first:end], dtype="<i8").data)
+    found.update(np.ascontiguousarray(shards.digests[first:end], dtype="<u8").data)
+    return found.digest()
+
+
+def _listed(saved: Sequence[Sequence[Any]]) -> ShardList:
+    return ShardList.of([ShardEntry(name, 0, samples, digest) for name, samples, digest in saved])
+
+
+def _named(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:
+    before = {name: rest for name, *rest in saved}
+    now = {name: rest for name, *rest in shards.rows()}
+    changes = {
+        "added": sorted(now.keys() - before.keys()),
+        "removed": sorted(before.keys() - now.keys()),
+        "rewritten": sorted(name for name in now.keys() & before.keys() if now[name] != before[name]),
+    }
+    return "; ".join(f"{change}: {_some(names[:_SHOWN], len(names))}" for change, names in changes.items() if names)
+
+
+def _some(names: Sequence[str], total: int) -> str:
+    """`a, b, c, d, e and 7 more`."""
+    return ", ".join(names) + (f" and {total - len(names):,} more" if total > len(names) else "")

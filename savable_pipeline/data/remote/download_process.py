@@ -1,0 +1,307 @@
+"""The process that downloads into the cache, for one process that reads from it.
+
+    reader ── (urgency, (ticket, kind, arguments)) ──▶ this process ── obstore ──▶ server
+           ◀── (ticket, result or error) ──                 └── writes the cache's files and flags
+
+Only this process uses obstore, so the reader may be forked at any time. Requests are served by urgency, and in the
+order of their arrival where it is equal. One for many rows is served in parts, so that a more urgent one comes between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.core.files import replacing
+from savable_pipeline.data.remote.cache_space import CacheSpace, write_at
+from savable_pipeline.data.remote.downloader import Urgency
+from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.lookup import note_changed
+from savable_pipeline.data.remote.object_store import ObjectStore
+from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQueue
+from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, runs
+from savable_pipeline.data.remote.shared_listing import shared_listing
+from savable_pipeline.data.remote.sparse_file import locked
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.errors import RemoteError, SavableError, ShardError
+
+_THREADS = 16
+_AHEAD_THREADS = 14  # of them that serve what nobody waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left to do of a request that was served in part: its `arguments`, and whether what is needed is here."""
+
+    arguments: tuple[Any, ...]
+    served: bool
+
+
+class Downloads:
+    """Serves requests, in any thread: each public method is a kind of request."""
+
+    def __init__(self, cache: str, limit: int, retry_s: float) -> None:
+        self._store = ObjectStore(retry_s)
+        self.pace = self._store.pace
+        self._cache = Path(cache)
+        self._space = CacheSpace(self._cache, limit)
+        self._cached: dict[str, ShardCache] = {}
+        self._lock = threading.Lock()
+
+    def listing(self, root: str, stamps: bool) -> Listing:
+        """Every object below a URL, with their stamps or not; one listing for processes that ask at the same time."""
+        found = shared_listing(self._cache, root, self._store.listing)
+        return found if stamps else found.without_stamps()
+
+    def stat(self, root: str, name: str, needed: bool = False) -> tuple[int, str] | None:
+        """Size and stamp of an object; None if there is none. One that is `needed` is not taken for missing."""
+        return self._store.stat(root, name, needed=needed)
+
+    def read(self, root: str, name: str) -> bytes | None:
+        """The bytes of a small object; None if there is none. Raises `ShardError` if it is large."""
+        stat = self._store.stat(root, name)
+        if stat is None or not stat[0]:
+            return None
+        if stat[0] > PIECE:
+            raise ShardError(f"{root}/{name}: {stat[0]} bytes, where {PIECE} are the most it may have")
+        return self.part(root, name, stat[0], 0, stat[0])
+
+    def part(self, root: str, name: str, size: int, start: int, stop: int) -> bytes:
+        """The bytes `start` to `stop - 1` of an object of `size` bytes, past the cache."""
+        return self.part_of(root, name, size, "", start, stop)[0]
+
+    def part_of(self, root: str, name: str, size: int, pin: str, start: int, stop: int) -> tuple[bytes, str]:
+        """The same of the server's version `pin` of an object, of any if that is empty; and the version."""
+        raw = bytearray(stop - start)
+
+        def keep(chunk: memoryview, offset: int) -> None:
+            raw[offset - start : offset - start + len(chunk)] = chunk
+
+        version = self._store.copy(root, name, start, stop, size, keep, pin)
+        return bytes(raw), version
+
+    def whole(self, root: str, name: str, size: int, path: str) -> str:
+        """Downloads an object of `size` bytes into a file; returns the server's version of it."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._space.reserve(size)
+        with replacing(Path(path)) as file:
+            return self._copy(root, ShardEntry(name, size, 0, 0), file.fileno(), 0, size, "")
+
+    def index_rows(self, root: str, folder: str, shards: list[int]) -> None:
+        """Fetches the rows of these shards of an index that is here in part."""
+        parts = self._version(folder).layout.parts
+        if parts is not None:
+            get = partial(self.part_of, root, INDEX_NAME, parts.bytes, parts.pin)
+            parts.fetch(root, shards, lambda start, stop: get(start, stop)[0], self._write)
+
+    def dated(self, root: str) -> list[tuple[str, int, int]]:
+        """Name, size and time of the last change of every object below a URL."""
+        return self._store.dated(root)
+
+    def fetch(self, root: str, name: str, size: int, path: str) -> None:
+        """Copies an object of `size` bytes into a file outside the cache."""
+        with replacing(Path(path)) as file:
+
+            def keep(chunk: memoryview, offset: int) -> None:
+                file.seek(offset)
+                file.write(chunk)
+
+            version = ""
+            for start in range(0, size, PIECE):
+                stop = min(start + PIECE, size)
+                version = self._store.copy(root, name, start, stop, size, keep, version)
+
+    def upload(self, root: str, name: str, path: str) -> None:
+        """Writes a file as an object."""
+        self._store.upload(root, name, Path(path))
+
+    def erase(self, root: str, names: list[str]) -> None:
+        """Removes objects."""
+        self._store.erase(root, names)
+
+    def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> Rest | None:
+        """Downloads a part of those rows of one shard that are not in the cache: from the first that is `needed` on.
+
+        Returns what is left; None if that is nothing. Where there is no space for all, only the rows that are needed
+        now. If another process downloads some of them at this moment: with `wait` waits for those that are needed,
+        else leaves them to it.
+        """
+        cached = self._version(folder)
+        absent = cached.missing(row, stop)
+        if not absent:
+            return None
+        needed = [one for one in needed if not cached.present[one] & 1]
+        first, end = self._part(cached, absent, needed)
+        fd = cached.open(cached.shard_of(row))
+        try:
+            wait_here = wait and bool(needed)
+            with contextlib.suppress(BlockingIOError), locked(fd, *cached.extent(first, end), wait=wait_here):
+                self._rows(root, cached, fd, first, end, [one for one in needed if one < end])
+        finally:
+            os.close(fd)
+        if not needed and end == stop:
+            return None
+        left = [one for one in needed if not first <= one < end]
+        return Rest((root, folder, row if needed else end, stop, left, wait), served=not left)
+
+    def _part(self, cached: ShardCache, absent: list[tuple[int, int]], needed: list[int]) -> tuple[int, int]:
+        """The rows of the next request, of the runs that are `absent`: from the first `needed` row, or the first."""
+        first = needed[0] if needed else absent[0][0]
+        end = next(end for _, end in absent if first < end)
+        start, past = cached.extent(first, end)
+        if past - start <= self.pace.request:
+            return first, end
+        behind = cached.layout.row_from(cached.shard_of(first), start + self.pace.request + 1)
+        return first, max(first + 1, min(behind, end) - 1)
+
+    def forget(self, folder: str) -> None:
+        """Closes the versions in a folder that is about to be removed."""
+        with self._lock:
+            for version in [version for version in self._cached if Path(version).is_relative_to(folder)]:
+                del self._cached[version]
+
+    def size_of(self, root: str, folder: str, row: int, stop: int, *_: Any) -> int:
+        """The bytes that a request for rows is for."""
+        start, past = self._version(folder).extent(row, stop)
+        return past - start
+
+    def _rows(self, root: str, cached: ShardCache, fd: int, row: int, stop: int, needed: list[int]) -> None:
+        """Downloads rows; the caller holds the lock. Those that another process downloaded meanwhile are skipped."""
+        alone = list[tuple[int, int]]()
+        for first, end in cached.missing(row, stop):
+            start, past = cached.extent(first, end)
+            if self._space.try_reserve(past - start):
+                self._download(root, cached, fd, first, end)
+            else:
+                cached.used[first:end] = LEFT_OUT
+                alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
+        for first, end in alone:
+            start, past = cached.extent(first, end)
+            self._space.reserve(past - start)
+            self._download(root, cached, fd, first, end)
+        cached.sync_if_complete(cached.shard_of(row), fd)
+
+    def _download(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
+        """Downloads rows of one shard into its file `fd`."""
+        start, past = cached.extent(row, stop)
+        shard = cached.shard_of(row)
+        entry, pin = cached.shards[shard], cached.pin(shard)
+        try:
+            version = self._copy(root, entry, fd, start, past, pin)
+            right = all(cached.layout.lies_there(shard, fd, each) for each in {row, stop - 1})
+            if not right or (version and cached.pin(shard, version) != version):
+                raise ShardError(
+                    f"{root}/{entry.name}: its samples lie elsewhere than when it was indexed, or it has another "
+                    "version; the shard was rewritten since: start again to index it, or put the old shard back",
+                    reason="changed shard",
+                )
+        except ShardError as error:
+            if error.reason == "changed shard":
+                note_changed(cached.folder.parent, entry.name)
+            raise
+        cached.mark_present(row, stop)
+
+    def _copy(self, root: str, entry: ShardEntry, fd: int, start: int, stop: int, version: str) -> str:
+        """Copies bytes of a shard to the same offsets of a file; returns the server's version, all of one."""
+
+        def write(chunk: memoryview, offset: int) -> None:
+            self._write(fd, chunk, offset)
+
+        while start < stop:
+            end = min(start + self.pace.request, stop)
+            version = self._store.copy(root, entry.name, start, end, entry.size, write, version)
+            start = end
+        return version
+
+    def _write(self, fd: int, data: memoryview | bytes, offset: int) -> None:
+        try:
+            write_at(fd, memoryview(data), offset, self._space.release)
+        except OSError as error:
+            raise _cache_error(error) from error
+
+    def _version(self, folder: str) -> ShardCache:
+        with self._lock:
+            if folder not in self._cached:
+                self._cached[folder] = ShardCache(Path(folder))
+            return self._cached[folder]
+
+
+class Requests:
+    """Serves requests in threads; sends the results of those that have a ticket."""
+
+    def __init__(self, downloads: Downloads, connection: Connection) -> None:
+        self._downloads = downloads
+        self._connection = connection
+        self._queue = RequestQueue(downloads.pace, _AHEAD_THREADS)
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        for _ in range(_THREADS):
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def put(self, urgency: int, ticket: int, kind: str, arguments: tuple[Any, ...]) -> None:
+        """Adds a request; those of equal urgency are served in the order of their arrival."""
+        size = _result(self._downloads.size_of, arguments) if kind == "rows" else 0
+        known = size if isinstance(size, int) else 0  # else it fails, which is told when it is served
+        self._queue.put(QueuedRequest(urgency, next(self._numbers), ticket, kind, arguments, known))
+
+    def _serve(self) -> None:
+        while True:
+            request = self._queue.get()
+            result = _result(getattr(self._downloads, request.kind), request.arguments)
+            self._queue.done(request)
+            if isinstance(result, Rest):
+                self._go_on(request, result)
+            elif request.ticket:
+                self._send(request.ticket, result)
+
+    def _go_on(self, request: QueuedRequest, rest: Rest) -> None:
+        """Lets the rest of a request wait in its place; or behind what is needed now, once that part of it is here."""
+        if request.ticket and rest.served:
+            self._send(request.ticket, None)
+            self.put(Urgency.SOON, 0, request.kind, rest.arguments)
+        else:
+            self._queue.put(replace(request, arguments=rest.arguments))
+
+    def _send(self, ticket: int, result: Any) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send((ticket, result))
+
+
+def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return act(*arguments)
+    except SavableError as error:
+        return error
+    except OSError as error:
+        return RemoteError(
+            f"{error.filename or 'the cache'}: {error.strerror or error}; see SAVABLE_CACHE in docs/operations.md"
+        )
+    except Exception as error:
+        return RemoteError(f"the download failed: {type(error).__name__}: {error}")
+
+
+def _cache_error(error: OSError) -> RemoteError:
+    return RemoteError(
+        f"the cache of remote shards: {error}; see that its disk has room and can be written, or give another folder "
+        "as cache= or SAVABLE_CACHE"
+    )
+
+
+def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: int, retry_s: float) -> None:
+    """The process: serves until the reader closes the connection or is gone."""
+    served = Requests(Downloads(cache, limit, retry_s), connection)
+    for urgency, request in requests:
+        served.put(urgency, *request)
+    os._exit(0)  # ends the threads

@@ -1,0 +1,101 @@
+"""`Downloader`: starts the process that downloads into the cache, and sends it requests with their urgency."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from savable_pipeline.core.child_process import ChildProcess
+from savable_pipeline.errors import RemoteError
+
+_RETRY_S = 120.0
+
+
+class Urgency(IntEnum):
+    """When a request is served: the lower numbers first."""
+
+    NOW = 0  # somebody waits for it
+    SOON = 1  # it was given to the next stage
+    LATER = 2  # it was announced
+
+
+class Downloader:
+    """A downloading process of this process's own. It ends with `close`, or when this process ends.
+
+    Requests name a method of `download_process.Downloads`. Raises `RemoteError` if obstore is not installed.
+    """
+
+    def __init__(self, cache: Path, limit: int) -> None:
+        if importlib.util.find_spec("obstore") is None:  # finds it without importing it
+            raise RemoteError("shards behind a URL need obstore: pip install 'savable_pipeline[cloud]'")
+        self.ended = False
+        self._ticket = 0
+        self._answers: dict[int, Any] = {}
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._child = ChildProcess("savable_pipeline.data.remote.download_process:serve", str(cache), limit, retry_s())
+        self.owner, self.pid = self._child.owner, self._child.process.pid
+
+    def prefetch(self, urgency: Urgency, kind: str, *arguments: Any) -> None:
+        """Sends a request without waiting. Should it fail, the call that needs its result raises the error."""
+        self._send(urgency, (0, kind, arguments))
+
+    def call(self, kind: str, *arguments: Any) -> Any:
+        """The result of an urgent request. Raises `ShardError` or `RemoteError`."""
+        return self.result(self.submit(kind, *arguments))
+
+    def submit(self, kind: str, *arguments: Any) -> int:
+        """Sends an urgent request; returns its ticket, for `result`."""
+        with self._sending:
+            self._ticket += 1
+            ticket = self._ticket
+        self._send(Urgency.NOW, (ticket, kind, arguments))
+        return ticket
+
+    def result(self, ticket: int) -> Any:
+        """Waits for the result of a submitted request. Raises `ShardError` or `RemoteError`."""
+        with self._receiving:
+            while ticket not in self._answers:
+                number, answer = self._receive()
+                self._answers[number] = answer
+            answer = self._answers.pop(ticket)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _receive(self) -> Any:
+        try:
+            return self._child.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+
+    def _send(self, urgency: Urgency, request: Any) -> None:
+        with self._sending:
+            try:
+                self._child.connection.send((int(urgency), request))
+            except OSError as error:
+                raise self._death() from error
+
+    def _death(self) -> RemoteError:
+        self.ended = True
+        code = self._child.process.wait()
+        return RemoteError(f"the process that downloads remote shards ended with code {code}")
+
+    def close(self) -> None:
+        """Ends the process; in a fork of its owner, only closes what was inherited."""
+        self._child.close()
+
+
+def retry_s() -> float:
+    """For how many seconds a failing request is repeated: `SAVABLE_RETRY_S`, or 120. Raises ValueError."""
+    given = os.environ.get("SAVABLE_RETRY_S", "")
+    try:
+        seconds = float(given) if given else _RETRY_S
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"SAVABLE_RETRY_S must be a number of seconds, not {given!r}")
+    return seconds

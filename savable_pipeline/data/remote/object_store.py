@@ -1,0 +1,228 @@
+"""`ObjectStore`: names, sizes and ranges of bytes of the objects of a bucket or a web server, and new objects.
+
+Only the downloading process imports this file: obstore hangs in a process forked from one that has used it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import obstore
+import obstore.exceptions
+import obstore.store
+
+from savable_pipeline.core.wording import short_error
+from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.pace import Pace
+from savable_pipeline.data.remote.redirects import check_endpoint
+from savable_pipeline.errors import RemoteError, SavableError, ShardError
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
+_TIMEOUT_S = 30.0  # without a byte of a request; less where the retries end sooner
+_LONGEST = 20  # times as long, for a whole request: requests are small
+_UPLOAD_PART = 16 << 20  # bytes; an object of 10,000 parts, the most there may be, has 160 GB
+_MISSING = FileNotFoundError  # obstore's NotFoundError is one
+_FINAL = (
+    obstore.exceptions.PermissionDeniedError,
+    obstore.exceptions.UnauthenticatedError,
+    obstore.exceptions.InvalidPathError,
+    obstore.exceptions.NotSupportedError,
+    obstore.exceptions.PreconditionError,
+    obstore.exceptions.UnknownConfigurationKeyError,
+    NotImplementedError,
+    PermissionError,
+)
+_REFUSED = re.compile(r"status code: 40[134]\b|incorrectly configured region")  # in obstore's errors about a listing
+T = TypeVar("T")
+Write: TypeAlias = Callable[[memoryview, int], None]  # of bytes and their offset in the object
+
+
+class WrongAnswerError(Exception):
+    """The server sent fewer bytes than were asked for, or more."""
+
+
+class ObjectStore:
+    """Opens each root URL once. A failing request is repeated, with pauses, for `retry_s` seconds without progress.
+
+    Raises `ShardError` for a missing or changed object, `RemoteError` if the server fails for longer.
+    """
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self.pace = Pace()
+        self._open: dict[str, obstore.store.ObjectStore] = {}
+
+    def listing(self, root: str) -> Listing:
+        """Every object below `root`, with names relative to it. A listing that fails begins again."""
+        most = 0
+
+        def objects() -> Iterator[tuple[str, int, str]]:
+            nonlocal most
+            for number, meta in enumerate(meta for chunk in obstore.list(self._store(root)) for meta in chunk):
+                yield meta["path"], meta["size"], _stamp(meta)
+                most = max(most, number)
+
+        return self._retried(root, lambda: Listing.of(objects()), lambda: most)
+
+    def stat(self, root: str, name: str, *, needed: bool = False) -> tuple[int, str] | None:
+        """Size in bytes, and a stamp that changes when the object is replaced; None if there is no object.
+
+        A bucket that may be read but not listed answers "forbidden" (403) for a missing object, behind `https:` too. So
+        that means that there is none, unless it is `needed` of a web server: then it raises `RemoteError`.
+        """
+        try:
+            meta = self._retried(f"{root}/{name}", lambda: obstore.head(self._store(root), name))
+        except ShardError:
+            return None
+        except RemoteError as error:
+            refused = isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError)
+            if refused and not (needed and root.startswith("http")):
+                return None
+            raise
+        return meta["size"], _stamp(meta)
+
+    def dated(self, root: str) -> list[tuple[str, int, int]]:
+        """Name, size, and time of the last change in nanoseconds since 1970, of every object below `root`."""
+
+        def listed() -> list[tuple[str, int, int]]:
+            found = (meta for chunk in obstore.list(self._store(root)) for meta in chunk)
+            return [(meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 1e9)) for meta in found]
+
+        return self._retried(root, listed)
+
+    def upload(self, root: str, name: str, path: Path) -> None:
+        """Write a file as an object, in parts if it is large: it is there once all of it is, in place of another."""
+        try:
+            self._retried(f"{root}/{name}", lambda: obstore.put(self._store(root), name, path, chunk_size=_UPLOAD_PART))
+        except ShardError as error:
+            raise RemoteError(f"{root}/{name}: it cannot be written: no such bucket or container") from error
+
+    def erase(self, root: str, names: list[str]) -> None:
+        """Remove objects, those that are there."""
+        for name in names:
+            with contextlib.suppress(ShardError):
+                self._retried(f"{root}/{name}", partial(obstore.delete, self._store(root), name))
+
+    def copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str = "") -> str:
+        """Passes bytes `start` to `stop - 1` of an object to `write` in order; what came is kept if a request fails.
+
+        Requests are repeated as long as bytes come: a slow link delivers, however long it takes.
+
+        Returns the object's version: its ETag, or the time of its last change. Raises `ShardError` unless the object
+        has `size` bytes in all, and the version `pin` if one is given.
+        """
+        done = start
+
+        def keep(chunk: memoryview, offset: int) -> None:
+            nonlocal done
+            write(chunk, offset)
+            done = offset + len(chunk)
+            came(len(chunk))
+
+        def rest() -> str:
+            nonlocal pin
+            pin = self._copy(root, name, done, stop, size, keep, pin)
+            return pin
+
+        with self.pace.asking() as came:
+            return self._retried(f"{root}/{name}", rest, lambda: done)
+
+    def _copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str) -> str:
+        options: Any = {"range": (start, stop)}
+        if pin.startswith('"'):  # a strong ETag: the server compares it, or else we do
+            options["if_match"] = pin
+        try:
+            found = obstore.get(self._store(root), name, options=options)
+        except obstore.exceptions.PreconditionError as error:
+            raise _other_version(root, name) from error
+        version = str(found.meta["e_tag"] or found.meta["last_modified"])
+        if found.meta["size"] != size:
+            raise ShardError(
+                f"{root}/{name}: {found.meta['size']} bytes, but {size} when it was indexed; the shard was rewritten "
+                "since: start again to index it, or put the old shard back",
+                reason="changed shard",
+            )
+        if pin and version != pin:
+            raise _other_version(root, name)
+        done = start
+        for chunk in found.stream(min_chunk_size=self.pace.chunk):
+            if done + len(chunk) > stop:
+                raise _wrong(found, f"{root}/{name}", f"more than the {stop - start} bytes it was asked for")
+            write(memoryview(chunk), done)
+            done += len(chunk)
+        if done != stop:
+            raise _wrong(found, f"{root}/{name}", f"{done - start} of {stop - start} bytes")
+        return version
+
+    def _store(self, root: str) -> obstore.store.ObjectStore:
+        if root not in self._open:
+            timeout = timedelta(seconds=min(_TIMEOUT_S, self._retry_s / 2))
+            options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _LONGEST}
+            options["allow_http"] = not root.startswith("https:")  # an endpoint in the environment may be plain too
+            if root.startswith("s3:"):
+                check_endpoint(root, timeout.total_seconds())
+            self._open[root] = obstore.store.from_url(root, client_options=options, retry_config={"max_retries": 0})
+        return self._open[root]
+
+    def _retried(self, url: str, act: Callable[[], T], progress: Callable[[], int] = int) -> T:
+        """What `act` returns, tried for `retry_s` seconds in which `progress` stays the same."""
+        begin, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
+        while True:
+            tries += 1
+            try:
+                return act()
+            except SavableError:
+                raise
+            except _MISSING as error:
+                raise ShardError(f"{url}: no such object on the server", reason="missing shard") from error
+            except Exception as error:
+                if isinstance(error, _FINAL) or _REFUSED.search(str(error)):
+                    raise RemoteError(
+                        f"{url}: {short_error(error)}; see that the address and the credentials are right"
+                    ) from error
+                if progress() != before:
+                    begin, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
+                spent = time.monotonic() - begin
+                if spent + wait_s > self._retry_s:
+                    raise RemoteError(
+                        f"{url}: tried {tries} times in {spent:.1f} s, the last time: {short_error(error)}. See that "
+                        "the server is up and can be reached; SAVABLE_RETRY_S sets for how many seconds to try. The "
+                        "loader's state is whole: save it or go on"
+                    ) from error
+            time.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _stamp(meta: Any) -> str:
+    """What changes when an object is replaced."""
+    return f"{meta['e_tag']} {meta['last_modified']}"
+
+
+def _wrong(found: Any, url: str, sent: str) -> Exception:
+    """The error about an answer of another length, which is final where the server compresses what it sends.
+
+    (Objects that are compressed themselves are often called encoded, and their bytes are right all the same.)
+    """
+    encoding = found.attributes.get("Content-Encoding")
+    if encoding in (None, "", "identity"):
+        return WrongAnswerError(f"the server sent {sent}")
+    return RemoteError(
+        f"{url}: the server sent {sent}, as {encoding}: it compresses what it sends (Content-Encoding), so that no "
+        "range of bytes can be asked for; have it send these files as they are"
+    )
+
+
+def _other_version(root: str, name: str) -> ShardError:
+    return ShardError(
+        f"{root}/{name}: the server has another version than when it was first read; the shard was rewritten since: "
+        "start again to index it, or put the old shard back",
+        reason="changed shard",
+    )

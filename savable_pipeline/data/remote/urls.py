@@ -1,0 +1,156 @@
+"""Finds the shards behind URLs that a user names by a folder, a glob, a brace pattern, one file, or a list of these."""
+
+from __future__ import annotations
+
+import fnmatch
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from savable_pipeline.core.addresses import clean_address, has_user
+from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.paths import NOT_THERE, TARS, ShardKind, Shards, spelled_out
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.errors import ShardError
+
+SCHEMES = ("s3", "gs", "az", "http", "https")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemoteShards:
+    """Shards behind one URL: names relative to `root`, in order.
+
+    `sizes` is int64 (names,), in bytes, -1 where the server did not list the shard; `stamps`, of those that it listed,
+    change when the shard is replaced. There are as many as names, or none.
+    """
+
+    root: str
+    names: Sequence[str]
+    sizes: Rows
+    stamps: Sequence[str] = ()
+
+    @classmethod
+    def named(cls, root: str, names: Sequence[str]) -> RemoteShards:
+        """Shards of which the names alone are known."""
+        return cls(root, names, np.full(len(names), -1, np.int64))
+
+
+def is_remote(shards: Shards) -> bool:
+    """Whether these are URLs. Raises `ShardError` for a mixture with files, and for an unsupported URL."""
+    specs = spelled_out(shards)
+    remote = [spec for spec in specs if "://" in spec]
+    if remote and len(remote) < len(specs):
+        raise ShardError(f"{clean_address(remote[0])}: local shards and shards behind a URL need a reader each")
+    for spec in remote:
+        if spec.split("://")[0] not in SCHEMES:
+            raise ShardError(
+                f"{clean_address(spec)}: shards can be read from {', '.join(SCHEMES)}, not from this kind of URL"
+            )
+        if has_user(spec):
+            raise ShardError(
+                f"{clean_address(spec)}: a URL with a user or a password in it is not read, since it would be told in "
+                "logs: give the servers of s3, gs and az their credentials in the environment"
+            )
+        if "?" in spec and spec.startswith("http"):
+            raise ShardError(f"{clean_address(spec)}: a URL with a query names one object; shards need plain addresses")
+    return bool(remote)
+
+
+def find_remote(
+    shards: Shards, downloader: Downloader, kind: ShardKind = TARS, *, stamps: bool = False
+) -> RemoteShards:
+    """The shards of these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
+
+    The root is the given folder, or the deepest that holds all the shards. A folder on a web server, which cannot be
+    listed, gives no names. With `stamps` those of a bucket are found too. Raises `ShardError` if there is no shard, or
+    if one is named twice.
+    """
+    specs = [spelled for spec in spelled_out(shards) for spelled in expand_braces(spec)]
+    root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
+    if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
+        _check_readable(root, kind)
+        found = _listed(root, downloader, kind, stamps)
+        return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts())
+    urls: list[str] = []
+    listed: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
+    for spec in specs:
+        folder, pattern = _folder(spec)
+        _check_readable(spec, kind)
+        if pattern is None and spec.endswith(kind.suffixes):
+            urls.append(spec)
+            continue
+        objects = _listed(folder, downloader, kind, stamps)
+        if not objects:
+            raise ShardError(f"{spec}: a web server cannot be listed; name the shards, or give one folder alone")
+        wanted = "**" if pattern is None else pattern
+        matching = {
+            f"{folder}/{name}": (size, stamp)
+            for name, size, stamp in objects
+            if _matches(name.split("/"), wanted.split("/"))
+        }
+        if not matching:
+            raise ShardError(f"{spec}: no shard matches", reason=NOT_THERE)
+        urls += matching
+        listed.update(matching)
+    if len(set(urls)) < len(urls):
+        raise ShardError(f"{next(url for url in urls if urls.count(url) > 1)}: the same shard is named twice")
+    root = _common_root(urls)
+    of = [listed.get(url, (-1, "")) for url in sorted(urls)]
+    names = [url[len(root) + 1 :] for url in sorted(urls)]
+    return RemoteShards(root, names, np.array([size for size, _ in of], np.int64), [stamp for _, stamp in of])
+
+
+def _folder(spec: str) -> tuple[str, str | None]:
+    """The folder of a URL, and the glob below it, or None."""
+    parts = spec.rstrip("/").split("/")
+    magic = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
+    return ("/".join(parts), None) if magic is None else ("/".join(parts[:magic]), "/".join(parts[magic:]))
+
+
+def _matches(parts: list[str], patterns: list[str]) -> bool:
+    """Whether a name matches a glob, part by part; `**` stands for any number of parts."""
+    if not patterns or not parts:
+        return not parts and all(pattern == "**" for pattern in patterns)
+    if patterns[0] == "**":
+        return _matches(parts, patterns[1:]) or _matches(parts[1:], patterns)
+    return fnmatch.fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
+
+
+def _common_root(urls: list[str]) -> str:
+    places = {(urlsplit(url).scheme, urlsplit(url).netloc) for url in urls}
+    if len(places) > 1:
+        raise ShardError(f"{urls[0]}: the shards of one reader lie in one bucket or on one server, not {len(places)}")
+    scheme, netloc = places.pop()
+    return f"{scheme}://{netloc}{posixpath.commonpath([posixpath.dirname(urlsplit(url).path) for url in urls])}".rstrip(
+        "/"
+    )
+
+
+def _check_readable(spec: str, kind: ShardKind) -> None:
+    """Raises `ShardError` for a name that says that the file is compressed."""
+    if spec.endswith(kind.refused):
+        raise ShardError(f"{spec}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
+
+
+def _listed(root: str, downloader: Downloader, kind: ShardKind, stamps: bool) -> Listing:
+    """The shards below a folder; none on a web server, which cannot be listed."""
+    if root.startswith("http"):
+        return Listing.of([])
+    listed: Listing = downloader.call("listing", root, stamps)
+    found = listed.only(lambda name: _is_shard(name, kind))
+    if not found:
+        raise ShardError(f"{root}: no {' or '.join(kind.suffixes)} object below this prefix")
+    return found
+
+
+def _is_shard(name: str, kind: ShardKind) -> bool:
+    return name.endswith(kind.suffixes) and not _hidden(name) and not kind.left_out(name.rpartition("/")[2])
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))

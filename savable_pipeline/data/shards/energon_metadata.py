@@ -1,0 +1,208 @@
+"""Megatron-Energon's metadata beside the shards: sample counts, splits, and names for parts. Read, never run.
+
+    .nv-meta/.info.json  or .info.yaml    shard_counts: {name: samples}
+    .nv-meta/split.yaml  or split.json    split_parts: {"train": [name or brace pattern, ...]}
+                                          exclude: [shard, or "shard/key", or brace patterns of these]
+    .nv-meta/dataset.yaml                 field_map: {"image": "jpg,png", "caption": "json[caption]"}
+                                          split_config, info_config: other files of `.nv-meta` than the two above
+
+The modules, classes and loaders that `dataset.yaml` names are never run: the samples of a dataset with `sample_loader`
+or `part_filter` have parts, but no fields. The files may come from anybody: a wrong one is a `ShardError` that names
+it, and a small file never becomes a large object.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.paths import is_inside
+from savable_pipeline.data.shards.yaml_limits import load_yaml
+from savable_pipeline.errors import ShardError
+
+META = ".nv-meta"
+INDEX_NAME = f"{META}/savable.index"  # our own index lies there too
+METADATA_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
+FieldPath: TypeAlias = tuple[str, ...]  # an extension, then keys and indices inside the part
+FieldMap: TypeAlias = dict[str, list[FieldPath]]  # by field name: alternatives, the first that a sample has is taken
+
+_CODE = ("sample_loader", "part_filter")  # settings of dataset.yaml that are code, or come with it
+_INFOS, _SPLITS, _FIELDS = METADATA_FILES[:2], METADATA_FILES[2:4], METADATA_FILES[4]
+_LIMIT = 1 << 28  # bytes of one of these files
+_LONGEST_PATTERN = 8192  # characters of an entry of a split
+_MOST_NAMES = 2_000_000  # that the entries of a split stand for
+_FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The shards of a split without the excluded ones, and the keys of excluded samples by shard.
+
+    `unknown` lists entries of `exclude` that name no shard of the dataset.
+    """
+
+    shards: list[str]
+    excluded: dict[str, set[str]]
+    unknown: list[str]
+
+
+def read_counts(root: Path) -> dict[str, int] | None:
+    """Samples of each shard from `.info.json` or `.info.yaml`; None without either. Raises `ShardError`."""
+    path = _first(root, "info_config", _INFOS)
+    if path is None:
+        return None
+    counts = _convert(path, _load(path).get("shard_counts"), dict[str, int], "`shard_counts`, samples by shard")
+    outside = next((name for name in counts if not is_inside(name)), None)
+    if outside is not None:
+        raise ShardError(f"{path}: the shard {outside!r} lies outside of the dataset; name shards relative to {root}")
+    return counts
+
+
+def split_names(root: Path) -> list[str]:
+    """The names of a dataset's splits. Raises `ShardError`."""
+    path = _first(root, "split_config", _SPLITS)
+    return [] if path is None else list(_split_parts(path, _load(path)))
+
+
+def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
+    """The split `name` of a dataset with the shards `known`. Raises `ShardError`, also if it names another shard."""
+    path = _first(root, "split_config", _SPLITS)
+    if path is None:
+        raise ShardError(f"{root / META}: no split.yaml or split.json, but split={name!r} was asked for")
+    loaded = _load(path)
+    parts = _split_parts(path, loaded)
+    if name not in parts:
+        raise ShardError(f"{path}: no split {name!r}; there are {', '.join(map(repr, parts)) or 'none'}")
+    shards = set(known)
+    patterns = _convert(path, parts[name], list[str], f"a list of shards as split {name!r}")
+    excludes = _convert(path, loaded.get("exclude") or [], list[str], "a list as `exclude`")
+    named = dict.fromkeys(_expand(path, patterns))
+    missing = [shard for shard in named if shard not in shards]
+    if missing:
+        raise ShardError(f"{path}: split {name!r} names {len(missing)} shards that are not there, such as {missing[0]}")
+    left_out = set(_expand(path, excludes))
+    excluded: dict[str, set[str]] = {}
+    unknown = []
+    for entry in sorted(left_out - shards):
+        shard, key = _shard_and_key(entry, shards)
+        if not shard:
+            unknown.append(entry)
+        elif shard in named:
+            excluded.setdefault(shard, set()).add(key)
+    return Split([shard for shard in named if shard not in left_out], excluded, unknown)
+
+
+def read_field_map(root: Path) -> FieldMap:
+    """The `field_map` of `dataset.yaml`; empty without one. Raises `ShardError`."""
+    path, settings = root / META / _FIELDS, _settings(root)
+    if unused := unused_settings(root):
+        raise ShardError(
+            f"{path}: `{unused[0]}` is applied by Energon only, so the samples have no fields here: read their parts, "
+            'such as sample["jpg"], or write a field_map in its place'
+        )
+    field_map = settings.get("field_map") or {}
+    fields = _convert(path, field_map, dict[str, str], "`field_map`, a part for each field")
+    return {field: [_field_path(path, option) for option in place.split(",")] for field, place in fields.items()}
+
+
+def named_files(root: Path) -> list[str]:
+    """The other files of `.nv-meta` that `dataset.yaml` names. Raises `ShardError`."""
+    return [name for key in ("info_config", "split_config") if (name := _named(root, key)) is not None]
+
+
+def unused_settings(root: Path) -> list[str]:
+    """The settings of `dataset.yaml` that are not applied, since they name code. Raises `ShardError`."""
+    settings = _settings(root)
+    return [name for name in _CODE if settings.get(name)]
+
+
+def _settings(root: Path) -> dict[str, Any]:
+    path = root / META / _FIELDS
+    return _load(path) if path.is_file() else {}
+
+
+def _named(root: Path, key: str) -> str | None:
+    """The name of a file of `.nv-meta` in `dataset.yaml`; None if there is none."""
+    name = _settings(root).get(key)
+    if name is not None and not (isinstance(name, str) and is_inside(name)):
+        raise ShardError(f"{root / META / _FIELDS}: `{key}` must be the name of a file in {META}, not {name!r}")
+    return name
+
+
+def _field_path(path: Path, place: str) -> FieldPath:
+    match = _FIELD.fullmatch(place.strip())
+    if match is None:
+        raise ShardError(f"{path}: `field_map` has {place!r}; expected a part, such as jpg, or json[caption]")
+    return (match[1], *re.findall(r"\[([^\[\]]+)\]", match[2]))
+
+
+def _shard_and_key(entry: str, shards: set[str]) -> tuple[str, str]:
+    """Shard and key of an entry such as `"a/0.tar/folder/key"`; both may hold slashes."""
+    for slash in re.finditer("/", entry):
+        if entry[: slash.start()] in shards:
+            return entry[: slash.start()], entry[slash.end() :]
+    return "", entry  # of a shard that is not there
+
+
+def _expand(path: Path, patterns: list[str]) -> Iterator[str]:
+    total = 0
+    for pattern in patterns:
+        if len(pattern) > _LONGEST_PATTERN:
+            raise ShardError(f"{path}: {pattern[:100]!r}… is longer than {_LONGEST_PATTERN} characters")
+        try:
+            names = expand_braces(pattern)
+        except ShardError as error:
+            raise ShardError(f"{path}: {error}") from error
+        total += len(names)
+        if total > _MOST_NAMES:
+            raise ShardError(
+                f"{path}: up to {pattern!r} the entries stand for more than {_MOST_NAMES:,} names; name the "
+                "shards that there are"
+            )
+        yield from names
+
+
+def _first(root: Path, key: str, names: tuple[str, ...]) -> Path | None:
+    """The file that `dataset.yaml` names as `key`, or the first of `names` that is there, or None."""
+    name = _named(root, key)
+    if name is not None:
+        if not (root / META / name).is_file():
+            raise ShardError(f"{root / META / _FIELDS}: `{key}` names {name}, which is not in {META}")
+        return root / META / name
+    return next((root / META / name for name in names if (root / META / name).is_file()), None)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise ShardError(f"{path}: {path.stat().st_size} bytes; at most {_LIMIT} are read")
+        raw = path.read_bytes()
+        loaded = msgspec.json.decode(raw) if path.suffix == ".json" else load_yaml(raw)
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ShardError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ShardError(f"{path}: expected names with values, found {type(loaded).__name__}")
+    return loaded
+
+
+def _split_parts(path: Path, loaded: dict[str, Any]) -> dict[str, Any]:
+    parts = loaded.get("split_parts")
+    if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
+        raise ShardError(f"{path}: expected `split_parts` with a list of shards for each split")
+    return parts
+
+
+def _convert(path: Path, value: Any, kind: type[T], expected: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ShardError(f"{path}: expected {expected}: {error}") from error

@@ -1,0 +1,226 @@
+"""Finds the local shards that a user names by a folder, a glob, a brace pattern, one file, or a list of these."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import unquote
+
+from savable_pipeline.core.addresses import clean_address
+from savable_pipeline.core.open_files import is_out_of_handles, with_handles
+from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.no_dataset import instead_of_file, instead_of_folder
+from savable_pipeline.errors import ShardError
+
+log = logging.getLogger(__name__)
+
+Shards: TypeAlias = str | os.PathLike[str] | Iterable["str | os.PathLike[str]"]
+Unlistable: TypeAlias = Callable[["ShardError"], None]
+
+LANCE = ".lance"
+LANCE_CURE = (
+    "write it as Parquet, "
+    '`pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), NEW, format="parquet")`'
+)
+_BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
+NOT_THERE = "no such path"  # the reason of an error
+NO_SHARD = "no shard"  # of another
+_LONGEST_PATH = 4096  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKind:
+    """The files that are shards of one kind: how their names end, and those beside them that cannot be read in place.
+
+    `refused` are the endings of the latter, `compressed` what one and several of them are called, `cure` what to do.
+    """
+
+    suffixes: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    compressed: tuple[str, str] = ("", "")
+    cure: str = ""
+    left_out: Callable[[str], bool] = lambda name: False  # of the names in a folder, those that are no data
+
+
+TARS = ShardKind(
+    (".tar",),
+    (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
+    ("a compressed tar", "compressed tars"),
+    "`savable convert` re-packs",
+)
+
+
+def raise_it(error: ShardError) -> None:
+    """Raises the error: what `find_shards` does about a folder that cannot be listed unless it is told otherwise."""
+    raise error
+
+
+def as_names(shards: Shards) -> str | tuple[str, ...]:
+    """What a user gave as plain strings, which can be compared."""
+    one = isinstance(shards, str | os.PathLike)
+    return os.fspath(shards) if one else tuple(os.fspath(spec) for spec in shards)  # type: ignore[arg-type,union-attr]
+
+
+def find_shards(
+    shards: Shards,
+    kind: ShardKind = TARS,
+    *,
+    missing_too: bool = False,
+    unlistable: Callable[[ShardError], None] = raise_it,
+    visited: Callable[[str], None] = lambda folder: None,
+) -> tuple[Path, list[str]]:
+    """The root of the dataset and the names of its shards relative to it, sorted.
+
+    The root is the given folder, or the deepest folder that holds all the shards. Raises `ShardError` if there is no
+    shard, if one is named twice, and if a named file does not exist unless `missing_too`. `unlistable` is called with
+    the error of each folder that cannot be listed, `visited` with each folder below a given one, relative to it.
+    """
+    specs = spelled_out(shards)
+    if not specs:
+        raise ShardError("the list of shards is empty")
+    if len(specs) == 1 and Path(specs[0]).is_dir():
+        root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
+        return root, with_handles(partial(_files_below, root, kind, unlistable, visited))
+    paths = [path for spec in specs for path in _expand(spec, kind, missing_too, unlistable)]
+    if kind is TARS and len(paths) == 1 and (instead := instead_of_file(paths[0])):
+        raise ShardError(f"{paths[0]}: no tar; {instead}", reason=NO_SHARD)
+    if len(set(paths)) < len(paths):
+        twice = Counter(paths).most_common(1)[0][0]
+        raise ShardError(f"{twice}: the same shard is named twice")
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return root, sorted(path.relative_to(root).as_posix() for path in paths)
+
+
+def spelled_out(shards: Shards) -> list[str]:
+    """Each path or URL by itself: `a::b` parted, `~`, `$VAR` and `file://` replaced where no file is named so.
+
+    Raises `ShardError` for what only other loaders read, and says what to write instead.
+    """
+    specs = [os.fspath(spec) for spec in ([shards] if isinstance(shards, str | os.PathLike) else shards)]
+    parts = [part for spec in specs for part in ([spec] if _is_there(spec) else _BETWEEN.split(spec))]
+    return [_spelled_out(part) for part in parts]
+
+
+def _spelled_out(spec: str) -> str:
+    if _is_there(spec):
+        return spec
+    for kind, instead in [("pipe:", _instead_of_pipe), ("hf://", _instead_of_hub)]:
+        if spec.startswith(kind):
+            raise ShardError(
+                clean_address(f"{spec}: {kind} cannot be read at an offset; write {instead(spec)} instead")
+            )
+    spec = os.path.expandvars(spec)
+    if spec.startswith("file:"):
+        return _path_of_url(spec)
+    return os.path.expanduser(spec)  # noqa: PTH111  # a Path would lose a slash at the end and those of a URL
+
+
+def _is_there(spec: str) -> bool:
+    return "\0" not in spec and len(spec) < _LONGEST_PATH and os.path.lexists(spec)
+
+
+def _path_of_url(spec: str) -> str:
+    """The path of `file:///a`, `file://localhost/a` or `file:a`."""
+    place = spec.removeprefix("file:")
+    if place.startswith("//"):
+        host, slash, path = place[2:].partition("/")
+        if host not in ("", "localhost"):
+            raise ShardError(f"{spec}: names a file of the machine {host!r}; a path from / on begins with file:///")
+        place = slash + path
+    return unquote(place)
+
+
+def _instead_of_pipe(spec: str) -> str:
+    url = re.search(r"\b(?:s3|gs|az|https?)://[^\s'\"|;]+", spec)
+    return url[0] if url else "the paths of the tars, or their URL"
+
+
+def _instead_of_hub(spec: str) -> str:
+    place = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", spec)
+    if place is None:
+        return "https://huggingface.co/datasets/USER/NAME/resolve/main/PATH"
+    return f"https://huggingface.co/datasets/{place[1]}/resolve/{place[2] or 'main'}/{place[3]}"
+
+
+def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[[ShardError], None]) -> list[Path]:
+    if "://" in spec:
+        url = clean_address(spec)
+        raise ShardError(
+            f"{url}: this is a URL, where files are expected; shards behind one are indexed by `savable index {url}`"
+        )
+    paths: list[Path] = []
+    for pattern in expand_braces(spec):
+        path = Path(pattern).absolute()
+        if path.is_dir():
+            paths += [path / name for name in with_handles(partial(_files_below, path, kind, unlistable))]
+        elif glob.has_magic(pattern) and not path.exists():
+            matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+            if not matches:
+                raise ShardError(f"{pattern}: no file matches", reason=NOT_THERE)
+            paths += [Path(match).absolute() for match in matches]
+        elif path.is_file() or (missing_too and path.name.endswith(kind.suffixes)):
+            paths.append(path)
+        else:
+            unset = "; the environment has no such variable" if "$" in pattern else ""
+            raise ShardError(f"{pattern}: no such shard or folder{unset}", reason=NOT_THERE)
+    for path in paths:
+        if path.name.endswith(kind.refused):
+            raise ShardError(f"{path}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
+    return paths
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative name stays inside the folder that it is relative to."""
+    return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
+
+
+def _files_below(
+    root: Path,
+    kind: ShardKind,
+    unlistable: Callable[[ShardError], None],
+    visited: Callable[[str], None] = lambda folder: None,
+) -> list[str]:
+    names = []
+    compressed = []
+    lance = ""  # a folder of files of Lance
+    for folder, folders, files in os.walk(root, onerror=lambda error: unlistable(_unlistable(error))):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        here = Path(folder).relative_to(root)
+        visited(here.as_posix())
+        for name in folders:
+            if (root / here / name).is_symlink():
+                log.warning("%s: a link to a folder is left out: name it beside the folder it lies in", here / name)
+        wanted = [name for name in files if name.endswith(kind.suffixes) and name[0] != "." and not kind.left_out(name)]
+        prefix = "" if here == Path() else f"{here.as_posix()}/"
+        names += [prefix + name for name in wanted]
+        compressed += [name for name in files if name.endswith(kind.refused)]
+        lance = lance or (folder if any(name.endswith(LANCE) for name in files) else "")
+    if not names:
+        instead = f"; {len(compressed)} {kind.compressed[1]} are there: {kind.cure} them" if compressed else ""
+        if lance:
+            instead += f"; {lance} has files of Lance, which is not read here: {LANCE_CURE}"
+        instead = instead or instead_of_folder(root)
+        raise ShardError(
+            f"{root}: no {' or '.join(kind.suffixes)} file in this folder or below it{instead}", reason=NO_SHARD
+        )
+    if compressed:
+        log.warning("%s: %d %s are left out: %s them", root, len(compressed), kind.compressed[1], kind.cure)
+    return sorted(names)
+
+
+def _unlistable(error: OSError) -> ShardError:
+    if is_out_of_handles(error):
+        raise error
+    return ShardError(
+        f"{error.filename}: {error.strerror}: the folder cannot be listed, so its shards are not known; permit it, or "
+        "move it out of the dataset",
+        reason="unlistable folder",
+    )

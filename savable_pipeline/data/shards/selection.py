@@ -1,0 +1,155 @@
+"""`Selection`: the samples of a split and a subset, counted through in the order of the dataset.
+
+    dataset     0 1 2 3 │ 4 5 6 7 │ 8 9 …      three shards
+    selection   0   1   │         │ 2 3        places; refs keep the numbers of the dataset
+
+A subset is drawn from each shard by itself, with a key made of the shard's name without its format's ending: it is the
+same in every run, epoch and lane, from a tar and from a Parquet file of that name and those rows, and does not change
+when shards are added. Shares that do not overlap have no sample in common. (Order 1 took the whole name.)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64
+
+from savable_pipeline.core.keyed_random import derive_key, permutation
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.errors import ShardError
+
+Subset: TypeAlias = "float | int | tuple[float, float]"
+SUBSET_ORDER = 2  # the version of the draw, which a state goes on with
+_SHARDS_KEPT = 512  # shards whose selected rows are kept in memory
+_ONE = 1 << 32  # a share of 1
+
+
+def check_subset(reader: str, subset: Subset | None) -> None:
+    """Raises ValueError unless `subset` is None, a share (0.1), a range of shares (0.1, 0.3), or a count (1000)."""
+    low, high = subset if isinstance(subset, tuple) and len(subset) == 2 else (0.0, subset)
+    if subset is None or (type(subset) is int and subset >= 1):
+        return
+    shares = all(isinstance(share, float | int) and not isinstance(share, bool) for share in (low, high))
+    if not shares or type(subset) is int or not 0 <= low < high <= 1:  # type: ignore[operator]
+        raise ValueError(
+            f"{reader}: subset must be a share (0.1), a range of shares (0.1, 0.3), or a count (1000): {subset!r}"
+        )
+
+
+class Selection:
+    """Some samples of a dataset with the shards `names`, whose first samples have the numbers `firsts`.
+
+    `shards` names the shards to take, in this order (None: all), `excluded` the rows to leave out of each; `keys` are
+    what each shard is drawn by (None: its name). Raises `ShardError` if no sample is left.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        firsts: NDArray[np.int64],
+        *,
+        shards: list[str] | None = None,
+        excluded: Mapping[str, Rows] | None = None,
+        subset: Subset | None = None,
+        keys: list[str] | None = None,
+    ) -> None:
+        self._names = names
+        self._keys = names if keys is None else keys
+        self._dataset_firsts = firsts
+        self._sizes = np.diff(firsts)
+        self._excluded = excluded or {}
+        self._drawn = subset is not None
+        left = self._left(shards)
+        self._low, self._high = _drawn(self._keys, left, subset)
+        self.order = _order(names, shards)  # int64 (shards,): the number in the dataset of each shard in turn
+        self.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])  # int64 (shards + 1,)
+        self.count = int(self.firsts[-1])
+        if not self.count:
+            raise ShardError("the split and the subset leave no sample")
+        self._rows_of = functools.lru_cache(_SHARDS_KEPT)(self._selected_rows)
+
+    def _left(self, shards: list[str] | None) -> NDArray[np.int64]:
+        """The number of samples of each shard from which the subset is drawn."""
+        taken = None if shards is None else set(shards)
+        left = [
+            size - len(self._excluded.get(name, ())) if taken is None or name in taken else 0
+            for name, size in zip(self._names, self._sizes.tolist(), strict=True)
+        ]
+        return np.array(left, dtype=np.int64)
+
+    def of_first(self, shards: int) -> Selection:
+        """What it selects of the dataset's first `shards` shards, in the same order; perhaps nothing."""
+        part = copy.copy(self)
+        part.order = self.order[self.order < shards]
+        part.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[part.order])])
+        part.count = int(part.firsts[-1])
+        return part
+
+    def locate(self, places: Rows) -> Rows:
+        """The numbers in the dataset of the samples at these places: int64 of the same shape."""
+        shards = np.searchsorted(self.firsts, places, side="right") - 1
+        found = places - self.firsts[shards]
+        shards = self.order[shards]
+        for shard in np.unique(shards).tolist():
+            if self._drawn or self._names[shard] in self._excluded:
+                mine = shards == shard
+                found[mine] = self._rows_of(shard)[found[mine]]
+        located: Rows = found + self._dataset_firsts[shards]
+        return located
+
+    def _selected_rows(self, shard: int) -> Rows:
+        """The selected rows of a shard, counted from its first, ascending."""
+        name = self._names[shard]
+        rows = np.delete(np.arange(self._sizes[shard]), self._excluded.get(name, []))
+        if not self._drawn:
+            return rows
+        order = permutation(derive_key("subset", self._keys[shard]), len(rows))
+        return np.sort(rows[order[self._low[shard] : self._high[shard]]])
+
+    def manifest(self) -> dict[str, Any]:
+        """What a saved state must agree on: the numbers of shards and samples, and a hash of the selection."""
+        digest = xxh3_64()
+        counts = np.diff(self.firsts)
+        for shard in self.order[np.flatnonzero(counts)].tolist():
+            name = self._names[shard]
+            digest.update(f"{self._keys[shard]}\0{self._low[shard]}\0{self._high[shard]}\0".encode())
+            digest.update(np.asarray(self._excluded.get(name, []), dtype="<i8").tobytes())
+        return {"shards": int((counts > 0).sum()), "samples": self.count, "digest": digest.intdigest()}
+
+
+def without_ending(name: str, endings: Sequence[str]) -> str:
+    """The name of a shard without its format's ending, the longest that it has: "a/train.001.tar" is "a/train.001"."""
+    ending = max((each for each in endings if name.endswith(each)), key=len, default="")
+    return name.removesuffix(ending)
+
+
+def _order(names: list[str], first: list[str] | None) -> Rows:
+    """The numbers of the shards `first`, in that order, then of the others."""
+    number = {name: i for i, name in enumerate(names)}
+    return np.array([number[name] for name in dict.fromkeys([*(first or ()), *names])], dtype=np.int64)
+
+
+def _drawn(keys: list[str], left: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
+    """The range of each shard's samples, in the order of the shard's key, that a subset takes: first and end."""
+    if subset is None:
+        return np.zeros_like(left), left
+    if type(subset) is int:
+        total = int(left.sum())
+        if subset > total:
+            raise ShardError(f"subset={subset}: there are only {total} samples")
+        ends = np.array([subset * int(end) // total for end in [0, *np.cumsum(left)]], dtype=np.int64)
+        return np.zeros_like(left), ends[1:] - ends[:-1]
+    low, high = subset if isinstance(subset, tuple) else (0.0, subset)
+    parts = np.array([derive_key("subset", "part", key) >> 32 for key in keys], dtype=np.uint64)
+    return _cut(left, parts, low), _cut(left, parts, high)
+
+
+def _cut(left: Rows, parts: NDArray[np.uint64], share: float) -> Rows:
+    """`share` of each count, rounded down after a random fraction is added, so that small shards add up right."""
+    cut: Rows = ((left.astype(np.uint64) * np.uint64(round(share * _ONE)) + parts) >> np.uint64(32)).astype(np.int64)
+    return cut

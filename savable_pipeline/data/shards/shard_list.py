@@ -1,0 +1,186 @@
+"""`ShardList`: the shards of a dataset as columns, so that a million of them are no million objects.
+
+    names    "a.tar\\0b.tar\\0"      ends 6, 12, …      the bytes of shard i's name: from ends[i - 1] to ends[i] - 1
+    sizes, samples, digests        a number of each shard
+    faults                         number of a damaged shard: how it was damaged
+
+In an index these are its own bytes, mapped: what is not asked for is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, overload
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.data.shards.paths import is_inside
+from savable_pipeline.errors import ShardError
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Rows: TypeAlias = NDArray[np.int64]  # rows of an index, or numbers of samples or shards
+_WORD = 1 << 64
+_AT_ONCE = 4096  # names
+
+
+class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A shard in the index: name relative to the root, bytes, samples, and a hash of its members' names and places.
+
+    `fault` says how it was damaged when it was indexed; its samples are then those before the damage.
+
+    >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
+    100
+    """
+
+    name: str
+    size: Count
+    samples: Count
+    digest: int
+    fault: str = ""
+
+
+class ShardNames(Sequence[str]):
+    """Names as one text: UTF-8, a zero byte after each; `ends`, int64 (names,), is where each ends, behind its zero."""
+
+    __slots__ = ("ends", "text")
+
+    def __init__(self, text: memoryview | bytes, ends: Rows) -> None:
+        self.text = memoryview(text)
+        self.ends = ends
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> ShardNames:
+        """These names. Raises `ShardError` for one that has a zero byte, or is no UTF-8."""
+        if isinstance(names, ShardNames):
+            return names
+        encoded = []
+        for name in names:
+            try:
+                encoded.append(name.encode() + b"\0")
+            except UnicodeEncodeError:
+                raise ShardError(f"a shard is called {name!r}, which is no UTF-8; rename it") from None
+        text = b"".join(encoded)
+        if text.count(0) > len(encoded):
+            wrong = next(name for name in encoded if name.count(0) > 1)
+            raise ShardError(f"a shard is called {wrong[:-1]!r}: a name has no zero byte; rename it")
+        return cls(text, np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        return str(self.text[self._begin(number) : int(self.ends[number]) - 1], "utf-8")
+
+    def __iter__(self) -> Iterator[str]:
+        for first in range(0, len(self), _AT_ONCE):  # so many texts at once, not all
+            last = min(first + _AT_ONCE, len(self)) - 1
+            yield from str(self.text[self._begin(first) : int(self.ends[last])], "utf-8").split("\0")[:-1]
+
+    def is_whole(self) -> bool:
+        """Whether `ends` are where the names end, each of which is UTF-8 of at least one character."""
+        text, ends = np.frombuffer(self.text, np.uint8), self.ends
+        if not len(ends) or int(ends[-1]) != len(text):
+            return not len(ends) and not len(text)
+        if int(ends[0]) < 2 or (np.diff(ends) < 2).any() or text[ends - 1].any():
+            return False
+        try:
+            return np.count_nonzero(text) == len(text) - len(ends) and bool(str(self.text, "utf-8"))
+        except UnicodeDecodeError:
+            return False
+
+    def first_outside(self) -> str | None:
+        """The first of the names that leads out of the folder that it is relative to; None without one."""
+        text = np.frombuffer(self.text, np.uint8)
+        suspect = np.zeros(len(self), dtype=bool)
+        if len(self):
+            suspect[0] = text[0] == ord("/")
+            suspect[1:] = text[self.ends[:-1]] == ord("/")
+        dots = np.flatnonzero((text[:-1] == ord(".")) & (text[1:] == ord("."))) if len(text) else text
+        suspect[np.searchsorted(self.ends, dots, side="right")] = True
+        return next((self[i] for i in np.flatnonzero(suspect).tolist() if not is_inside(self[i])), None)
+
+    def between(self, first: int, end: int) -> memoryview:
+        """The text of the names `first` to `end - 1`."""
+        return self.text[self._begin(first) : self._begin(end)]
+
+    def _begin(self, number: int) -> int:
+        return int(self.ends[number - 1]) if number else 0
+
+
+class ShardList(Sequence[ShardEntry]):
+    """The shards of a dataset, each made when it is asked for; `sizes` and `samples` are int64, `digests` uint64."""
+
+    __slots__ = ("digests", "faults", "names", "samples", "sizes")
+
+    def __init__(
+        self, names: ShardNames, sizes: Rows, samples: Rows, digests: NDArray[np.uint64], faults: Mapping[int, str]
+    ) -> None:
+        self.names, self.sizes, self.samples, self.digests, self.faults = names, sizes, samples, digests, faults
+
+    @classmethod
+    def of(cls, entries: Sequence[ShardEntry]) -> ShardList:
+        """The same shards as columns; of a digest, the lowest 64 bits."""
+        if isinstance(entries, ShardList):
+            return entries
+        return cls(
+            ShardNames.of(entry.name for entry in entries),
+            np.array([entry.size for entry in entries], dtype=np.int64),
+            np.array([entry.samples for entry in entries], dtype=np.int64),
+            np.array([entry.digest % _WORD for entry in entries], dtype=np.uint64),
+            {number: entry.fault for number, entry in enumerate(entries) if entry.fault},
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, number: int) -> ShardEntry: ...
+    @overload
+    def __getitem__(self, number: slice) -> ShardList: ...
+    def __getitem__(self, number: int | slice) -> ShardEntry | ShardList:
+        if isinstance(number, slice):
+            return self.take(np.arange(len(self), dtype=np.int64)[number])
+        number = range(len(self))[number]
+        return ShardEntry(
+            self.names[number],
+            int(self.sizes[number]),
+            int(self.samples[number]),
+            int(self.digests[number]),
+            self.faults.get(number, ""),
+        )
+
+    def __iter__(self) -> Iterator[ShardEntry]:
+        columns = zip(self.names, self.sizes.tolist(), self.samples.tolist(), self.digests.tolist(), strict=True)
+        return (ShardEntry(*row, self.faults.get(number, "")) for number, row in enumerate(columns))
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(ShardEntry.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to a list of the same entries
+
+    def take(self, numbers: Rows) -> ShardList:
+        """The shards with these numbers, in this order."""
+        names = ShardNames.of(map(self.names.__getitem__, numbers.tolist()))
+        faults = {i: self.faults[number] for i, number in enumerate(numbers.tolist()) if number in self.faults}
+        return ShardList(names, self.sizes[numbers], self.samples[numbers], self.digests[numbers], faults)
+
+    def first(self, count: int) -> ShardList:
+        """The first so many shards, as they lie."""
+        end = int(self.names.ends[count - 1]) if count else 0
+        names = ShardNames(self.names.text[:end], self.names.ends[:count])
+        faults = {number: fault for number, fault in self.faults.items() if number < count}
+        return ShardList(names, self.sizes[:count], self.samples[:count], self.digests[:count], faults)
+
+    def rows(self) -> list[list[Any]]:
+        """Name, samples and digest of each."""
+        columns = zip(self.names, self.samples.tolist(), self.digests.tolist(), strict=True)
+        return [list(row) for row in columns]

@@ -1,0 +1,283 @@
+"""Arrow IPC files and streams: where their record batches lie, read from the messages themselves, without pyarrow.
+
+    [ "ARROW1" 0 0 ]  schema  batch 0  batch 1  …  end  [ footer "ARROW1" ]        in brackets: files only
+
+Of a file the footer says which batches it has, wherever they lie; of a stream they follow each other.
+
+    message   0xffffffff │ length i32 │ metadata: flatbuffer │ body
+                                        ├ kind, length of the body
+                                        └ of a batch: rows, compression
+
+Places of a file in the index: the offset of the schema; of each batch, and the end of the last; the rows of each; a
+hash of the metadata of each, which says where every column begins. Where batches do not follow the schema's message
+one after the other (Polars writes none): 2⁶³ plus the offset of the footer, which has the schema too; the offset of
+each batch; the end of each; the rows; the hashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.arrow_footer import MAGIC, FooterError, read_footer
+from savable_pipeline.data.stores.file_bytes import FileBytes
+from savable_pipeline.data.stores.file_format import FileFormat, scan_file
+from savable_pipeline.data.stores.flatbuffer import Table
+from savable_pipeline.data.stores.place_index import FileTable, Places
+
+_FEATHER_1 = b"FEA1"
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
+_LARGEST_METADATA = 1 << 28
+_MOST_ROWS = 1 << 40
+_IN_FOOTER = 1 << 63
+_NO_DICTIONARIES = "dictionary-encoded columns are not read; write them as plain ones (`column.dictionary_decode()`)"
+_CURE = "the file was cut short or is damaged; copy it again"
+
+
+class MessageError(ValueError):
+    """A message is not there, or cannot be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message at `offset`: its kind, the bytes up to its body and of its body, and for a batch its rows."""
+
+    offset: int
+    kind: int
+    head: int
+    body: int
+    rows: int
+    compressed: bool
+    digest: int  # of the metadata
+
+    @property
+    def end(self) -> int:
+        """The offset after the message."""
+        return self.offset + self.head + self.body
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The places of a file, in words: uint64 each."""
+
+    schema: int  # the offset of its message, or of the footer
+    in_footer: bool
+    begins: Places  # (batches,)
+    ends: Places  # (batches,)
+    rows: Places  # (batches,)
+    digests: Places  # (batches,)
+
+
+def batches_of(places: Places) -> Batches:
+    """The places of a file by their meaning."""
+    schema = int(places[0])
+    if schema >= _IN_FOOTER:
+        begins, ends, rows, digests = places[1:].reshape(4, -1)
+        return Batches(schema - _IN_FOOTER, True, begins, ends, rows, digests)
+    count = (len(places) - 2) // 3
+    offsets = places[1 : count + 2]
+    rows, digests = places[count + 2 : 2 * count + 2], places[2 * count + 2 :]
+    return Batches(schema, False, offsets[:-1], offsets[1:], rows, digests)
+
+
+def scan(root: Path, name: str) -> FileTable:
+    """See `scan_file`."""
+    return scan_file(root, name, ARROW)
+
+
+def read_table(file: FileBytes, name: str) -> FileTable:
+    """Entry and batches of a file; damage is the entry's fault, and the batches before it are taken."""
+    found = _Found()
+    try:
+        fault = _read_file(file, found) if file.read(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
+    except (MessageError, FooterError) as error:
+        fault = f"{error}: {_CURE}"
+    places = _places(found)
+    rows = sum(message.rows for message in found.batches)
+    digest = _digest(places, found.schema_digest)
+    return FileTable(
+        ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), places.tobytes()
+    )
+
+
+def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
+    """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
+    batches = batches_of(table.array())
+    count = len(batches.rows)
+    try:
+        schema = read_footer(file).digest if batches.in_footer else read_message(file, batches.schema).digest
+        if _digest(table.array(), schema) != table.entry.digest:
+            return False
+        for i in sorted({0, count // 2, count - 1}) if count else []:
+            if read_message(file, int(batches.begins[i])).digest != batches.digests[i]:
+                return False
+    except (MessageError, FooterError, OSError):
+        return False
+    return True
+
+
+def _digest(places: Places, schema: int | None) -> int:
+    return xxh3_64_intdigest(places.tobytes() + str([] if schema is None else [schema]).encode())
+
+
+def read_message(file: FileBytes, offset: int) -> Message:
+    """The message at `offset` of a file, its body not read. Raises `MessageError`, OSError."""
+    start, size = file.read(offset, 8), file.size
+    if len(start) < 8 or start[:4] != b"\xff\xff\xff\xff":
+        raise MessageError(f"no Arrow message at byte {offset}")
+    length = struct.unpack_from("<i", start, 4)[0]
+    if not 0 < length <= min(_LARGEST_METADATA, size - offset - 8):
+        raise MessageError(f"a message of {length} bytes at byte {offset} of {size}")
+    metadata = file.read(offset + 8, length)
+    try:
+        table = Table.root(metadata)
+        kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
+        rows = header.number(0, "<q") if kind == _BATCH else 0
+        compressed = kind == _BATCH and header.has(3)
+    except struct.error as error:
+        raise MessageError(f"damaged metadata at byte {offset}") from error
+    if body < 0 or offset + 8 + length + body > size:
+        raise MessageError(f"the message at byte {offset} should end at byte {offset + 8 + length + body} of {size}")
+    if not 0 <= rows <= _MOST_ROWS:
+        raise MessageError(f"a batch of {rows} rows at byte {offset}")
+    return Message(offset, kind, 8 + length, body, rows, compressed, xxh3_64_intdigest(metadata))
+
+
+def decoded_bytes(raw: memoryview, message: Message) -> int:
+    """The bytes that the compressed buffers of a batch, whose message is `raw`, say that they decode to.
+
+    Raises `MessageError`.
+    """
+    total = 0
+    try:
+        header = Table.root(bytes(raw[8 : message.head])).table(2)
+        for offset, length in header.structs(2, "<qq"):
+            if length:
+                total += max(length, struct.unpack_from("<q", raw, message.head + offset)[0])  # -1: not compressed
+    except struct.error as error:
+        raise MessageError(f"damaged metadata at byte {message.offset}") from error
+    return total
+
+
+class _Found:
+    """What was read of a file so far: its schema's message, or its footer; its batches."""
+
+    def __init__(self) -> None:
+        self.schema: Message | None = None
+        self.batches: list[Message] = []
+        self.footer: tuple[int, int] | None = None  # its offset and its digest, where only it has all that is needed
+
+    @property
+    def schema_digest(self) -> int | None:
+        """A hash of what says the schema; None where nothing does."""
+        if self.footer is not None:
+            return self.footer[1]
+        return None if self.schema is None else self.schema.digest
+
+    def follow_each_other(self) -> bool:
+        """Whether the batches lie behind the schema's message, one after the other."""
+        before = [self.schema, *self.batches]
+        return all(a is not None and a.end == b.offset for a, b in zip(before, self.batches, strict=False))
+
+
+def _read_stream(file: FileBytes, found: _Found) -> str:
+    """Adds the messages of a stream to `found`. Returns its fault, if it has one. Raises `MessageError`."""
+    if file.read(0, len(_FEATHER_1)) == _FEATHER_1:
+        return (
+            "Feather version 1, which only old libraries read; write it as version 2 with one of them: "
+            "`feather.write_feather(feather.read_table(FILE), FILE)` of pyarrow.feather"
+        )
+    offset = 0
+    while offset < file.size and file.read(offset, 8) not in (b"\xff\xff\xff\xff\0\0\0\0", b""):
+        message = read_message(file, offset)
+        offset = message.end
+        if message.kind == _DICTIONARY:
+            return _NO_DICTIONARIES
+        if message.kind != (_SCHEMA if found.schema is None else _BATCH):
+            return f"a message of kind {message.kind} at byte {message.offset}; is it an Arrow file?"
+        if found.schema is None:
+            found.schema = message
+        else:
+            found.batches.append(message)
+    return "no Arrow schema; is it an Arrow file?" if found.schema is None else ""
+
+
+def _read_file(file: FileBytes, found: _Found) -> str:
+    """Adds the batches that the footer names to `found`. Returns the fault. Raises `MessageError`, `FooterError`."""
+    footer = read_footer(file)
+    found.schema = _leading_schema(file)
+    if found.schema is None:
+        found.footer = footer.offset, footer.digest
+    if footer.has_dictionaries:
+        return _NO_DICTIONARIES
+    try:
+        for offset, head, body in footer.batches:
+            message = read_message(file, offset)
+            if message.kind != _BATCH or (message.head, message.body) != (head, body) or message.end > footer.offset:
+                raise MessageError(f"no record batch of {head} and {body} bytes at byte {offset}, as the footer says")
+            found.batches.append(message)
+    finally:
+        if not found.follow_each_other():
+            found.footer = footer.offset, footer.digest
+    return _overlap(found) or _unnamed(file, found)
+
+
+def _leading_schema(file: FileBytes) -> Message | None:
+    """The message of the schema at the beginning of a file, where there is one."""
+    with contextlib.suppress(MessageError):
+        message = read_message(file, 8)
+        return message if message.kind == _SCHEMA else None
+    return None
+
+
+def _overlap(found: _Found) -> str:
+    """The fault of a file whose footer names bytes twice; none of its batches is taken then."""
+    batches = sorted(found.batches, key=lambda message: message.offset)
+    for before, after in pairwise(batches):
+        if after.offset < before.end:
+            found.batches.clear()
+            return (
+                f"the footer names record batches at the bytes {before.offset} and {after.offset} that overlap: {_CURE}"
+            )
+    return ""
+
+
+def _unnamed(file: FileBytes, found: _Found) -> str:
+    """The fault of a file that has a batch behind another, or behind the schema, which its footer does not name."""
+    named = {message.offset for message in found.batches}
+    ends = [message.end for message in (found.schema, *found.batches) if message is not None]
+    for end in ends:
+        with contextlib.suppress(MessageError):
+            if end not in named and read_message(file, end).kind == _BATCH:
+                return f"the footer does not name the record batch at byte {end}: {_CURE}"
+    return ""
+
+
+def _places(found: _Found) -> Places:
+    begins, ends = [message.offset for message in found.batches], [message.end for message in found.batches]
+    rows, digests = [message.rows for message in found.batches], [message.digest for message in found.batches]
+    if found.footer is not None:
+        return np.array([_IN_FOOTER + found.footer[0], *begins, *ends, *rows, *digests], dtype="<u8")
+    if found.schema is None:
+        return np.zeros(2, "<u8")
+    return np.array([found.schema.offset, *begins, [found.schema.end, *ends][-1], *rows, *digests], dtype="<u8")
+
+
+ARROW = FileFormat(
+    "arrow",
+    ShardKind((".arrow", ".feather", ".ipc"), left_out=lambda name: name.startswith(("cache-", "tmp"))),
+    "savable_pipeline.data.stores.arrow_file:scan",
+    read_table,
+    is_as_indexed,
+    no_places=2,
+    splits="dataset_dict.json",
+)

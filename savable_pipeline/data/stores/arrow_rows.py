@@ -1,0 +1,233 @@
+"""`ArrowRows`: consecutive rows of a columnar file, decoded; its columns are the parts of its samples."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.stores.media_columns import (
+    Column,
+    MediaColumn,
+    MediaListColumn,
+    NamedFile,
+    column_of,
+    extension_of,
+)
+
+Place: TypeAlias = "str | tuple[str, int]"  # of a part in a row: a column, or an element of a list in one
+
+
+class NoBytesError(ValueError):
+    """A row names files, and does not hold their bytes."""
+
+
+class ArrowRows:
+    """Rows in record batches of one schema. `hidden` names a column that is read, but is no part.
+
+    `constants` are parts that all rows have, such as the values of partitions. A row that names a file without its
+    bytes raises `NoBytesError`; with `partial` it is given without that part, which `named_files` tells.
+    """
+
+    def __init__(
+        self, batches: list[Any], *, constants: dict[str, bytes], hidden: str | None = None, partial: bool = False
+    ) -> None:
+        self._batches = [dict(zip(b.schema.names, map(column_of, b.columns), strict=True)) for b in batches]
+        self._firsts = [0]
+        for batch in batches:
+            self._firsts.append(self._firsts[-1] + batch.num_rows)
+        names = [name for name in batches[0].schema.names if name != hidden] if batches else []
+        self._names = names
+        self._constants = {name: value for name, value in constants.items() if name not in names}
+        self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
+        self.lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
+        self._alone = len(self._media) == 1
+        self._naming = {name: count for name in [*self._media, *self.lists] if (count := self._named(name))}
+        self._refuses = bool(self._naming) and not partial
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def value(self, row: int, name: str) -> bytes | None:
+        """The bytes in a column of a row; None for null. Raises KeyError without the column."""
+        if row < self._firsts[1]:  # in most files, each group is one batch
+            first: Column = self._batches[0][name]
+            return first.value(row)
+        column, row = self._column(row, name)
+        found: bytes | None = column.value(row)
+        return found
+
+    def read(self, row: int, extension: str) -> bytes:
+        """The bytes of a part. Raises KeyError without it, `NoBytesError`."""
+        if self._refuses:
+            self._refuse(row)
+        if extension in self._names:
+            found = self.value(row, extension)
+            if found is not None:
+                return found
+        parts = dict(self.parts(row))
+        place = parts[find_part(extension, parts)]
+        data = self._constants[place] if place in self._constants else self._at(row, place)
+        assert data is not None, place
+        return data
+
+    def extensions(self, row: int) -> list[str]:
+        """The names of the parts that a row has. Raises `NoBytesError`."""
+        if self._refuses:
+            self._refuse(row)
+        return [part for part, _ in self.parts(row)]
+
+    def parts(self, row: int) -> Iterator[tuple[str, Place]]:
+        """The parts of a row, and the place of each."""
+        for name in self._names:
+            if self.value(row, name) is not None:
+                yield (self._media_name(row, name) if name in self._media else name), name
+            elif name in self.lists:
+                yield from self._elements(row, name)
+        for name in self._constants:
+            yield name, name
+
+    def nulls(self, row: int) -> list[str]:
+        """The columns of a row that are null, or lists in which something is; without those that name a file."""
+        return [name for name in self._names if self._is_null(row, name)]
+
+    def named_files(self, row: int) -> list[NamedFile]:
+        """The files that a row names without their bytes."""
+        return [
+            NamedFile(name, path, extension and self._part_name(name, extension, number))
+            for name in self._naming
+            for number, path in self._paths(row, name)
+            for extension in [extension_of(path)]
+        ]
+
+    def places(self, row: int) -> dict[Place, bytes]:
+        """The bytes at the places of a row that are not null."""
+        found: dict[Place, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
+        for name in self.lists:
+            found |= {place: self._at(row, place) for _, place in self._elements(row, name)}
+        found |= {name: value for name, value in self._constants.items() if found.get(name) is None}
+        return {place: value for place, value in found.items() if value is not None}
+
+    def kept(self, row: int) -> KeptRow:
+        """A row by itself, to be kept when these rows are given up."""
+        return KeptRow(self, row)
+
+    def fault(self, row: int) -> str:
+        """Which column names a file without its bytes, and how many rows do; empty for a row that is whole."""
+        for file in self.named_files(row) if self._refuses else ():
+            some = f"{self._naming[file.column]:,} of {len(self):,} rows have a path and no bytes"
+            return f"the column {file.column!r} holds {file.path[:200]!r} and no bytes ({some})"
+        return ""
+
+    def _refuse(self, row: int) -> None:
+        if fault := self.fault(row):
+            raise NoBytesError(fault)
+
+    def _at(self, row: int, place: Place) -> bytes | None:
+        """The bytes at a place of a row."""
+        if isinstance(place, str):
+            return self.value(row, place)
+        column, places = self._list(row, place[0])
+        found: bytes | None = column.items.value(places[place[1]])
+        return found
+
+    def _column(self, row: int, name: str) -> tuple[Any, int]:
+        """The column with a row, and the row's place in it."""
+        batch = bisect_right(self._firsts, row) - 1
+        return self._batches[batch][name], row - self._firsts[batch]
+
+    def _list(self, row: int, name: str) -> tuple[Any, range]:
+        """The column of lists with a row, and where the row's elements lie."""
+        column, row = self._column(row, name)
+        return column, column.places(row)
+
+    def _named(self, name: str) -> int:
+        """How many rows of a column name a file without its bytes."""
+        return sum(len(batch[name].named) for batch in self._batches)
+
+    def _is_null(self, row: int, name: str) -> bool:
+        column, place = self._column(row, name)
+        if isinstance(column, MediaListColumn):
+            return column.is_null(place) or any(map(_holds_nothing, repeat(column.items), column.places(place)))
+        return _holds_nothing(column, place) if isinstance(column, MediaColumn) else column.value(place) is None
+
+    def _elements(self, row: int, name: str) -> Iterator[tuple[str, Place]]:
+        """`0.jpg`, `1.jpg`, … for what a list of images holds in a row, and the place of each."""
+        column, places = self._list(row, name)
+        for i, place in enumerate(places):
+            if column.items.value(place) is not None:
+                yield self._part_name(name, column.items.extension(place), i), (name, i)
+
+    def _media_name(self, row: int, name: str) -> str:
+        batch = bisect_right(self._firsts, row) - 1
+        column: Any = self._batches[batch][name]
+        extension = column.extension(row - self._firsts[batch])
+        return extension if self._alone and extension not in self._names else f"{name}.{extension}"
+
+    def _paths(self, row: int, name: str) -> list[tuple[int | None, str]]:
+        """The paths in a column of a row that have no bytes; in a list, with the number of each."""
+        found: list[tuple[int | None, str | None]]
+        if name in self._media:
+            column, place = self._column(row, name)
+            found = [(None, column.file(place))]
+        else:
+            column, places = self._list(row, name)
+            found = [(i, column.items.file(place)) for i, place in enumerate(places)]
+        return [(number, path) for number, path in found if path is not None]
+
+    def _part_name(self, column: str, extension: str, number: int | None = None) -> str:
+        """`jpg` for the image in the only such column, `left.jpg` where there are several; in a list `0.jpg`."""
+        alike = self._media if number is None else self.lists
+        short = extension if number is None else f"{number}.{extension}"
+        return short if alike == [column] and short not in self._names else f"{column}.{short}"
+
+
+def _holds_nothing(column: MediaColumn, place: int) -> bool:
+    return column.is_null(place) and column.file(place) is None
+
+
+class KeptRow:
+    """A row whose group was given up: its parts, and the bytes at their places."""
+
+    __slots__ = ("_fault", "_parts", "_places")
+
+    def __init__(self, rows: ArrowRows, row: int) -> None:
+        self._places, self._parts, self._fault = rows.places(row), dict(rows.parts(row)), rows.fault(row)
+
+    @property
+    def size(self) -> int:
+        """The bytes that it takes in memory, about."""
+        return 400 + sum(map(len, self._places.values()))
+
+    def value(self, row: int, name: str) -> bytes | None:
+        """See `ArrowRows.value`; there is only this row."""
+        return self._places.get(name)
+
+    def read(self, row: int, extension: str) -> bytes:
+        """See `ArrowRows.read`."""
+        self._refuse()
+        found = self._places.get(extension) if extension in self._parts.values() else None
+        return self._places[self._parts[find_part(extension, self._parts)]] if found is None else found
+
+    def extensions(self, row: int) -> list[str]:
+        """See `ArrowRows.extensions`."""
+        self._refuse()
+        return list(self._parts)
+
+    def _refuse(self) -> None:
+        if self._fault:
+            raise NoBytesError(self._fault)
+
+
+def partition_values(name: str) -> dict[str, bytes]:
+    """The values in the folders of a file's name, as Hive writes them.
+
+    >>> from savable_pipeline.data.stores.arrow_rows import partition_values
+    >>> partition_values("year=2024/lang=en/0.parquet")
+    {'year': b'2024', 'lang': b'en'}
+    """
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1])
+    return {unquote(column): unquote(value).encode() for column, equals, value in pairs if equals and column}

@@ -1,0 +1,175 @@
+"""`ArrowStore`: the record store of Arrow IPC files and streams, memory-mapped.
+
+What lies uncompressed in a file is viewed, not read: only the bytes of the parts that are asked for are touched.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.arrow_file import (
+    ARROW,
+    Batches,
+    Message,
+    MessageError,
+    batches_of,
+    decoded_bytes,
+    read_message,
+)
+from savable_pipeline.data.stores.arrow_footer import file_of_footer
+from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
+from savable_pipeline.data.stores.saved_dataset import data_files
+from savable_pipeline.errors import SavableError
+
+_MAPPED = 256  # files
+_VIEW = 1 << 14  # bytes that a batch which is only viewed counts in the cache
+
+
+class _File:
+    """An open file: its map if it has one, its schema, its batches, and the row after the last of each."""
+
+    def __init__(self, view: memoryview | None, schema: Any, batches: Batches) -> None:
+        self.view, self.schema, self.batches = view, schema, batches
+        self.ends: list[int] = np.cumsum(batches.rows.astype(np.int64)).tolist()
+
+
+class ArrowStore(ColumnarStore):
+    """The rows of Arrow files, among them folders of `Dataset.save_to_disk` and HF's cache.
+
+    A folder with its subfolders, a glob, a brace pattern, one file, or a list of these; the other settings are those
+    of `ColumnarStore`. Raises `ShardError`, and ValueError for a column that is not there.
+    """
+
+    def __init__(
+        self,
+        files: Shards | IndexedFiles,
+        *,
+        columns: tuple[str, ...] | None = None,
+        key: str | None = None,
+        blocks: DecodedBlocks[Any] | None = None,
+        partial: bool = False,
+        tolerant: bool = False,
+        unlistable: Unlistable = raise_it,
+    ) -> None:
+        self._open: OrderedDict[int, _File] = OrderedDict()
+        found = open_files(data_files(files), ARROW, tolerant=tolerant, unlistable=unlistable)
+        super().__init__(found, ARROW, columns, key, blocks, partial)
+
+    def group_ends(self, shard: int) -> list[int]:
+        """See `ColumnarStore.group_ends`."""
+        return self._file(shard).ends
+
+    def schema(self, shard: int) -> Any:
+        """See `ColumnarStore.schema`."""
+        return self._file(shard).schema
+
+    def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
+        """See `ColumnarStore.decode`."""
+        import pyarrow as pa
+
+        file = self._file(shard)
+        begin, end = int(file.batches.begins[group]), int(file.batches.ends[group])
+        try:
+            self.check_columns(shard, file.schema.names)
+            message = read_message(self.file(shard), begin)
+            if message.digest != file.batches.digests[group]:
+                raise ValueError("another record batch than was indexed")
+            if file.view is not None:
+                raw, size = file.view[begin:end], _VIEW
+            else:
+                raw = self._fetched(shard, begin, end, message, file.schema)
+                size = end - begin
+            if message.compressed:
+                size = decoded_bytes(raw, message)
+            if size > self.most_decoded:
+                raise ValueError(f"it decodes to {human_bytes(size)}: write smaller batches, or give more cache_bytes")
+            batch = _batch(raw, file.schema)
+            wanted = self.wanted
+            batch = batch if wanted is None else batch.select(wanted)
+        except SavableError:
+            raise
+        except (pa.ArrowException, MessageError, OSError, ValueError, KeyError, MemoryError) as error:
+            text = " ".join(str(error).split()) or "no memory"
+            raise self.damaged(shard, f"record batch {group} at byte {begin}", text) from error
+        return [batch], size
+
+    def _file(self, shard: int) -> _File:
+        found = self._open.get(shard)
+        if found is None:
+            found = self._open[shard] = self._mapped(shard)
+            while len(self._open) > _MAPPED:
+                self._open.popitem(last=False)
+        return found
+
+    def _mapped(self, shard: int) -> _File:
+        import pyarrow as pa
+
+        batches = batches_of(self.places(shard))
+        view = None if isinstance(self.files, CachedBlocks) else self._map(shard)
+        try:
+            schema = self._schema(shard, batches)
+        except (pa.ArrowException, MessageError, OSError) as error:
+            raise self.damaged(shard, f"schema at byte {batches.schema}", " ".join(str(error).split())) from error
+        return _File(view, schema, batches)
+
+    def _schema(self, shard: int, batches: Batches) -> Any:
+        import pyarrow as pa
+
+        if batches.in_footer:
+            tail = self.files.read(shard, batches.schema, self.entries[shard].size - batches.schema)
+            return pa.ipc.open_file(pa.BufferReader(file_of_footer(tail))).schema
+        message = read_message(self.file(shard), batches.schema)
+        raw = self.files.read(shard, message.offset, message.end - message.offset)
+        return pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
+
+    def _map(self, shard: int) -> memoryview:
+        """A file on a disk, mapped."""
+        descriptor, path = self.files[shard], self.files.path(shard)
+        self.files.watch_view(shard, path)
+        try:
+            return memoryview(mmap.mmap(descriptor, self.entries[shard].size, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise self.damaged(shard, "the file", error.strerror or str(error)) from error
+
+    def _fetched(self, shard: int, begin: int, end: int, message: Message, schema: Any) -> memoryview:
+        """The bytes of a batch of a file behind a URL; of columns that are not wanted zeros.
+
+        Where a column lies is seen in a batch that is all zeros: arrays view the buffers that are not compressed.
+        """
+        wanted = self.wanted
+        if message.compressed or wanted is None:
+            return memoryview(self.files.read(shard, begin, end - begin))
+        raw = np.zeros(end - begin, np.uint8)
+        self.files.read_into(raw[: message.head], shard, begin)
+        batch = _batch(raw.data, schema).select(wanted)
+        address = raw.ctypes.data
+        places = [(buffer.address - address, buffer.size) for column in batch for buffer in column.buffers() if buffer]
+        if not all(0 <= place <= place + size <= len(raw) for place, size in places):  # copied, to align it
+            return memoryview(self.files.read(shard, begin, end - begin))
+        for place, size in places:
+            self.files.read_into(raw[place : place + size], shard, begin + place)
+        return raw.data
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The batches with these rows; nothing where only some columns of them are read."""
+        if self.wanted is not None:
+            return super().byte_ranges(shard, rows)
+        file = self._file(shard)
+        groups = np.unique(np.searchsorted(file.ends, rows, side="right"))
+        return file.batches.begins[groups].astype(np.int64), file.batches.ends[groups].astype(np.int64)
+
+
+def _batch(raw: memoryview, schema: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(pa.py_buffer(raw))), schema)

@@ -1,0 +1,207 @@
+"""`CachedBlocks`: files behind a URL, of which the node's cache holds the blocks that were needed.
+
+A read asks which blocks of its bytes are absent, waits until they are downloaded, and reads the file in the cache; what
+is announced (`prefetch_bytes`) is downloaded ahead. See `shard_cache` for how a read notices an eviction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.open_files import is_out_of_handles
+from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
+from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.remote_files import RemotePlace
+from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.download_blocks import DownloadBlocks
+from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
+from savable_pipeline.data.stores.file_bytes import FileBytes
+from savable_pipeline.data.stores.shard_files import T
+from savable_pipeline.errors import RemoteError, ShardError
+
+_TRIES = 100  # evictions of what is read, each before it could be read, after which reading fails
+
+
+class IndexedBytes(Protocol):
+    """What an index says of files: what they must be when they are first read."""
+
+    def check_rows(self, shard: int, /) -> None:
+        """Raises `ShardError` if what the index says of a file is damaged."""
+
+    def is_as_indexed(self, shard: int, file: FileBytes, /) -> bool:
+        """Whether a file of the right size is the one that was indexed."""
+
+
+class CachedBlocks(DownloadedFiles):
+    """The files of a place in the cache. They are checked against what is `indexed`, if that is given.
+
+    With `all_used` every byte is read once an epoch: if all fit into the cache, they are downloaded in pieces of 8 MiB.
+    """
+
+    def __init__(
+        self,
+        place: RemotePlace,
+        indexed: IndexedBytes | None = None,
+        *,
+        all_used: bool = False,
+        downloader: Downloader | None = None,
+    ) -> None:
+        super().__init__(place.folder, place.limit, downloader)
+        self.place, self._cached, self._indexed = place, place.cached, indexed
+        size = sum(entry.size for entry in self._cached.shards)
+        self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.limit * PREFETCH_SHARE)
+        self._checked: set[int] = set()
+        self._opened: set[int] = set()
+
+    def _forget_announced(self) -> None:
+        self._blocks.forget_announced()
+
+    def path(self, shard: int) -> Path:
+        """The file in the cache."""
+        return self._cached.path(shard)
+
+    def prefetch(self, indices: Rows) -> None:
+        """A store knows which bytes its samples need: see `prefetch_bytes`."""
+
+    def file(self, shard: int) -> FileBytes:
+        """A file as formats read it."""
+        return CachedBytes(self, shard)
+
+    def open(self, shard: int) -> int:
+        """A new descriptor of the file in the cache; blocks that are damaged there are marked as not present."""
+        try:
+            descriptor = self._cached.open(shard)
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            raise RemoteError(f"{self.path(shard)}: {error.strerror}; see that the cache is there") from error
+        if shard not in self._opened:
+            self._opened.add(shard)
+            self._cached.forget_holes(shard, descriptor)
+        return descriptor
+
+    def read(self, shard: int, offset: int, size: int) -> bytes:
+        """`size` bytes of a file from `offset` on, downloaded first where they are absent.
+
+        Raises `ShardError` if the file is not as it was indexed or too short, `RemoteError`.
+        """
+        return self._guarded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
+
+    def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
+        """Fills `array`, uint8 (bytes,), with bytes of a file. Raises the errors of `read`."""
+        read_into = super().read_into
+        self._guarded(shard, offset, len(array), lambda: read_into(array, shard, offset))
+
+    def _guarded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
+        """What `read` gives once the bytes are there; again if they were evicted while it read."""
+        if shard not in self._checked:
+            self._check(shard)
+        rows = self._rows(shard, offset, size)
+        present = self._cached.present[rows]
+        for _ in range(_TRIES):
+            seen = present.copy()
+            if (seen & 1).all():
+                try:
+                    found = read()
+                except ShardError:
+                    if (present == seen).all():
+                        raise
+                else:
+                    if (present == seen).all():
+                        self._cached.used[rows] = USED
+                        return found
+            self._download(rows)
+        raise RemoteError(
+            f"{self.name(shard)}: what is read was evicted {_TRIES} times before it could be read; the cache of "
+            f"{self._limit} bytes is too small for what its processes read at once: set SAVABLE_CACHE_BYTES higher"
+        )
+
+    def _check(self, shard: int) -> None:
+        """Raises `ShardError` unless the file is the one that was indexed."""
+        self._checked.add(shard)  # first: the check reads the file
+        try:
+            if self._indexed is not None:
+                self._indexed.check_rows(shard)
+                if not self._indexed.is_as_indexed(shard, self.file(shard)):
+                    raise ShardError(
+                        f"{self.name(shard)}: not as its index says: the file was rewritten since. Index the files "
+                        "again where they lie, or remove the index beside them",
+                        reason="changed shard",
+                    )
+        except BaseException:
+            self._checked.discard(shard)
+            raise
+
+    def name(self, shard: int) -> str:
+        """The URL of a file."""
+        return f"{self.place.url}/{self._cached.shards[shard].name}"
+
+    def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
+        """Has these bytes of a file downloaded, each from one of `begins` up to one of `ends`, and kept until read."""
+        rows = self._blocks_of(shard, begins, ends)
+        if not len(rows):
+            return
+        absent = rows[self._cached.present[rows] & 1 == 0]
+        self._cached.used[rows] = WANTED
+        self._cached.touched[shard] = time.time()
+        for block in self._blocks.announce(absent) if len(absent) else []:
+            self._prefetch(Urgency.SOON if soon else Urgency.LATER, *self._request(*block), [], False)
+
+    def _blocks_of(self, shard: int, begins: Rows, ends: Rows) -> Rows:
+        """The rows of the cache with these bytes, ascending."""
+        pairs = zip(begins.tolist(), ends.tolist(), strict=True)
+        slices = [self._rows(shard, begin, end - begin) for begin, end in pairs]
+        return np.unique(np.concatenate([np.arange(rows.start, rows.stop) for rows in slices])) if slices else begins
+
+    def _rows(self, shard: int, offset: int, size: int) -> slice:
+        """The rows of the cache with these bytes of a file."""
+        row_from = self._cached.layout.row_from
+        if size <= 0:
+            return slice(0, 0)
+        return slice(row_from(shard, offset + 1) - 1, row_from(shard, offset + size))
+
+    def _download(self, rows: slice) -> None:
+        """Waits until these rows are downloaded, with the rest of their pieces if these are downloaded whole."""
+        absent = rows.start + np.flatnonzero(self._cached.present[rows] & 1 == 0)
+        if not len(absent):
+            return
+        whole = self._blocks.in_pieces and not (self._cached.used[absent] == LEFT_OUT).any()
+        parts = self._blocks.parts(absent, whole=whole)
+        for (row, stop), needed in parts[1:]:
+            self._prefetch(Urgency.SOON, *self._request(row, stop), needed, False)
+        for (row, stop), needed in parts:
+            self._call(*self._request(row, stop), needed, True)
+
+    def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
+        return "rows", self.place.url, str(self._cached.folder), row, stop
+
+
+class CachedBytes:
+    """A file of `CachedBlocks` as formats read it."""
+
+    def __init__(self, files: CachedBlocks, shard: int) -> None:
+        entry = files.place.cached.shards[shard]
+        self._files, self._shard, self._whole_name = files, shard, entry.name
+        self.name, self.size = entry.name.rpartition("/")[2], entry.size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """See `FileBytes.read`."""
+        return self._files.read(self._shard, offset, max(0, min(size, self.size - offset)))
+
+    def expect(self, places: list[tuple[int, int]]) -> None:
+        """See `FileBytes.expect`."""
+        begins, sizes = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        ends = np.minimum(begins + sizes, self.size)
+        self._files.prefetch_bytes(self._shard, begins, ends, soon=True)
+
+    def beside(self, suffix: str) -> Path | None:
+        """See `FileBytes.beside`."""
+        path = self._files.place.beside(self._whole_name).with_suffix(suffix)
+        return path if path.exists() else None

@@ -1,0 +1,191 @@
+"""`CachedFiles`: shards behind a URL, read from the node's cache, which downloads ahead what will be read.
+
+prefetch(indices)  refs that the reader will give   ──▶ downloaded when nothing more urgent waits
+request(rows)      samples that were given           ──▶ downloaded soon
+a read             of a row that is not there        ──▶ downloaded now, while the read waits
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from savable_pipeline.core.open_files import is_out_of_handles
+from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
+from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.pace import PIECE
+from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.download_blocks import Block, DownloadBlocks
+from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
+from savable_pipeline.data.stores.indexed_shards import IndexedShards
+from savable_pipeline.data.stores.presence import Presence
+from savable_pipeline.data.stores.shard_files import Locate, Read, T, Where
+from savable_pipeline.errors import RemoteError, ShardError
+
+_TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
+_TOUCH_S = 10.0
+
+
+class CachedFiles(DownloadedFiles):
+    """The shards below `url`, in the version `cached` of the cache `folder`, which is bounded to `limit` bytes."""
+
+    def __init__(
+        self,
+        url: str,
+        shards: IndexedShards,
+        cached: ShardCache,
+        folder: Path,
+        limit: int,
+        downloader: Downloader | None = None,
+    ) -> None:
+        super().__init__(folder, limit, downloader)
+        self._url, self._shards, self._cached = url, shards, cached
+        size = int(shards.sizes_in_bytes.sum())
+        fits = size <= limit * PREFETCH_SHARE
+        self._blocks = DownloadBlocks(cached, in_pieces=fits)
+        self._presence = Presence(cached, shards, kept=fits)
+        self._prefetch_refs = self.refs_ahead(size / shards.count)
+        self._touch_at = 0.0  # when to touch the shards again
+        self._checked: set[int] = set()  # shards whose rows in the index were checked
+        self._rows = self.located(shards.rows)
+
+    def _forget_announced(self) -> None:
+        self._blocks.forget_announced()
+
+    @property
+    def prefetch_refs(self) -> int:
+        """See `RecordStore.prefetch_refs`."""
+        return 0 if self._presence.complete_at >= 0 else self._prefetch_refs
+
+    def path(self, shard: int) -> Path:
+        """The shard's file in the cache."""
+        return self._cached.path(self._number(shard))
+
+    def _number(self, shard: int) -> int:
+        """The number of a shard in the cache's index, which may hold more shards."""
+        return self._cached.shard_of(int(self._shards.first_rows[shard]))
+
+    def open(self, shard: int) -> int:
+        """A new descriptor of a shard's file in the cache; rows that are damaged there are marked as not present."""
+        number, checked = self._number(shard), shard in self._checked
+        if not checked:
+            self._shards.check_rows(shard)
+        try:
+            descriptor = self._cached.open(number)
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            raise RemoteError(f"{self._cached.path(number)}: {error.strerror}; see that the cache is there") from error
+        if not checked:
+            self._checked.add(shard)
+            self._cached.forget_holes(number, descriptor)
+        return descriptor
+
+    def guard(self, read: Read[Where, T]) -> Read[Where, T]:
+        """`read`, made to download the row first, and again if it was evicted while it was read."""
+
+        state = self._presence
+
+        def guarded(shard: int, row: int, where: Where) -> T:
+            if state.complete_at >= 0:
+                try:
+                    found = read(shard, row, where)
+                    if state.evictions[0] == state.complete_at:
+                        return found
+                except ShardError:
+                    pass  # of the shard, or of an eviction: the loop tells them apart
+            for _ in range(_TRIES):
+                seen = state.present[row]
+                if seen & 1:
+                    try:
+                        found = read(shard, row, where)
+                    except ShardError:
+                        if state.present[row] == seen:
+                            raise
+                    else:
+                        if state.present[row] == seen:
+                            state.used[row] = USED
+                            return found
+                self._download(row)
+            raise self._evicted(shard)
+
+        return guarded
+
+    def located(self, rows: Locate) -> Locate:
+        """`rows`, made to fetch what is not here of the index first."""
+        parts, numbers = self._cached.layout.parts, self._shards.numbers
+        if parts is None:
+            return rows
+
+        def fetched(shards: Rows, places: Rows) -> Rows:
+            absent = parts.absent(numbers[np.unique(shards)])
+            if len(absent):
+                self._call("index_rows", self._url, str(self._cached.folder), np.sort(absent).tolist())
+            return rows(shards, places)
+
+        return fetched
+
+    def has_all_rows(self) -> bool:
+        """Whether the whole index is in the cache."""
+        parts = self._cached.layout.parts
+        return parts is None or not len(parts.all_absent())
+
+    def prefetch(self, indices: Rows) -> None:
+        """Has these samples downloaded, and kept until they have been read."""
+        now = time.monotonic()
+        if self._presence.is_complete() and now < self._touch_at:
+            return
+        self._touch_at = now + _TOUCH_S
+        shards = self._shards.shards_of(indices)
+        rows = self._rows(shards, indices - self._shards.firsts[shards])
+        present = self._cached.present[rows] & 1 == 1
+        self._cached.used[rows] = WANTED
+        self._cached.touch(rows[present])
+        if present.all():
+            self._presence.look(now)
+            return
+        for block in self._blocks.announce(np.unique(rows[~present])):
+            self._prefetch(Urgency.LATER, "rows", *self._place_of(block), [], False)
+
+    def request(self, rows: Rows) -> None:
+        """Has those of these rows downloaded soon that are not present."""
+        if self._presence.is_complete():
+            return
+        absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
+        needed: dict[Block, list[int]] = {}
+        for row in absent:
+            needed.setdefault(self._block(row), []).append(row)
+        for block, rows_of_it in needed.items():
+            self._prefetch(Urgency.SOON, "rows", *self._place_of(block), rows_of_it, False)
+
+    def peek(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
+        """Bytes (offset, size) of a sample longer than a piece, past the cache; None: it is short enough to keep."""
+        start, stop = self._cached.extent(row, row + 1)
+        if stop - start <= PIECE:
+            return None
+        (offset, size), entry = place, self._shards.entries[shard]
+        if not size:
+            return b""
+        data: bytes = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
+        return data
+
+    def _block(self, row: int) -> Block:
+        """The rows to download together with a row: its block, or the row alone if there was no space for the block."""
+        return (row, row + 1) if self._presence.used[row] == LEFT_OUT else self._blocks.block_of(row)
+
+    def _download(self, row: int) -> None:
+        """Waits until a row is downloaded, with the rest of its block if there is space."""
+        self._call("rows", *self._place_of(self._block(row)), [row], True)
+
+    def _place_of(self, block: Block) -> tuple[str, str, int, int]:
+        return self._url, str(self._cached.folder), *block
+
+    def _evicted(self, shard: int) -> RemoteError:
+        return RemoteError(
+            f"{self._url}/{self._shards.entries[shard].name}: a sample was evicted {_TRIES} times before it could be "
+            f"read; the cache of {self._limit} bytes is too small for what its processes read at once: give a larger "
+            "cache_bytes"
+        )

@@ -1,0 +1,247 @@
+"""`ColumnarStore`: what Parquet and Arrow have in common: a row is a sample, a column one of its parts.
+
+file ─ row groups, or record batches ─ each decoded once, into `DecodedBlocks` ─ a row's columns as bytes
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Collection
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
+from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.file_format import FileFormat
+from savable_pipeline.data.stores.file_indexing import IndexedFiles
+from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.errors import ShardError
+
+if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
+    from savable_pipeline.data.stores.media_columns import NamedFile
+
+NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
+_MOST_DECODED = 4 << 30  # bytes of a row group, beyond which it is refused unless the cache is as large
+
+
+class ColumnarStore(FileStore):
+    """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
+
+    `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
+    names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
+    of it. Raises ValueError for a column that the first file does not have.
+    """
+
+    def __init__(
+        self,
+        found: IndexedFiles,
+        form: FileFormat,
+        columns: tuple[str, ...] | None,
+        key: str | None,
+        blocks: DecodedBlocks[Any] | None,
+        partial: bool,
+    ) -> None:
+        super().__init__(found, form)
+        self.columns, self.key_column, self.partial = columns, key, partial
+        self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
+        self._me = object()  # in the cache's keys: a number could be another store's, later
+        self.awaited = AwaitedRows()
+        self._last: tuple[int, int, Any, int] = -1, 0, None, 0  # shard, row, rows and place of the row found last
+        self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
+        if columns is not None or key is not None:
+            self._check_columns_of_first()
+
+    all_used = False  # columns that are not asked for are not read
+
+    @abstractmethod
+    def group_ends(self, shard: int) -> list[int]:
+        """The row after the last of each group of a file."""
+
+    @abstractmethod
+    def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
+        """The record batches of a group, and their bytes in memory. Raises `ShardError`."""
+
+    @property
+    def cure(self) -> str:
+        """What to do about rows that name files without their bytes."""
+        source = self.place(0) if len(self.entries) == 1 else self.address
+        return (
+            f"no file is opened that a row names: `savable convert {source} DST --files FOLDER` writes their bytes "
+            "into shards; or leave the column out (columns=, --only)"
+        )
+
+    @abstractmethod
+    def schema(self, shard: int) -> Any:
+        """The columns of a file, an Arrow schema. Raises `ShardError`."""
+
+    @cached_property
+    def media_lists(self) -> list[str]:
+        """The columns that hold lists of images, as the first file that can be read says: parts `0.jpg`, `1.jpg`, …"""
+        from savable_pipeline.data.stores.media_columns import media_lists
+
+        for shard, entry in enumerate(self.entries):
+            if entry.samples:
+                with contextlib.suppress(ShardError):
+                    return media_lists(self.schema(shard), self.wanted)
+        return []
+
+    @property
+    def most_decoded(self) -> int:
+        """The bytes in memory beyond which a group is refused."""
+        return max(self.blocks.limit, _MOST_DECODED)
+
+    @property
+    def wanted(self) -> list[str] | None:
+        """The columns to decode; None: all."""
+        if self.columns is None:
+            return None
+        return list(dict.fromkeys([*self.columns, *([] if self.key_column is None else [self.key_column])]))
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """See `RecordStore.read`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: bytes = rows.read(place, extension)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return found
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """See `RecordStore.extensions`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: list[str] = rows.extensions(place)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return found
+
+    def nulls(self, shard: int, row: int) -> list[str]:
+        """The columns of a row that hold a null, and so are no part. Raises `ShardError`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: list[str] = rows.nulls(place)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return found
+
+    def named_files(self, shard: int, row: int) -> list[NamedFile]:
+        """The files that a row names without their bytes. Raises `ShardError`."""
+        rows, place = self._find(shard, row)
+        try:
+            found: list[NamedFile] = rows.named_files(place)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return found
+
+    def key(self, shard: int, row: int) -> str:
+        """The value of the key's column, or `FILE:ROW`."""
+        if self.key_column is None:
+            return super().key(shard, row)
+        rows, place = self._find(shard, row)
+        try:
+            found = rows.value(place, self.key_column)
+        except ValueError as error:
+            raise self._broken_row(shard, row, error) from error
+        return self.as_key(shard, row, self.key_column, found)
+
+    def media_named(self, parts: Collection[str]) -> list[str]:
+        """The columns of images that may hold one of these parts: none, where each of them is another column's name."""
+        from savable_pipeline.data.stores.media_columns import is_media, is_media_list
+
+        schema = self.schema(next(shard for shard, entry in enumerate(self.entries) if entry.samples))
+        media = [field.name for field in schema if is_media(field.type) or is_media_list(field.type)]
+        plain = {name.lower() for name in schema.names if name not in media}
+        return media if not plain.issuperset(parts) else []
+
+    def check_columns(self, shard: int, known: list[str]) -> None:
+        """Raises ValueError that names the columns asked for that a file with the columns `known` does not have.
+
+        Raises `ShardError` if one that is used is there twice.
+        """
+        from savable_pipeline.data.stores.arrow_columns import check_columns, check_names
+
+        wanted = self.wanted or [name for name in [self.key_column] if name is not None]
+        check_columns(self.place(shard), tuple(wanted), known)
+        check_names(self.place(shard), known if self.wanted is None else self.wanted, known)
+
+    def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
+        from savable_pipeline.data.stores.arrow_rows import NoBytesError
+
+        if isinstance(error, NoBytesError):
+            return ShardError(f"{self.place(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
+        return self.damaged(shard, f"row {row}", str(error))
+
+    def _check_lists(self, shard: int, lists: list[str]) -> None:
+        """Raises `ShardError` for a list of images that is none in the first file: a state does not tell of it."""
+        if other := [name for name in lists if name not in self.media_lists]:
+            raise ShardError(
+                f"{self.place(shard)}: the column {other[0]!r} holds lists of images, and something else in the first "
+                "file: write all files with one schema",
+                reason="another schema",
+            )
+
+    def _check_columns_of_first(self) -> None:
+        shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)
+        try:
+            known = None if shard is None else self.schema(shard).names
+        except ShardError:  # it is raised, or skipped, when a sample of the file is read
+            return
+        if shard is not None and known is not None:
+            self.check_columns(shard, known)
+
+    def _find(self, shard: int, row: int) -> tuple[Any, int]:
+        """The decoded group with a row, and the row's place in it."""
+        last = self._last
+        if last[1] == row and last[0] == shard:
+            return last[2], last[3]
+        ends = self.group_ends(shard)
+        group = bisect_right(ends, row)
+        first = ends[group - 1] if group else 0
+        key, name = (self._me, shard, group), (shard, group)
+        rows, place = self.blocks.held(key), row - first
+        if rows is None and (rows := self.blocks.kept(key, row)) is not None:
+            self.awaited.done(name, row)
+            return rows, 0
+        if rows is None:
+            found = AwaitedOfGroup(self.awaited, name, first)
+            rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
+        self.awaited.done(name, row)
+        self._last = shard, row, rows, place
+        return rows, place
+
+    def prefetch(self, indices: Rows) -> None:
+        """Remembers which rows will be read: should their group be given up before, they are kept."""
+        super().prefetch(indices)
+        if self.row_groups(0) is None:
+            return
+        shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            rows = indices[shards == shard] - self.firsts[shard]
+            self.awaited.announce(shard, rows, self.group_ends(shard))
+
+    def _decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
+        from savable_pipeline.data.stores.arrow_rows import ArrowRows, partition_values
+
+        if (shard, group) in self._broken:  # found once: decoding it again for each row would take hours
+            raise ShardError(self._broken[shard, group])
+        try:
+            batches, size = self.decode(shard, group)
+        except ShardError as error:
+            if error.reason == "damaged shard":
+                self._broken[shard, group] = str(error)
+            raise
+        hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None
+        try:
+            constants = partition_values(self.entries[shard].name)
+            rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial)
+        except ValueError as error:
+            raise self.damaged(shard, f"row group {group}", str(error)) from error
+        self._check_lists(shard, rows.lists)
+        if len(rows) != expected:
+            raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
+        return rows, size

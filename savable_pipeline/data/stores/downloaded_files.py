@@ -1,0 +1,69 @@
+"""`DownloadedFiles`: shards behind a URL, brought into the node's cache by a process that is replaced when it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.stores.shard_files import ShardFiles
+from savable_pipeline.errors import RemoteError
+
+log = logging.getLogger(__name__)
+
+_DEATHS = 3  # of the downloading process over one request, after which it fails
+_PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
+_PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
+
+
+class DownloadedFiles(ShardFiles):
+    """The base of files in the cache `folder`, which is bounded to `limit` bytes.
+
+    A `downloader` that is given is used as long as it lives, and stays open.
+    """
+
+    def __init__(self, folder: Path, limit: int, downloader: Downloader | None = None) -> None:
+        super().__init__()
+        self._folder, self._limit = folder, limit
+        self._downloader = self._given = downloader
+
+    def _forget_announced(self) -> None:
+        """Called for each new downloader: it knows nothing of what was announced before."""
+
+    def refs_ahead(self, mean_bytes: float) -> int:
+        """The number of refs to announce ahead, of samples of this size."""
+        ahead = int(min(_PREFETCH_BYTES, self._limit // 256) / max(mean_bytes, 1))
+        return max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
+
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        """The downloader's answer; one that is killed meanwhile is replaced, at most `_DEATHS` times."""
+        for deaths in range(1, _DEATHS + 1):
+            try:
+                return self._connected().call(kind, *arguments)
+            except RemoteError as error:
+                if not self._died():
+                    raise
+                log.warning("%s: replaced, %d of %d", error, deaths, _DEATHS)
+        return self._connected().call(kind, *arguments)
+
+    def _prefetch(self, urgency: Urgency, *request: Any) -> None:
+        """Sends a request that nobody waits for; if the downloader is gone, whoever waits will have another started."""
+        try:
+            self._connected().prefetch(urgency, *request)
+        except RemoteError:
+            if not self._died():
+                raise
+
+    def _died(self) -> bool:
+        return self._downloader is not None and self._downloader.ended
+
+    def _connected(self) -> Downloader:
+        """This process's own downloader: one inherited by a fork is the parent's; one that ended is replaced."""
+        if self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
+            if self._downloader is not None and self._downloader is not self._given:
+                self._downloader.close()
+            self._downloader = Downloader(self._folder, self._limit)
+            self._forget_announced()
+        return self._downloader

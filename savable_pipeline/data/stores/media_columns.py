@@ -1,0 +1,197 @@
+"""Columns of images, audio and films, as HF `datasets` writes them: structs of `bytes` and `path`, and lists of these.
+
+{bytes, path}                       the bytes; the part is named by the path's extension: png
+a list of them                      a part for each: 0.png, 1.png, …
+{bytes: null, path}                 the file lies elsewhere: a `NamedFile`, and no part
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from savable_pipeline.data.stores.arrow_columns import (
+    NUMBERS,
+    OFFSETS,
+    BrokenColumnError,
+    BytesColumn,
+    NumberColumn,
+    Validity,
+    ValueColumn,
+)
+
+_LONGEST_EXTENSION = 8
+_BEGINNINGS = {  # of files whose path says nothing
+    b"\xff\xd8\xff": "jpg",
+    b"\x89PNG": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II*\0": "tiff",
+    b"MM\0*": "tiff",
+    b"fLaC": "flac",
+    b"OggS": "ogg",
+    b"ID3": "mp3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFile:
+    """A file that a row names by a path, without its bytes: `part` would be its name, "" where the path tells none."""
+
+    column: str
+    path: str
+    part: str
+
+
+class MediaColumn:
+    """A column of structs of `bytes` and `path`, such as images."""
+
+    def __init__(self, array: Any) -> None:
+        self._validity, self._paths = Validity(array), BytesColumn(array.field("path"))
+        self._rows = min(len(array), self._paths.rows)
+        data = array.field("bytes")
+        if pa.types.is_null(data.type):  # of a file in which no row has bytes, if it says no more than that
+            data = pa.nulls(self._rows, pa.binary())
+        self._bytes = BytesColumn(data)
+
+    def value(self, row: int) -> bytes | None:
+        """The bytes of a row; None for null. Raises `BrokenColumnError`."""
+        return self._bytes.value(row) if self._validity.of(row) else None
+
+    def is_null(self, row: int) -> bool:
+        """Whether a row has no bytes. Raises `BrokenColumnError`."""
+        return not (self._validity.of(row) and self._bytes.validity.of(row))
+
+    def extension(self, row: int) -> str:
+        """The extension of a row's path, or what the bytes begin like; "bin" if neither says it."""
+        extension = extension_of((self._paths.value(row) or b"").decode(errors="replace"))
+        if extension:
+            return extension
+        data = (self._bytes.value(row) or b"")[:12]
+        if data[:4] == b"RIFF":
+            return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:], "bin")
+        return next((name for beginning, name in _BEGINNINGS.items() if data.startswith(beginning)), "bin")
+
+    @cached_property
+    def named(self) -> NDArray[np.int64]:
+        """The rows that have a path and no bytes."""
+        nulls = self._bytes.validity.nulls(self._rows)
+        if nulls.any():
+            nulls &= ~self._validity.nulls(self._rows) & ~self._paths.validity.nulls(self._rows)
+        return np.array([row for row in np.flatnonzero(nulls).tolist() if self._has_path(row)], np.int64)
+
+    def file(self, row: int) -> str | None:
+        """The path of a row that has no bytes; None of any other."""
+        place = int(np.searchsorted(self.named, row))
+        return self._path(row) if place < len(self.named) and self.named[place] == row else None
+
+    def _has_path(self, row: int) -> bool:
+        try:
+            return bool(self._path(row))
+        except BrokenColumnError:  # raised by `file`, when the row is read
+            return True
+
+    def _path(self, row: int) -> str:
+        return (self._paths.value(row) or b"").decode(errors="replace")
+
+
+class MediaListColumn:
+    """A column of lists of structs of `bytes` and `path`. Raises `BrokenColumnError`."""
+
+    def __init__(self, array: Any) -> None:
+        self._first, self._validity = array.offset, Validity(array)
+        self.items = MediaColumn(array.values)
+        self._count = len(array.values)
+        self._each = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0
+        if not self._each:
+            kind = "q" if pa.types.is_large_list(array.type) else "i"
+            offsets = array.buffers()[1]
+            raw = memoryview(b"" if offsets is None else offsets).cast("B")
+            size = 8 if kind == "q" else 4
+            self._offsets = raw[: len(raw) // size * size].cast(kind)  # type: ignore[call-overload]
+        there = self._count // self._each if self._each else len(self._offsets) - 1
+        self._rows = min(len(array), there - self._first)
+
+    def value(self, row: int) -> None:
+        """None: a list is no part by itself."""
+
+    def places(self, row: int) -> range:
+        """Where the elements of a row lie in `items`; none for null."""
+        if not self._validity.of(row):
+            return range(0)
+        row += self._first
+        try:
+            begin, end = (
+                (row * self._each, (row + 1) * self._each)
+                if self._each
+                else (self._offsets[row], self._offsets[row + 1])
+            )
+        except IndexError:
+            raise BrokenColumnError(f"row {row} lies outside of its column") from None
+        if not 0 <= begin <= end <= self._count:
+            raise BrokenColumnError(f"row {row} is said to be the elements {begin} to {end} of {self._count}")
+        return range(begin, end)
+
+    def is_null(self, row: int) -> bool:
+        """Whether a row is null, and not a list."""
+        return not self._validity.of(row)
+
+    @cached_property
+    def named(self) -> NDArray[np.int64]:
+        """The rows with an element that has a path and no bytes."""
+        if not len(self.items.named):
+            return self.items.named
+        return np.array([row for row in range(self._rows) if self._names_files(row)], np.int64)
+
+    def _names_files(self, row: int) -> bool:
+        try:
+            return any(self.items.file(place) is not None for place in self.places(row))
+        except BrokenColumnError:  # raised when the row is read
+            return True
+
+
+Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn | MediaListColumn
+
+
+def column_of(array: Any) -> Column:
+    """The column that reads this array."""
+    if str(array.type) in OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
+        return BytesColumn(array)
+    if str(array.type) in NUMBERS:
+        return NumberColumn(array)
+    if is_media_list(array.type):
+        return MediaListColumn(array)
+    return MediaColumn(array) if is_media(array.type) else ValueColumn(array)
+
+
+def is_media(kind: Any) -> bool:
+    """Whether a type is a struct of `bytes` and `path`, and of nothing else."""
+    if not pa.types.is_struct(kind) or kind.num_fields != 2:
+        return False
+    fields = {kind.field(i).name: str(kind.field(i).type) for i in range(2)}
+    return fields.get("bytes") in ("binary", "large_binary", "null") and fields.get("path") in (
+        "string",
+        "large_string",
+    )
+
+
+def is_media_list(kind: Any) -> bool:
+    """Whether a type is a list of structs of `bytes` and `path`."""
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(lists and is_media(kind.value_type))
+
+
+def media_lists(schema: Any, wanted: list[str] | None) -> list[str]:
+    """The columns of a schema that are lists of structs of `bytes` and `path`; of the `wanted` ones (None: all)."""
+    return [field.name for field in schema if is_media_list(field.type) and (wanted is None or field.name in wanted)]
+
+
+def extension_of(path: str) -> str:
+    """The extension of a path; "" without one that could be the name of a part."""
+    extension = path.rpartition(".")[2] if "." in path.rpartition("/")[2] else ""
+    return extension if extension.isalnum() and len(extension) <= _LONGEST_EXTENSION else ""

@@ -1,0 +1,65 @@
+"""`InProcess`: makes batches in the trainer's own process, with the methods of `Pool` (for `num_workers=0`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.engine.last_look import tell
+from savable_pipeline.run.engine.messages import Delivery, RequestKind
+from savable_pipeline.stages.pipeline import seeded_kinds
+
+
+class Ticket(NamedTuple):
+    """A request, answered only when `answer` is called with it."""
+
+    lane: int
+    state: bytes
+    want: RequestKind
+
+
+class InProcess:
+    """Makes the same batches as workers would, and leaves the trainer's global generators untouched."""
+
+    pids: tuple[int, ...] = ()
+    ready = viewed = restarts = moves = 0
+
+    def __init__(self, runner: LaneRunner) -> None:
+        self._runner = runner
+        self._seeded: set[str] | None = None  # the global generators that the encoders seed
+        self.fault = ""  # of batches that were given, found when it was closed
+
+    def ask(self, lane: int, state: bytes, want: RequestKind = "batch") -> Ticket:
+        """Request the next batch of a lane whose position is `state`."""
+        return Ticket(lane, state, want)
+
+    def answer(self, ticket: Ticket) -> Delivery:
+        """Make the batch of a request. Raises what the lane's stages raise."""
+        lane, state, want = ticket
+        live = self._runner.holds(lane, state)
+        if live is not None and self._seeded is None:
+            self._seeded = seeded_kinds(live)
+        # Building a lane may draw from any global generator; a lane that runs draws only from the seeded ones.
+        with as_in_a_worker(set(KINDS) if live is None else self._seeded or set()):
+            return self._runner.deliver(lane, state, want)
+
+    def restart(self) -> None:
+        """Drop the lanes: what is asked from now on begins at the states that come with it."""
+        self._runner.forget()
+
+    def verify_given(self) -> None:
+        """Look at the shards. Raises `ShardError` if one changed of which batches may be made that were given."""
+        self._runner.verify_given()
+
+    def close(self) -> None:
+        """Drop the lanes, after a last look at the shards."""
+        try:
+            self.verify_given()
+        except SavableError as error:
+            self.fault = str(error)
+        finally:
+            self.restart()
+        if self.fault:  # here the error under way is another one
+            tell(self.fault)

@@ -1,0 +1,248 @@
+"""`LaneRunner`: builds, restores and runs lanes in this process, which is a worker or the trainer itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET
+
+from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
+from savable_pipeline.data.dataset.sample import tag_of
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.run.engine.messages import Delivery, RequestKind
+from savable_pipeline.run.engine.sample_watch import Watched, watched
+from savable_pipeline.run.engine.stage_timing import EVERY, take_counts, timed
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.pipeline import Pipeline, leaves_out_excluded, upstream
+from savable_pipeline.stages.stage import Stage
+
+_WATCH_S = 0.25
+
+
+@dataclass(slots=True)
+class _Live:
+    """A lane that runs in this process."""
+
+    stages: list[Stage]  # in the order of the data path
+    lane: Lane
+    batches: int
+    state: bytes | None = None  # delivered with the last batch
+    early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
+
+    @property
+    def stage(self) -> Stage:
+        """The last stage, which gives the batches."""
+        return self.stages[-1]
+
+
+class LaneRunner:
+    """Builds lanes when they are first needed, restores them, and makes their batches.
+
+    A lane whose stages raised is dropped: the next request, with the lane's last state, tries the same batch again.
+    Stages record what they work on in `status`, the words of a `StatusPage`, if it is given. `pinned` are the shards of
+    the run, to which those of each dataset that is opened first are added.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        seed: int,
+        lanes: int,
+        shared: dict[Any, Any],
+        status: memoryview | None = None,
+        pad: bool = False,
+        pinned: PinnedShards | None = None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._seed = seed
+        self._lanes = lanes
+        self._shared = shared
+        self._status = status
+        self._pad = pad
+        self._pinned: PinnedShards = {} if pinned is None else pinned
+        self._live: dict[int, _Live] = {}
+        self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
+        self._made = 0  # batches made, of which every 16th is timed
+        self._watch_due = 0.0  # when the samples of such a batch are watched again
+
+    def build(
+        self,
+        lane: int,
+        epoch: int,
+        growth: Growth | None = None,
+        *,
+        cuts: Cuts | None = None,
+        subset_order: int | None = None,
+        downloads: bool = True,
+    ) -> tuple[Stage, Lane]:
+        """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
+        built = Lane(
+            lane,
+            self._lanes,
+            self._seed,
+            epoch=epoch,
+            shared=self._shared,
+            status=self._status,
+            pad=self._pad,
+            growth=growth,
+            cuts=cuts,
+            subset_order=subset_order,
+            downloads=downloads,
+            pinned=self._pinned,
+        )
+        stage = self._pipeline(built)
+        if not isinstance(stage, Stage):
+            raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
+        if not leaves_out_excluded(stage):
+            raise ValueError(
+                "the pipeline would give samples that a reader was told to exclude: they are left out by Encode, or by "
+                f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
+            )
+        if self._pad and not hasattr(stage, "filler"):
+            raise ValueError(
+                f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
+                f"{type(stage).__name__} has none"
+            )
+        return stage, built
+
+    def deliver(
+        self, lane: int, state: bytes | None, want: RequestKind = "batch", avoid: Iterable[tuple[int, int]] = ()
+    ) -> Delivery:
+        """The next batch of a lane at the position `state`; None if the lane runs here and is at its position.
+
+        `avoid`: index and epoch of samples that the lane must leave out from now on.
+        """
+        start = time.perf_counter()
+        live = self._live.pop(lane, None)  # put back only if nothing raises
+        if state is not None and (live is None or live.state is not state):
+            live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
+        assert live is not None
+        for index, epoch in avoid:
+            for stage in live.stages:
+                if tag_of(index) in stage.info.tags:
+                    stage.avoid(index, epoch, "its worker died")
+        if self._made % EVERY:
+            batch, ref, more, spent, seen = *self._make(live, want), {}, None
+        else:
+            with timed(live.stages) as spent, self._watching(live.stages, start) as seen:
+                batch, ref, more = self._make(live, want)
+        self._made += 1
+        counts = take_counts(live.stages, spent)
+        self._live[lane] = live
+        seconds = time.perf_counter() - start
+        held = sum(stage.held_items for stage in live.stages)
+        rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
+        assert live.state is not None
+        dry = batch is _DRY
+        given = None if dry or want == "skip" else batch
+        return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen)
+
+    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[Watched | None]:
+        """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
+        if now < self._watch_due:
+            return nullcontext()
+        self._watch_due = now + _WATCH_S
+        return watched(stages)
+
+    def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
+        """Serve a request of this kind: the batch, its ref, and whether there is another. Saves the lane's state."""
+        batch = None if want == "peek" else self._next(live, want)
+        ref = () if want == "peek" or batch is _DRY else live.stage.ref
+        more = batch is not _DRY and self._more(live)
+        if batch is _DRY and self._pad:
+            batch = live.stage.filler()  # type: ignore[attr-defined]  # `build` has checked it
+            live.batches += 1
+        for stage in live.stages:
+            stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
+        if not more:
+            self.verify_given()
+        live.lane.unused = 0
+        live.state = self._save(live, more)
+        return batch, ref, more
+
+    def verify_given(self) -> None:
+        """Raise `ShardError` if data changed of which batches may be made that were given since the last look.
+
+        Another thread may run lanes meanwhile.
+        """
+        for store in list(self._stores.values()):
+            store.verify_given()
+
+    def holds(self, lane: int, state: bytes) -> Stage | None:
+        """The last stage of a lane, if it runs here and its position is `state`; else None."""
+        live = self._live.get(lane)
+        return live.stage if live is not None and live.state is state else None
+
+    def _restore(self, saved: LaneState) -> _Live:
+        stage, lane = self.build(
+            saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {}, subset_order=saved.draws_by
+        )
+        if saved.stages is not None:
+            with restoring(f"the state of lane {saved.lane}"):
+                stage.restore_state(saved.stages)
+        lane.unused = 0
+        live = _Live(list(upstream(stage)), lane, saved.batches)
+        self._stores.update((id(store), store) for each in live.stages for store in each.stores_read())
+        return live
+
+    def _next(self, live: _Live, want: RequestKind) -> Any:
+        if live.early is not None:
+            batch, live.early = live.early[0], None
+        elif want == "skip":
+            batch = _pass_over(live.stage)
+        else:
+            batch = next(live.stage, _DRY)
+        live.batches += batch is not _DRY
+        return batch
+
+    def _more(self, live: _Live) -> bool:
+        if live.stage.info.endless:
+            return True
+        more = live.stage.more()
+        if more is not None:
+            return more
+        if live.early is None:
+            before = self._pack(live, True)  # packed before `next`, which may change what `save_state` returned
+            batch = next(live.stage, _DRY)
+            if batch is _DRY:
+                return False
+            live.early = (batch, before)
+        return True
+
+    def _save(self, live: _Live, more: bool) -> bytes:
+        return live.early[1] if live.early is not None else self._pack(live, more)
+
+    def _pack(self, live: _Live, more: bool) -> bytes:
+        lane = live.lane
+        saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.growth or UNSET)
+        saved.subset_order = lane.subset_order or UNSET
+        return pack_state(saved)
+
+    def forget(self, lane: int | None = None) -> None:
+        """Drop a lane, or all of them."""
+        if lane is None:
+            self._live.clear()
+        else:
+            self._live.pop(lane, None)
+
+    def close(self) -> None:
+        """Drop all lanes, and the stores that they read from."""
+        self.forget()
+        self._stores.clear()
+
+
+_DRY = object()
+
+
+def _pass_over(stage: Stage) -> Any:
+    try:
+        return stage.pass_over()
+    except StopIteration:
+        return _DRY

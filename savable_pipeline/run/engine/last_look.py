@@ -1,0 +1,69 @@
+"""What is found once batches were given: a worker looks at its shards when it is idle, and when it is to end.
+
+    trainer closes its end of the channel ──▶ worker: looks, reports on its status page, ends
+
+So a batch that was made of an overwritten shard within the last second of a run is told of all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+from typing import NoReturn, TypeVar
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.transport.status_page import StatusPage
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_IDLE_S = 1.0
+
+
+def tell(fault: str) -> None:
+    """Log what a last look has found, unless the error that is under way says it."""
+    if not is_told():
+        log.error("%s", fault)
+
+
+def is_told() -> bool:
+    """Whether an error is under way that says that a shard changed."""
+    error = sys.exception()
+    return isinstance(error, ShardError) and error.reason == "changed shard"
+
+
+class LastLook:
+    """In a worker: looks at the shards of its lanes in any thread, one at a time."""
+
+    def __init__(self, status: StatusPage) -> None:
+        self.runner: LaneRunner | None = None  # until the worker has one
+        self._status = status
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Report on the status page if batches that were given are of shards that changed."""
+        with self._lock:
+            try:
+                if self.runner is not None:
+                    self.runner.verify_given()
+            except Exception as error:
+                self._status.report(str(error))
+
+    def next_of(self, requests: queue.SimpleQueue[T]) -> T:
+        """The next request; where none comes for a second, look meanwhile."""
+        try:
+            return requests.get(timeout=_IDLE_S)
+        except queue.Empty:
+            self.look()
+            return requests.get()
+
+    def end(self) -> NoReturn:
+        """Look, and end the process."""
+        try:
+            self.look()
+        finally:
+            os._exit(0)

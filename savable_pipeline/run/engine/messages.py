@@ -1,0 +1,122 @@
+"""The messages between the trainer and its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from savable_pipeline import errors
+from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
+from savable_pipeline.run.engine.sample_watch import Watched
+from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.pipeline import Pipeline
+
+STARTED = 0  # the ticket of a worker's first message
+
+RequestKind: TypeAlias = Literal["batch", "peek", "skip"]
+""""batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The pipeline and settings with which workers build their lanes."""
+
+    pipeline: Pipeline
+    seed: int
+    lanes: int
+    pad: bool = False
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A request to a worker, for a lane that is first restored from `state` unless that is None.
+
+    `forget`: lanes that the worker may drop. `avoid`: index and epoch of samples that the lane must leave out.
+    """
+
+    ticket: int
+    lane: int
+    state: bytes | None
+    want: RequestKind
+    forget: tuple[int, ...] = ()
+    avoid: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error raised in a worker, as text, since its class may not exist in the trainer or may not pickle.
+
+    `pickled` is the error itself, or the encoder's error that it was made of, where it can be pickled.
+    """
+
+    error: SavableError | None
+    text: str
+    pickled: bytes | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """The failure that describes `error` and its traceback."""
+        kinds = [kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
+        own: SavableError | None = kinds[0](str(error)) if kinds else None
+        if isinstance(own, ShardError) and isinstance(error, ShardError):
+            own.reason = error.reason
+        cause = error.__cause__ if isinstance(error, EncodeError) else None
+        told = cause or error
+        text = "".join(traceback.format_exception(from_user_code(told)))
+        return cls(own, text, _pickled(told) if cause or type(own) is not type(error) else None)
+
+    def raised(self) -> Exception:
+        """The error to raise in the trainer: of the class, and with the cause, that it has without workers."""
+        where = f"in a worker:\n{self.text}"
+        told = None if self.pickled is None else _unpickled(self.pickled)
+        if told is None:
+            told = WorkerError(where)
+        else:
+            told.add_note(where)
+        if self.error is None or (type(self.error) is not EncodeError and isinstance(told, type(self.error))):
+            return told
+        self.error.__cause__ = told
+        return self.error
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """None of an error that cannot be pickled, or that would end a loop where it is raised."""
+    with contextlib.suppress(Exception):
+        raw = pickle.dumps(error)
+        if type(pickle.loads(raw)) is type(error) and not isinstance(error, StopIteration):
+            return raw
+    return None
+
+
+def _unpickled(raw: bytes) -> Exception | None:
+    with contextlib.suppress(Exception):
+        error = pickle.loads(raw)
+        return error if isinstance(error, Exception) else None
+    return None
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """A batch, with the state of its lane after it.
+
+    `dry`: the lane had no batch left. `more`: another batch will come. `seconds`: time to make the batch. `rebuild_s`:
+    estimated time to make the lane's held items again if it moved to another worker. `counts`: the event counters of
+    its stages, by `STAGE/NAME`. `samples`: what the batch was made of, as a ref or, from a worker, as arrays.
+    `timed`: whether the time of each stage is among the counts. `watched`: what was seen of its samples, if they were.
+    """
+
+    batch: Any
+    state: bytes
+    more: bool
+    dry: bool = False
+    seconds: float = 0.0
+    rebuild_s: float = 0.0
+    counts: dict[str, int | float] = {}
+    samples: ItemRef | BatchSamples = ()
+    timed: bool = False
+    watched: Watched | None = None

@@ -1,0 +1,109 @@
+"""`SealedJob`: a job as bytes, unpickled where an error of that can be told; and what a fresh interpreter may lack.
+
+A fresh interpreter imports the trainer's main module, as multiprocessing has it, but only when it opens the job.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import textwrap
+import traceback
+from multiprocessing import spawn
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from savable_pipeline.core.wording import short_error
+from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.fresh_process import main_module
+from savable_pipeline.run.engine.messages import Job
+
+PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
+UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
+
+UNGUARDED = (
+    "workers started by spawn or forkserver import the trainer's main module anew, and here that makes a loader with "
+    "workers again: put what the module does, from making the loader on, under `if __name__ == '__main__':`, or use "
+    "multiprocessing_context='fork'"
+)
+_ANEW = "workers started by spawn or forkserver import the trainer's main module anew, and that failed"
+_GUARD = "Put what only the trainer does under `if __name__ == '__main__':`, or use multiprocessing_context='fork'"
+NOT_IMPORTED = f"{_ANEW}: its error stands above, on stderr. {_GUARD}"
+_LONGEST = 10  # lines of a traceback in a message
+
+
+class SealedJob:
+    """Unpickled in a child, it holds bytes until it is opened, once the child can tell an error."""
+
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+        self._raw = b""
+        self._main: dict[str, Any] = {}
+        self._error: WorkerError | None = None
+
+    def __getstate__(self) -> tuple[bytes, dict[str, Any]]:
+        return bytes(ForkingPickler.dumps(self._job)), main_module()
+
+    def __setstate__(self, state: tuple[bytes, dict[str, Any]]) -> None:
+        self._job, self._error = None, None
+        self._raw, self._main = state
+
+    def open(self) -> Job:
+        """The job. Raises `WorkerError` if the main module or the pipeline cannot be imported here."""
+        if self._error is not None:  # in a fork of the process that has tried
+            raise self._error
+        if self._job is None:
+            try:
+                _import_main(self._main)
+                self._job = _unpickled(self._raw)
+            except WorkerError as error:
+                self._error = error
+                raise
+        return self._job
+
+
+def _unpickled(raw: bytes) -> Job:
+    try:
+        job: Job = pickle.loads(raw)
+    except Exception as error:
+        raise WorkerError(
+            f"a worker cannot import the pipeline: {short_error(error)}. Define it, and what it uses, at the "
+            "top of a module that workers can import too (not under `if __name__ == '__main__':`, nor in a "
+            "notebook), or use multiprocessing_context='fork'"
+        ) from error
+    return job
+
+
+def _import_main(main: dict[str, Any]) -> None:
+    """Import the trainer's main module as multiprocessing does. Raises `WorkerError` that holds its traceback."""
+    process = vars(multiprocessing.current_process())
+    process["_inheriting"] = True  # what multiprocessing sets meanwhile, so that no process is started
+    try:
+        spawn.prepare(main)
+    except BaseException as error:  # SystemExit too: a script may end itself
+        shown = textwrap.indent("\n".join(_last_lines(error)), "    ")
+        raise WorkerError(f"{_ANEW}:\n{shown}\n{_GUARD}") from error
+    finally:
+        process.pop("_inheriting", None)
+
+
+def _last_lines(error: BaseException) -> list[str]:
+    """The end of an error's traceback, without the frames by which the main module was imported."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _imports_main(frame.filename)]
+    lines = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).splitlines()
+    return lines if len(lines) <= _LONGEST else ["…", *lines[1 - _LONGEST :]]
+
+
+def _imports_main(file: str) -> bool:
+    return file in (__file__, spawn.__file__) or file.endswith(("runpy.py", "<frozen runpy>"))
+
+
+def check_main_is_guarded() -> None:
+    """End a child of ours that is still importing the main module; in another's child raise `WorkerError`."""
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False):
+        return
+    if process.name.startswith(PROCESS_NAME):
+        os._exit(UNGUARDED_CODE)
+    raise WorkerError(UNGUARDED)

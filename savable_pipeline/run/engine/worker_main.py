@@ -1,0 +1,177 @@
+"""The main function of a worker process: it runs lanes and answers requests for batches, in the order they come.
+
+    trainer ── Request ──▶ worker
+            ◀── (ticket, Delivery) or (ticket, Failure) ──     the first, with ticket 0, is the worker's process id,
+                                                               or the reason why it cannot start
+
+A request names a lane, and brings the lane's state if the worker does not hold the lane at its last position. A large
+answer is written to shared memory (transport/segments.py), and the message only says where. A thread receives requests
+all the time, and ends the process when the trainer has ended, after a last look at the shards (last_look.py).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from msgspec.structs import replace
+
+from savable_pipeline.core import batch_memory
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.parent_watch import poll_while_parent_lives
+from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.engine.last_look import LastLook
+from savable_pipeline.run.engine.messages import STARTED, Delivery, Failure, Request
+from savable_pipeline.run.engine.sealed_job import SealedJob
+from savable_pipeline.run.transport import batch_pickle as wire
+from savable_pipeline.run.transport.channel import Channel
+from savable_pipeline.run.transport.segments import SegmentWriter
+from savable_pipeline.run.transport.status_page import StatusPage
+from savable_pipeline.stages.batch_samples import BatchSamples
+
+_INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the socket itself
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedShards:
+    """What a fork server has opened for its workers, and the shards that it found."""
+
+    shared: dict[Any, Any] = field(default_factory=dict)
+    pinned: PinnedShards = field(default_factory=dict)
+
+    def usable(self, pinned: PinnedShards) -> dict[Any, Any]:
+        """`shared`; empty where the server, which opened before or after the trainer, found other shards than it."""
+        same = all(pinned.get(name, shards) == shards for name, shards in self.pinned.items())
+        return self.shared if same else {}
+
+
+def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShards | None = None) -> NoReturn:
+    """Run a worker process until its parent process ends or the trainer closes its end of the channel.
+
+    `opened` is what this process has inherited open.
+    """
+    be_quiet()
+    channel = Channel(end, waits=True)
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    last_look: LastLook | None = None
+    try:
+        status, pinned = _first_message(channel, requests)
+        last_look = LastLook(status)
+        threading.Thread(target=_listen, args=(channel, requests, parent, last_look), daemon=True).start()
+        answers = _Answers(channel)
+        batch_memory.use(answers.segments)
+        try:
+            job = sealed.open()
+        except WorkerError as error:
+            answers.send(STARTED, Failure(error, ""))
+            os._exit(1)
+        be_quiet()  # the main module may have set handlers of its own
+        answers.send(STARTED, os.getpid())
+        runner = last_look.runner = LaneRunner(
+            job.pipeline,
+            seed=job.seed,
+            lanes=job.lanes,
+            pad=job.pad,
+            shared=opened.usable(pinned) if opened else {},
+            status=status.words,
+            pinned=pinned,
+        )
+        while True:
+            request = last_look.next_of(requests)
+            status.begin(request.ticket)
+            answers.segments.begin()
+            answers.send(request.ticket, answer_request(runner, request))
+    except (EOFError, OSError):  # the trainer has closed its end
+        if last_look is not None:
+            last_look.end()
+        os._exit(0)
+
+
+def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
+    """The batch that is requested, or the error that its stages raised. `Pool` looks for this name in stacks."""
+    be_one_thread()
+    try:
+        for lane in request.forget:
+            runner.forget(lane)
+        found = runner.deliver(request.lane, request.state, request.want, request.avoid)
+        return replace(found, samples=BatchSamples.of(found.samples))  # arrays pickle fast, nested tuples do not
+    except Exception as error:
+        return Failure.of(error)
+
+
+def be_quiet() -> None:
+    """Survive signals that are sent to all processes of a job: the trainer may want to save, and ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # an empty handler: child programs would inherit SIG_IGN
+        signal.signal(number, lambda *_: None)
+
+
+def be_one_thread() -> None:
+    """Set torch, if it is imported, to one thread: more per worker would be slower, and could change bits of sums."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads") and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tuple[StatusPage, PinnedShards]:
+    """The status page and the shards of the run, from the trainer's first message.
+
+    Requests that arrived with it go into the queue.
+    """
+    messages: list[tuple[bytes, list[int]]] = []
+    while not messages:
+        messages = channel.receive()
+    status = StatusPage(messages[0][1][0])
+    status.write_stacks()
+    for message, _ in messages[1:]:
+        requests.put(pickle.loads(message))
+    return status, pickle.loads(messages[0][0])
+
+
+def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int, last_look: LastLook) -> None:
+    """Put requests into the queue; end the process when the trainer closes its end or the parent process ends."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    try:
+        for ready in poll_while_parent_lives(poll, parent):
+            if ready:
+                for message, _ in channel.receive():
+                    requests.put(pickle.loads(message))
+    finally:
+        last_look.end()
+
+
+class _Answers:
+    """Sends answers to the trainer: small ones through the socket, large ones through shared memory."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.segments = SegmentWriter()
+
+    def send(self, ticket: int, answer: Delivery | Failure | int) -> None:
+        """Send an answer, or a `Failure` if it cannot be pickled. Raises OSError if the trainer's end is closed."""
+        try:
+            body, fd = self._written(answer)
+        except Exception:
+            body, fd = self._written(Failure(None, traceback.format_exc()))
+        self._channel.send(pickle.dumps((ticket, *body), protocol=5), [] if fd is None else [fd])
+        if fd is not None:
+            os.close(fd)
+
+    def _written(self, answer: Delivery | Failure | int) -> tuple[tuple[Any, Any], int | None]:
+        """The answer itself, or its place in shared memory with the segment's descriptor, if that is new."""
+        pieces, buffers = wire.dumps(answer)
+        if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
+            return ((b"".join(pieces), [bytearray(buffer) for buffer in buffers]), None), None
+        segment, fd, dropped, places = self.segments.write(buffers, pieces)
+        return (None, (segment, fd is not None, dropped, places)), fd

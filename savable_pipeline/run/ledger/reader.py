@@ -1,0 +1,167 @@
+"""`Ledger`: what a run was given, read from the files of all its starts.
+
+A run that is resumed begins new files, and what was given after the place where it goes on no longer counts: it was
+given to a model that was thrown away. It is kept in the files, and marked here as `lost`.
+
+    start 1    slots 0 ─────────────▶ 950, killed
+    start 2           from 800 ────────────────────▶          slots 800 to 949 of start 1 are lost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from savable_pipeline.data.dataset.sample import TAG_SHIFT, untagged
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.ledger.records import Batch, LaneAt, Numbers, Record, Source, Start, read_records
+from savable_pipeline.run.ledger.writer import SUFFIX
+
+Place = tuple[int, int]  # epoch and slot
+_NEVER: Place = (1 << 62, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBatch:
+    """A batch that was given to a rank. `lost`: the run was later resumed from a place before it."""
+
+    batch: Batch
+    start: Start
+    lost: bool
+
+    @property
+    def step(self) -> int:
+        """The number of the batch among those of its rank in the epoch."""
+        return self.batch.slot // self.start.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    start: Start
+    cut: Place  # where a later start goes on
+
+    def records(self) -> Iterator[Record]:
+        return read_records(self.path)
+
+
+class Ledger:
+    """The ledger in a folder. Raises `SavableError` if there is none, or its files are of several runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        paths = sorted(folder.glob(f"*{SUFFIX}"))
+        starts = [(path, start) for path in paths if (start := _start_of(path)) is not None]
+        if not starts:
+            raise SavableError(f"{folder}: no ledger here; SavableLoader(ledger=…) writes one")
+        if len({(start.seed, start.lanes) for _, start in starts}) > 1:
+            raise SavableError(f"{folder}: ledgers of several runs, of other seeds or lanes; give each a folder")
+        groups = _together(starts)
+        self._files = _with_cuts(groups)
+        self.together = [[start for _, start in group] for group in groups]  # the starts of ranks that began together
+
+    @property
+    def starts(self) -> list[Start]:
+        """What each file begins with, in the order of time."""
+        return [file.start for file in self._files]
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """The sources of all starts, by name."""
+        found = {source.tag: source for start in self.starts for source in start.sources}
+        return sorted(found.values(), key=lambda source: source.name)
+
+    def batches(self) -> Iterator[GivenBatch]:
+        """All batches in the order in which they were given by each rank, file by file."""
+        for file in self._files:
+            held: Batch | None = None
+            for record in file.records():
+                if isinstance(record, Batch):
+                    if held is not None and held.place != record.place:  # else its giving was broken off
+                        yield _given(held, file)
+                    held = record
+            if held is not None:
+                yield _given(held, file)
+
+    def numbers(self) -> Iterator[tuple[Start, list[Numbers]]]:
+        """The counters in each file, in the order of time; none in those of releases that wrote none."""
+        for file in self._files:
+            yield file.start, [record for record in file.records() if isinstance(record, Numbers)]
+
+    def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, GivenBatch]]:
+        """Each batch that one of these samples of a source was in, with the index of the sample."""
+        wanted = np.array(sorted(tag << TAG_SHIFT | index for index in indices), dtype=np.int64)
+        for given in self.batches():
+            for index in np.intersect1d(given.batch.samples.refs[:, 0], wanted).tolist():
+                yield untagged(index), given
+
+    def batch_at(self, epoch: int, slot: int) -> GivenBatch:
+        """The batch of a slot that counts. Raises `SavableError` if there is none."""
+        for given in self.batches():
+            if given.batch.place == (epoch, slot) and not given.lost:
+                return given
+        raise SavableError(f"{self.folder}: no batch of slot {slot} in epoch {epoch} was given")
+
+    def state_before(self, epoch: int, slot: int) -> LaneAt | None:
+        """The last state of the slot's lane at or before the slot that counts; None if the ledger has none."""
+        lane = slot % self.starts[0].lanes
+        best: LaneAt | None = None
+        for file in self._files:
+            for record in file.records():
+                if isinstance(record, LaneAt) and record.lane == lane and record.epoch == epoch:
+                    place = (epoch, record.slot)
+                    if place <= (epoch, slot) and place < file.cut and (best is None or record.slot >= best.slot):
+                        best = record
+        return best
+
+
+def _given(batch: Batch, file: _File) -> GivenBatch:
+    return GivenBatch(batch, file.start, batch.place >= file.cut)
+
+
+def _start_of(path: Path) -> Start | None:
+    """None of a file that a crash left empty."""
+    record = next(read_records(path), None)
+    return record if isinstance(record, Start) else None
+
+
+def _together(starts: list[tuple[Path, Start]]) -> list[list[tuple[Path, Start]]]:
+    """The starts in the order of time, those of ranks that began together side by side.
+
+    Ranks that can talk write one number. Those that cannot have numbers of their own: from the last start back, each
+    rank's is one with the latest of the other ranks that went on at the same place.
+    """
+    numbered: dict[int, list[tuple[Path, Start]]] = {}
+    for path, start in sorted(starts, key=lambda entry: (entry[1].number, entry[1].rank)):
+        numbered.setdefault(start.number, []).append((path, start))
+    groups: list[list[tuple[Path, Start]]] = []  # the last one first
+    alone: dict[tuple[Place, int], list[int]] = {}  # those of ranks that cannot talk, by place and world size
+    earlier: dict[int, int] = {}  # by rank, the first group that lies before all of its starts so far
+    for group in reversed(numbered.values()):
+        start, at = group[0][1], len(groups)
+        if len(group) == 1:
+            alike = alone.setdefault((start.place, start.world_size), [])
+            at = next((each for each in alike if each >= earlier.get(start.rank, 0)), at)
+            alike += [at] if at == len(groups) else []
+        if at == len(groups):
+            groups.append([])
+        groups[at] = sorted(groups[at] + group, key=_rank)
+        earlier |= {other.rank: at + 1 for _, other in group}
+    return groups[::-1]
+
+
+def _rank(entry: tuple[Path, Start]) -> int:
+    return entry[1].rank
+
+
+def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_File]:
+    """The files in the order of time, each with the least place from which a later start of the run went on."""
+    cut, files = _NEVER, []
+    for group in reversed(groups):
+        files += [_File(path, start, cut) for path, start in reversed(group)]
+        cut = min(cut, min(start.place for _, start in group))
+    return files[::-1]

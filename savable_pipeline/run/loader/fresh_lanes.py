@@ -1,0 +1,92 @@
+"""Fresh lanes: those that have not given a batch yet of an epoch that others have begun.
+
+    slot 5 of 8 lanes     0 1 2 3 4            5 6 7
+                          begun: their own     fresh: nothing but `cuts`, the unit in which the shares
+                          states say `cut`     of all lanes are cut in this epoch
+
+Where a run goes on in mid-epoch with other settings, such as another batch size, the shares of all lanes must stay cut
+as they were, or a fresh lane would read what is another one's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from savable_pipeline.core.lane import Cuts, Growth
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.run.state.state_dict import lane_name, lane_numbers, read_lanes
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.stage import Stage
+
+log = logging.getLogger(__name__)
+
+
+def cuts_of(last: Stage, epoch: int) -> Cuts:
+    """The cuts of an epoch by the readers' branches; without those of a branch whose readers cut in several ways."""
+    found: Cuts = {}
+    differing = set()
+    for stage in upstream(last):
+        if isinstance(stage, RecordReader):
+            branch, cut = stage.info.branch, stage.cut_of(epoch)
+            if found.setdefault(branch, cut) != cut:
+                differing.add(branch)
+    return {branch: cut for branch, cut in found.items() if branch not in differing}
+
+
+def fresh_lane(lane: int, epoch: int, growth: Growth | None = None, subset_order: int | None = None) -> bytes:
+    """The packed state of a lane before its first batch of an epoch."""
+    return pack_state(LaneState(lane, epoch, growth=growth or UNSET, subset_order=subset_order or UNSET))
+
+
+def drawing_by(lane: LaneState, subset_order: int | None) -> bytes:
+    """The packed state of a lane whose readers draw subsets by this order's number, in later epochs too."""
+    return pack_state(replace(lane, subset_order=subset_order or UNSET))
+
+
+def with_cuts(raw: bytes, cuts: Cuts) -> bytes:
+    """A lane's packed state; that of a fresh lane with these cuts, unless it has its own."""
+    lane = unpack_state(raw, LaneState, "lane")
+    return pack_state(replace(lane, cuts=cuts)) if cuts and _lacks_cuts(lane) else raw
+
+
+def with_known_cuts(
+    state: Mapping[str, Any], lanes: Mapping[int, LaneState], local: LocalLanes, *, settings_differ: bool
+) -> dict[str, Any]:
+    """A flat state dict in which these fresh `lanes` of it have their cuts, which earlier releases did not save.
+
+    Any lane that has begun tells them. Logs a warning where the state holds none, and settings differ.
+    """
+    unknown = [number for number, lane in lanes.items() if _lacks_cuts(lane)]
+    begun = _begun(state) if unknown else None
+    if begun is not None:
+        cuts = cuts_of(local.looked_at(begun, begun.grown), begun.epoch)
+        return {**state, **{lane_name(number): with_cuts(state[lane_name(number)], cuts) for number in unknown}}
+    if unknown and state["slot"] and settings_differ:
+        log.warning(
+            "%d lanes have given no batch of this epoch yet, and this state, which an earlier release saved, does not "
+            "say how their shares are cut: if these settings cut them otherwise, as another batch_size does, some "
+            "samples of the epoch come twice and others not at all. Load the state of all lanes (global_state_dict() "
+            "or merge_states), which tells it",
+            len(unknown),
+        )
+    return dict(state)
+
+
+def _lacks_cuts(lane: LaneState) -> bool:
+    return lane.stages is None and lane.cuts is UNSET
+
+
+def _begun(state: Mapping[str, Any]) -> LaneState | None:
+    """A lane of the state that has begun the epoch; None if the state holds none."""
+    for number in lane_numbers(state):
+        lane = read_lanes(state, [number])[number]
+        if lane.stages is not None:
+            return lane
+    return None

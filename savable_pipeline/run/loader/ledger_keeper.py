@@ -1,0 +1,141 @@
+"""`LedgerKeeper`: has a rank's batches, and from time to time its counters, written to the run's ledger."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.engine.messages import Delivery
+from savable_pipeline.run.ledger.records import FORMAT, Numbers, Source, Start
+from savable_pipeline.run.ledger.writer import LedgerWriter
+from savable_pipeline.run.loader.position import Position
+from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.stage import Stage
+
+log = logging.getLogger(__name__)
+
+Counters = tuple[dict[str, float], dict[str, str]]
+_LEAST_S = 10.0  # from one record of counters to the next
+_SHARE = 0.01  # of the time since the file began: the longer it is, the rarer they are
+_COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows costs comes first
+
+
+class LedgerKeeper:
+    """Writes to `folder`; a file is begun by the first batch or skip, and anew by the first one after `begin_anew`.
+
+    Ranks that can talk begin their files together: where one cannot, none does, and each raises that rank's error.
+
+    `counters` gives the run's counters and names, which are written when a file begins and ends, and between.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], seed: int, counters: Callable[[], Counters]) -> None:
+        self._folder = Path(folder)
+        self._seed = seed
+        self._counters = counters
+        self._writer: LedgerWriter | None = None
+        self._begun = self._due = 0.0
+        self._last = (0, 0)  # epoch and slot given last
+
+    def given(self, at: Position, delivery: Delivery, last: Stage, fingerprint: bytes) -> None:
+        """Write that the batch of the position's next slot is given. `last` is the last stage of any lane.
+
+        Raises `SavableError` if it cannot be written; then it must not be given.
+        """
+        now = time.monotonic()
+        writer = self._open(at, last, fingerprint)
+        lane = at.own_slot % at.lane_count
+        cost = next((int(delivery.counts[name]) for name in _COSTS if name in delivery.counts), 0)
+        self._last = at.epoch, at.own_slot
+        if now >= self._due:
+            self._due = now + max(_LEAST_S, _SHARE * (now - self._begun))
+            self._note(writer)
+        samples = BatchSamples.of(delivery.samples)
+        writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
+
+    def _note(self, writer: LedgerWriter) -> None:
+        writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))
+
+    def skipping(self, at: Position, last: Stage, fingerprint: bytes) -> None:
+        """Write that the run goes on from the position's next slot, which is skipped, and no longer counts as given.
+
+        Raises `SavableError` if it cannot be written.
+        """
+        self._open(at, last, fingerprint)
+
+    def _open(self, at: Position, last: Stage, fingerprint: bytes) -> LedgerWriter:
+        if self._writer is None:
+            self._writer = self._begin_file(at, _sources(last), fingerprint)
+            self._begun = time.monotonic()
+            self._due = 0.0  # counters are due before the first batch
+        return self._writer
+
+    def _begin_file(self, at: Position, sources: list[Source], fingerprint: bytes) -> LedgerWriter:
+        """This rank's file, once all ranks that can talk have theirs."""
+        ranks = at.ranks
+        now = time.time_ns()
+        number = ranks.agree(now, smallest=True) if ranks.can_talk else now
+        place = (at.lane_count, self._seed, at.epoch, at.slot)
+        start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, at.growth)
+        if not ranks.can_talk:
+            return LedgerWriter(self._folder, start)
+        try:
+            writer, fault = LedgerWriter(self._folder, start), ""
+        except SavableError as error:
+            writer, fault = None, str(error)
+        faults = {rank: found for rank, found in enumerate(ranks.gather(fault)) if found}
+        if writer is not None and not faults:
+            return writer
+        if writer is not None:
+            writer.discard()
+        raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
+
+    def close(self) -> None:
+        """Close the file; the next batch goes on in it, without asking the other ranks."""
+        if self._writer is None:
+            return
+        try:
+            self._note(self._writer)
+        except SavableError as error:
+            log.warning("the last counters of this start are missing in the ledger: %s", error)
+        self._writer.close()
+        self._due = 0.0
+
+    def begin_anew(self) -> None:
+        """Close the file: what follows does not go on from what it says."""
+        self.close()
+        self._writer = None
+
+
+def _sources(last: Stage) -> list[Source]:
+    """The sources of a pipeline, in the order of the data path."""
+    return [
+        Source(
+            stage.info.branch,
+            tag,
+            _address(stage),
+            files_to_keep(stage.files) if isinstance(stage, RecordReader) else "",
+        )
+        for stage in upstream(last)
+        if not stage.sources
+        for tag in stage.info.tags
+    ]
+
+
+def _address(reader: Stage) -> str:
+    """Where a reader's samples lie; "" for a user's own."""
+    return str(getattr(getattr(reader, "dataset", None), "address", ""))
+
+
+def files_to_keep(files: str | tuple[str, ...]) -> str | list[str]:
+    """What a reader was told to read, wherever that is asked from; "" where a URL names a password."""
+    named = [files] if isinstance(files, str) else list(files)
+    if not any(named) or any("@" in name.partition("://")[2].partition("/")[0] for name in named):
+        return ""
+    absolute = [name if "://" in name else str(Path(name).absolute()) for name in named]
+    return absolute[0] if isinstance(files, str) else absolute

@@ -1,0 +1,88 @@
+"""`LocalLanes`: the lanes that the trainer's own process builds, to run them or to look at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.lane import Growth, PinnedShards
+from savable_pipeline.data.dataset.exclude_file import ExcludeFile
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.loader.pipeline_hints import log_hints
+from savable_pipeline.run.state.lane_state import LaneState
+from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.stage import Stage
+
+
+class LocalLanes:
+    """`runner` runs lanes in this process; `example_lane` is the one that is built to be looked at."""
+
+    def __init__(self, job: Job, example_lane: int, pinned: PinnedShards | None = None) -> None:
+        self._shared: dict[Any, Any] = {}
+        self._example_lane = example_lane
+        self._example: Stage | None = None
+        self._exclude_files: list[ExcludeFile] = []
+        self._hinted = False
+        self.growth: Growth = {}
+        self.subset_order: int | None = None  # of the lanes that are looked at
+        self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
+        self.runner = LaneRunner(
+            job.pipeline, seed=job.seed, lanes=job.lanes, pad=job.pad, shared=self._shared, pinned=self.pinned
+        )
+
+    @property
+    def last_stage(self) -> Stage:
+        """The last stage of a lane that gives no batches: only its settings and its data path are looked at.
+
+        Building it opens the shards, and indexes them on first use.
+        """
+        if self._example is None:
+            self._example = self._built(self.growth)
+            readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
+            files = [each.exclude_file for each in readers if each.exclude_file is not None]
+            self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
+            if not self._hinted:
+                log_hints(self._example)
+                self._hinted = True
+        return self._example
+
+    def verify_excluded(self) -> None:
+        """Raise `SavableError` if a file of excluded samples is not as it was when the run read it."""
+        for file in self._exclude_files:
+            file.verify()
+
+    def _built(self, growth: Growth) -> Stage:
+        with as_in_a_worker(set(KINDS)):
+            return self.runner.build(self._example_lane, 0, growth, subset_order=self.subset_order)[0]
+
+    def grow(self, growth: Growth) -> None:
+        """Look from now on at lanes to whose data shards were added so.
+
+        Raises `CheckpointMismatchError`, and changes nothing, if the data have no such shards.
+        """
+        if growth != self.growth:
+            self._example, self.growth = self._built(growth), growth
+
+    def draw_subsets_by(self, order: int | None) -> None:
+        """Look from now on at lanes whose readers draw subsets by this order's number."""
+        if order != self.subset_order:
+            self.subset_order, self._example = order, None
+
+    def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
+        """The last stage of a lane at a saved position, in data that grew so: only to be looked at."""
+        with as_in_a_worker(set(KINDS)):
+            kept: dict[str, Any] = {"subset_order": self.subset_order, "downloads": False}
+            stage, _ = self.runner.build(saved.lane, saved.epoch, growth, **kept)
+            if saved.stages is not None:
+                with restoring(f"the state of lane {saved.lane}"):
+                    stage.restore_state(saved.stages)
+        return stage
+
+    def close(self) -> None:
+        """Forget all lanes and close the shards."""
+        self.runner.close()
+        self._example = None
+        self._shared.clear()

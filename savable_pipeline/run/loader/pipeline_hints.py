@@ -1,0 +1,69 @@
+"""What is odd about a pipeline that runs: said in the log when it is first looked at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
+from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage
+
+log = logging.getLogger(__name__)
+
+_MANY_EPOCHS = 4  # of a lane, of which a buffer holds samples at a time
+
+
+def log_hints(last: Stage) -> None:
+    """Warn of what is hardly meant; what may be meant is information."""
+    for message in _warnings(last):
+        log.warning(message)
+    stages = list(upstream(last))
+    if any(isinstance(stage, ShuffleBuffer) for stage in stages):
+        return
+    for stage in stages:
+        if isinstance(stage, RecordReader) and stage.shuffle and (stage.block_size or 8) > 1:
+            log.info(
+                "no ShuffleBuffer: blocks of %d samples that lie side by side in a shard come as they lie; "
+                "sp.ShuffleBuffer(samples, size=...) after the reader mixes them",
+                stage.block_size,
+            )
+            return
+
+
+def _warnings(last: Stage) -> Iterator[str]:
+    if not isinstance(last, BatchStage):
+        yield (
+            f"the pipeline ends with {type(last).__name__}, which gives {last.gives}, so each step gives a single one: "
+            "end it with sp.Batcher(..., size=...) for batches"
+        )
+    for stage in upstream(last):
+        if isinstance(stage, ShuffleBuffer) and isinstance(stage, SampleStage):
+            yield from _long_buffer(stage)
+        population = stage.info.population
+        if isinstance(stage, Batcher) and stage.size > population > 0:
+            then = "each holds samples several times" if stage.info.endless else "none is full"
+            yield (
+                f"Batcher(size={stage.size}): the shards hold only {population} samples, so of the batches {then}, "
+                "unless the encoder makes several items of a sample"
+            )
+
+
+def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:
+    """Of a buffer that holds samples of many epochs of a lane, as of little data on many lanes."""
+    readers = [stage for stage in upstream(buffer) if isinstance(stage, RecordReader)]
+    if len(readers) != 1 or not readers[0].population:
+        return
+    population, lanes = readers[0].population, buffer.lane.count
+    spanned = min(buffer.size * lanes / population, readers[0].epochs or float("inf"))
+    if spanned < _MANY_EPOCHS:
+        return
+    fewer, smaller = population // buffer.size, population // lanes
+    fitting = [f"lanes={fewer} or fewer"] * (fewer > 0) + [f"size={smaller} or less"] * (smaller > 0)
+    yield (
+        f"ShuffleBuffer(size={buffer.size}): an epoch of {population} samples on {lanes} lanes gives each lane "
+        f"{population / lanes:.3g}, so the buffer mixes those of {spanned:.3g} epochs: a sample may come epochs late, "
+        f"or twice in a batch; begin with {', or '.join(fitting) or f'lanes=1 and size={population}'}"
+    )

@@ -1,0 +1,261 @@
+"""`Position`: where a rank stands in a run. It never changes: each method gives the position that follows.
+
+So a loader moves by one assignment, and whatever fails or is interrupted before that has given nothing:
+
+    position ── advanced(delivery) ──▶ position        slot, the lane's state and the history, all or none of them
+
+An epoch ends when its last batch is given:
+
+    in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, told ── iter() ──▶ in an epoch
+                                  (`previous`: the old one's end)        └───── iter(), without it ─────┘
+
+Slots that are skipped there are of the next epoch, as they are where a state from there was loaded; `previous` stays
+until StopIteration has been raised.
+
+An endless run may be cut into epochs of n slots (`epoch_slots`): its slots count on, and its lanes go on. A step
+belongs to the epoch that its first slot lies in: each has n / ranks steps, and no slot is lost where a run began at one
+that its ranks do not divide.
+
+A *step* takes one slot on each rank. Another rank's position differs in `lanes`, `ranks` and `history` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from savable_pipeline.core.lane import Cuts, Growth
+from savable_pipeline.run.engine.messages import Delivery
+from savable_pipeline.run.loader.fresh_lanes import fresh_lane, with_cuts
+from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.state.lane_state import VERSION, LaneState
+from savable_pipeline.run.state.state_dict import common_growth, lane_name
+from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.item_ref import ItemRef
+
+MAX_LAG = 16  # batches that `state_dict(lag=)` can take back
+
+
+class LanePosition(NamedTuple):
+    """A lane after the last of its batches that the trainer received; `more` is None until it is known."""
+
+    state: bytes
+    more: bool | None  # whether the lane has another batch
+
+
+class Given(NamedTuple):
+    """A batch that this rank's trainer received: the first slot of its step, its lane, that lane before it.
+
+    `skipped`: the lanes of which batches were passed over since, before the next was given, as they were before.
+    """
+
+    step: int
+    lane: int
+    before: LanePosition
+    samples: ItemRef | BatchSamples
+    skipped: Mapping[int, LanePosition] = {}
+
+
+class Position(msgspec.Struct, frozen=True):
+    """The position of one rank; `lanes` holds this rank's lanes by number.
+
+    After an epoch's last batch it is the start of the next epoch, with the old one's position as `previous`: until an
+    iterator begins the next epoch, which it can once StopIteration has been raised (`told`), or before.
+
+    `history` holds the last batches that were given, without those that were skipped.
+    """
+
+    ranks: Ranks
+    lane_count: int  # of all ranks
+    pad: bool
+    epoch: int
+    slot: int  # the first slot of the next step
+    lanes: dict[int, LanePosition]
+    end: int  # the first slot of which it is not known that it lies in the epoch
+    final: bool = False  # whether the epoch ends there
+    history: tuple[Given, ...] = ()
+    previous: Position | None = None
+    told: bool = False
+    loaded: bool = False  # no iterator has begun since a state was loaded
+    growth: Growth = {}  # of the data, since the run began; never changed
+    subset_order: int | None = None  # by which readers draw subsets, since the run began; None: by this release's
+    cuts: Cuts = {}  # of the epoch, once its first batch is given: fresh_lanes.py
+    changed: bool = False  # the epoch was begun with other settings: its length cannot be counted beforehand
+
+    @classmethod
+    def start(
+        cls,
+        epoch: int,
+        ranks: Ranks,
+        lane_count: int,
+        *,
+        pad: bool,
+        growth: Growth | None = None,
+        subset_order: int | None = None,
+    ) -> Position:
+        """The start of an epoch."""
+        fresh = {lane: fresh_lane(lane, epoch, growth, subset_order) for lane in ranks.lanes(lane_count)}
+        lanes = {lane: LanePosition(state, None) for lane, state in fresh.items()}
+        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, growth=growth or {}, subset_order=subset_order)
+
+    @classmethod
+    def saved(
+        cls,
+        state: Mapping[str, Any],
+        read: Mapping[int, LaneState],
+        ranks: Ranks,
+        lane_count: int,
+        *,
+        pad: bool,
+        subset_order: int | None = None,
+    ) -> Position:
+        """The position in a flat state dict, of which `read` holds this rank's lanes."""
+        lanes = {lane: LanePosition(state[lane_name(lane)], found.more) for lane, found in read.items()}
+        slot = state["slot"]
+        growth = common_growth(read.values())
+        at = cls(ranks, lane_count, pad, state["epoch"], slot, lanes, end=slot, loaded=True, growth=growth)
+        return replace(at, subset_order=subset_order)
+
+    @property
+    def own_slot(self) -> int:
+        """This rank's slot in the next step."""
+        return self.ranks.slot(self.slot)
+
+    @property
+    def step(self) -> int:
+        """The number of slots in a step."""
+        return self.ranks.world_size
+
+    @property
+    def has_step(self) -> bool:
+        """Whether it is known that the next step lies in the epoch: with filled-up batches, its first slot."""
+        return self.slot < self.end if self.pad else self.slot + self.step <= self.end
+
+    @property
+    def must_vote(self) -> bool:
+        """Whether the ranks must agree on where the epoch goes on or ends, before the next step."""
+        return not self.final and not self.has_step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the epoch has no more steps."""
+        return self.final and not self.has_step
+
+    @property
+    def unknown_lanes(self) -> list[int]:
+        """The lanes of a finite run that have not been asked yet whether they have another batch."""
+        if self.history or self.final:  # they were, before the first batch
+            return []
+        return [lane for lane, at in self.lanes.items() if at.more is None]
+
+    @property
+    def last_given(self) -> Given | None:
+        """The batch given last; None if none has been since the loader was made or loaded, or began the epoch."""
+        return next(reversed((self.previous or self).history), None)
+
+    def next_slot(self, lane: int) -> int:
+        """The slot of a lane's next batch."""
+        return self.slot + (lane - self.slot) % self.lane_count
+
+    def advanced(self, delivery: Delivery) -> Position:
+        """After the next step, in which this rank's trainer receives `delivery`."""
+        lane = self.own_slot % self.lane_count
+        received = Given(self.slot, lane, self.lanes[lane], delivery.samples)
+        return self._moved(delivery, (*self.history[1 - MAX_LAG :], received))
+
+    def passed_over(self, delivery: Delivery) -> Position:
+        """After the next step, which is skipped: its batch is given to nobody."""
+        lane, history = self.own_slot % self.lane_count, self.history
+        if history:
+            skipped = {lane: self.lanes[lane], **history[-1].skipped}
+            history = (*history[:-1], history[-1]._replace(skipped=skipped))
+        return self._moved(delivery, history)
+
+    def _moved(self, delivery: Delivery, history: tuple[Given, ...]) -> Position:
+        lane, at = self.own_slot % self.lane_count, LanePosition(delivery.state, delivery.more)
+        return replace(self, slot=self.slot + self.step, lanes={**self.lanes, lane: at}, history=history)
+
+    def learned(self, peeks: Mapping[int, Delivery]) -> Position:
+        """With what `peeks` say of some lanes: whether they have another batch."""
+        return replace(self, lanes=self.lanes | {lane: LanePosition(at.state, at.more) for lane, at in peeks.items()})
+
+    def with_changes(self) -> Position:
+        """In an epoch that was begun with other settings, without knowing of any lane whether it has another batch."""
+        lanes = {lane: LanePosition(at.state, None) for lane, at in self.lanes.items()}
+        return replace(self, lanes=lanes, changed=True)
+
+    def begun_with(self, cuts: Cuts) -> Position:
+        """In an epoch in which the lanes' shares are cut so."""
+        return replace(self, cuts=cuts)
+
+    def agreed(self, end: int) -> Position:
+        """With the `end` that the ranks have agreed on: the epoch ends here unless it lies beyond the one known."""
+        return replace(self, end=end) if end > self.end else replace(self, final=True)
+
+    def ending_at(self, end: int) -> Position:
+        """In an epoch whose end is known beforehand."""
+        return replace(self, end=end, final=True)
+
+    def next_epoch(self, epoch: int) -> Position:
+        """At the start of the epoch that follows, which the next iterator begins."""
+        kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order}
+        start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, **kept)
+        return replace(start, previous=replace(self, previous=None))
+
+    def rolled_over(self) -> Position:
+        """At the start of the next epoch of an endless run, which the next iterator begins."""
+        return replace(self, history=(), previous=replace(self, previous=None))
+
+    def epoch_of(self, epoch_slots: int) -> int:
+        """The number of the epoch of so many slots that the next step is of."""
+        return self.slot // epoch_slots
+
+    def left_of_epoch(self, epoch_slots: int) -> int:
+        """How many slots the steps take that are left of the epoch."""
+        left = epoch_slots - self.slot % epoch_slots
+        return -(-left // self.step) * self.step
+
+    def ended(self) -> Position:
+        """After StopIteration: an iterator that has ended stays so."""
+        return replace(self, previous=self.previous or self, told=True)
+
+    def begun(self) -> Position:
+        """With an iterator that goes on here."""
+        return replace(self, previous=None, told=False, loaded=False)
+
+    def before(self, lag: int) -> Position:
+        """The position `lag` batches ago.
+
+        Where none has been given since it was made or loaded, or its epoch was begun, it is the start whatever `lag`.
+        Raises ValueError if it lies before the history.
+        """
+        at = self.previous if lag and self.previous is not None and not self.told else self
+        if not 0 <= lag <= (len(at.history) or MAX_LAG):
+            raise ValueError(
+                f"lag={lag}: only the last {len(at.history)} batches can be taken back, at most {MAX_LAG}: those given "
+                "since the loader was made, loaded, or began the epoch. Save after as many batches as are fetched ahead"
+            )
+        slot, lanes = at.slot, dict(at.lanes)
+        for given in list(reversed(at.history))[:lag]:
+            lanes |= given.skipped
+            slot, lanes[given.lane] = given.step, given.before
+        return replace(at, slot=slot, lanes=lanes)
+
+    def flat(self, fingerprint: bytes) -> dict[str, Any]:
+        """The state dict of the position."""
+        return {
+            "format": VERSION,
+            "lanes": self.lane_count,
+            "epoch": self.epoch,
+            "slot": self.slot,
+            "fingerprint": fingerprint,
+            **{lane_name(lane): self._saved(lane) for lane in sorted(self.lanes)},
+        }
+
+    def _saved(self, lane: int) -> bytes:
+        """The state of a lane as it is saved."""
+        state = self.lanes[lane].state
+        return with_cuts(state, self.cuts) if 0 < self.slot <= lane else state

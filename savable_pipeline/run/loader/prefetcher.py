@@ -1,0 +1,230 @@
+"""`Prefetcher`: requests the batches of a rank's next slots ahead of the trainer, from workers or from this process.
+
+slot of this rank    4              6             8             10
+                     handed out     requested     requested     not requested yet
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from savable_pipeline.errors import ShardError
+from savable_pipeline.run.engine.in_process import InProcess
+from savable_pipeline.run.engine.last_look import is_told
+from savable_pipeline.run.engine.launchers import Launcher, close_with, launcher
+from savable_pipeline.run.engine.messages import Delivery, RequestKind
+from savable_pipeline.run.engine.pool import Pool
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.settings import LoaderSettings
+
+
+class Prefetcher:
+    """Hands out batches slot by slot.
+
+    Asked for another slot than the next one, as at the start of an epoch, it forgets what was requested, and the makers
+    of batches begin there. After any error, Ctrl-C too, no one knows what they are at: they are ended.
+    """
+
+    def __init__(self, settings: LoaderSettings, local: LocalLanes) -> None:
+        self._settings = settings
+        self._local = local
+        self._slot = -1  # the next to hand out; -1 before the first
+        self._epoch = 0  # that it is of
+        self._peeked: Delivery | None = None  # the batch of that slot
+        self._requests: deque[Any] = deque()  # tickets of the slots from there on, without the one that was peeked at
+        self._launcher: Launcher | None = None
+        self._makers: Pool | InProcess | None = None
+        self._end_launcher: Callable[[], Any] = _nothing
+        self._end_makers: Callable[[], Any] = _nothing
+        self._restarts = self._moves = 0  # of the pools that are gone
+        self._fault = ""  # of batches that were given, as the makers that are gone found at last
+        self._told = False  # whether an error has told of it
+
+    def next(self, position: Position, want: RequestKind = "batch", last: int = -1) -> Delivery:
+        """Hand out the batch of this rank's next slot, and forget it. Waits for it.
+
+        Slots up to `last` will be wanted in the same way. Raises the stages' own errors, or `WorkerError`.
+        """
+        try:
+            delivery = self._receive(position, want, last)
+            self._slot, self._peeked = self._slot + position.step, None
+        except BaseException:
+            self.reset()
+            raise
+        return delivery
+
+    def peek(self, position: Position) -> Delivery:
+        """The batch that `next` will hand out. Raises what `next` raises."""
+        try:
+            self._peeked = self._receive(position, "batch")
+        except BaseException:
+            self.reset()
+            raise
+        return self._peeked
+
+    def prefetch(self, position: Position) -> None:
+        """Request this rank's next slots from the workers, `prefetch` for each of them."""
+        if not self._settings.num_workers:
+            return
+        try:
+            self._request(self._start(position), position, "batch")
+        except BaseException:
+            self.reset()
+            raise
+
+    def find_more(self, position: Position) -> dict[int, Delivery]:
+        """Ask the lanes of which it is not known whether they have another batch. Gives their answers, by lane.
+
+        Only before batches of these lanes are requested: a lane that makes one stands elsewhere.
+        """
+        try:
+            makers = self._start(position)
+            tickets: dict[int, Any] = {
+                lane: makers.ask(lane, position.lanes[lane].state, "peek") for lane in position.unknown_lanes
+            }
+            return {lane: makers.answer(ticket) for lane, ticket in tickets.items()}
+        except BaseException:
+            self.reset()
+            raise
+
+    def verify_given(self) -> None:
+        """Raise `ShardError` if a shard changed of which batches may be made that were given, as far as is known.
+
+        Lanes in this process look; workers are not asked, but may have reported. Other threads may do this too.
+        """
+        if self._fault:
+            raise ShardError(self._fault, reason="changed shard")
+        makers = self._makers
+        if makers is not None:
+            makers.verify_given()
+
+    def count(self, position: Position) -> dict[int, int]:
+        """How many batches each of this rank's lanes has from here on, by passing over all of them, side by side."""
+        try:
+            makers = self._start(position)
+            counts = dict.fromkeys(position.lanes, 0)
+            tickets: dict[int, Any] = {lane: makers.ask(lane, at.state, "peek") for lane, at in position.lanes.items()}
+            while tickets:
+                for lane, ticket in list(tickets.items()):
+                    found = makers.answer(ticket)
+                    del tickets[lane]
+                    if found.more:
+                        counts[lane] += 1
+                        tickets[lane] = makers.ask(lane, found.state, "skip")
+            self.restart()
+        except BaseException:
+            self.reset()
+            raise
+        return counts
+
+    def _receive(self, position: Position, want: RequestKind, last: int = -1) -> Delivery:
+        makers = self._start(position)
+        if self._peeked is not None:
+            return self._peeked
+        if not self._requests or self._slot < last:
+            self._request(makers, position, want, last, at_least=1)
+        delivery: Delivery = makers.answer(self._requests.popleft())
+        return delivery
+
+    def _request(
+        self, makers: Pool | InProcess, position: Position, want: RequestKind, last: int = -1, at_least: int = 0
+    ) -> None:
+        """Request this rank's next slots: `at_least` some, more as far as `prefetch` allows and the lanes have batches.
+
+        What is to be skipped is requested up to the slot `last`: what is wanted of later slots is not known yet.
+        """
+        most = max(at_least, self._settings.prefetch * self._settings.num_workers)
+        while len(self._requests) < most:
+            ahead = len(self._requests) + (self._peeked is not None)
+            slot = self._slot + ahead * position.step
+            lane = slot % position.lane_count
+            at = position.lanes[lane]
+            unwanted = at.more is False or (position.final and slot >= position.end) or (want == "skip" and slot > last)
+            if unwanted and len(self._requests) >= at_least:
+                return
+            self._requests.append(makers.ask(lane, at.state, want))
+
+    # Workers, or this process in their place.
+
+    def launch(self) -> Launcher:
+        """Begin what starts workers: early, before this process has more threads or uses a GPU."""
+        if self._launcher is None:
+            self._launcher = launcher(self._settings.job, self._settings.find_context())
+            self._end_launcher = close_with(self, self._launcher)
+        return self._launcher
+
+    def _start(self, position: Position) -> Pool | InProcess:
+        """The makers of batches, which stand at `position`; started if need be."""
+        slot = position.own_slot
+        if slot != self._slot or position.epoch != self._epoch:
+            self.restart()
+            self._slot, self._epoch = slot, position.epoch
+        if self._makers is None:
+            self._makers = self._new_makers()
+        return self._makers
+
+    def _new_makers(self) -> Pool | InProcess:
+        if not self._settings.num_workers:
+            in_process = InProcess(self._local.runner)
+            self._end_makers = close_with(self, in_process)
+            return in_process
+        last_stage = self._local.last_stage  # opens, and on first use indexes, the shards once, before any worker does
+        pool = Pool(self.launch(), self._settings, last_stage, self._local.pinned, restarts=self._restarts)
+        self._end_makers = close_with(self, pool)
+        return pool
+
+    def restart(self) -> None:
+        """Forget what was requested; the workers live on."""
+        self._slot, self._peeked, self._requests = -1, None, deque()
+        if self._makers is not None:
+            try:
+                self._makers.restart()
+            except BaseException:
+                self.reset()
+                raise
+
+    def reset(self) -> None:
+        """End the workers and forget what was requested of them."""
+        makers, end = self._makers, self._end_makers
+        self._makers, self._end_makers = None, _nothing
+        self._slot, self._peeked, self._requests = -1, None, deque()
+        if makers is not None:
+            self._restarts = makers.restarts
+            self._moves += makers.moves
+        end()
+        if makers is not None and makers.fault:
+            self._fault, self._told = makers.fault, self._told or is_told()
+
+    def begin_anew(self) -> None:
+        """End the workers; what was given before does not count any more."""
+        self.reset()
+        self._fault, self._told = "", False
+
+    def close(self) -> str:
+        """End the workers and what starts them; they are begun again when they are needed.
+
+        Returns what their last look at the shards has found and no error has told of; "" if nothing is wrong.
+        """
+        self.reset()
+        end = self._end_launcher
+        self._launcher, self._end_launcher = None, _nothing
+        end()
+        found, self._told = "" if self._told else self._fault, True
+        return found
+
+    def numbers(self) -> dict[str, int]:
+        """Counters: ready batches, batches that the trainer views, worker restarts, moved lanes."""
+        makers = self._makers
+        return {
+            "ready_batches": (self._peeked is not None) + (makers.ready if makers else 0),
+            "viewed_batches": makers.viewed if makers else 0,
+            "restarts": makers.restarts if makers else self._restarts,
+            "moved_lanes": self._moves + (makers.moves if makers else 0),
+        }
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,171 @@
+"""`StatefulDataset`: the same lanes for torchdata's `StatefulDataLoader`.
+
+Each of that loader's N workers takes every N-th of the rank's slots, as if it were a rank of its own, so that its
+round-robin over the workers gives the slots in order:
+
+    slot    0   1   2   3   4   5      2 ranks × 2 workers: worker w of rank r is share r + 2w of 4
+    rank    0   1   0   1   0   1
+    worker  0   0   1   1   0   0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.ranks import find_ranks
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.pipeline import Pipeline
+
+_SEED_BITS = 40
+
+
+class StatefulDataset(IterableDataset[Any]):
+    """Batches for `StatefulDataLoader(dataset, batch_size=None, num_workers=N)`.
+
+    Resumes exactly with the same number of workers and ranks; with another, loading raises `CheckpointMismatchError`
+    (`SavableLoader` knows no such limit). Each `iter()` of the loader begins the next epoch. Where the length of a
+    finite run cannot be counted beforehand, its workers cannot agree on the end: each ends as its own lanes do.
+
+    Making it opens the shards, and on first use indexes them: all its workers, in each epoch, read those that were
+    there then. Raises ValueError for wrong settings, and once it is iterated, if ranks and workers together do not
+    divide the lanes; `ShardError` for shards that cannot be read, or are others in a worker than when it was made.
+
+    >>> class Numbers(sp.TaskEncoder):
+    ...     def encode(self, sample, rng):
+    ...         return sample.json()["id"]
+    >>> def pipeline(lane):
+    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+    >>> from torchdata.stateful_dataloader import StatefulDataLoader
+    >>> batches = StatefulDataLoader(sp.StatefulDataset(pipeline, seed=7), batch_size=None)
+    >>> len(next(iter(batches)))
+    4
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        seed: int,
+        lanes: int = 96,
+        rank: int | None = None,
+        world_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        tail: Literal["stop", "pad"] = "stop",
+    ) -> None:
+        super().__init__()
+        self._settings = LoaderSettings(pipeline, seed=seed, lanes=lanes, tail=tail)
+        ranks = find_ranks(rank, world_size, group, None, lanes)
+        self._rank, self._world_size = ranks.rank, ranks.world_size
+        self._pinned = _pinned(self._settings)
+        self._run: Run | None = None
+        self._iteration = -1
+        # The number of epochs begun, and the seed of the workers that began the last one, as one number: a worker reads
+        # and writes both at once, and all workers that are started together write the same.
+        self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        # The number of the order by which a loaded state draws subsets, for the workers of later epochs too; 0: none.
+        self._subset_order = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> StatefulDataset:
+        self._begin(self._next_iteration())
+        return self
+
+    def __next__(self) -> Any:
+        assert self._run is not None
+        return next(self._run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A new flat dict of int and bytes, of which StatefulDataLoader sends the entries that changed."""
+        run = self._run or self._begin(self._next_iteration())
+        return {"shares": self._shares()[1], "iteration": self._iteration, **run.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. Raises `CheckpointMismatchError` if it was saved with other workers or settings."""
+        if not isinstance(state, Mapping) or not all(_is_count(state.get(name)) for name in ("shares", "iteration")):
+            raise StateError("this is no state of a StatefulDataset")
+        shares = self._shares()[1]
+        if state["shares"] != shares:
+            raise CheckpointMismatchError(
+                f"the state was saved with {state['shares'] // self._world_size} workers on each of {self._world_size} "
+                f"ranks (0 counts as 1), here are {shares // self._world_size}: StatefulDataLoader keeps a state a "
+                "worker, so give it the saved num_workers; SavableLoader resumes with any number"
+            )
+        run = self._run_of(state["iteration"])
+        run.load_state_dict(state)
+        self._run, self._iteration = run, state["iteration"]
+        self._subset_order[0] = run.local.subset_order or 0
+        if run.epoch > self._iteration:  # saved after the last batch: this pass ends, the next one gives that epoch
+            run.end_epoch()
+        self._begun[0] = self._packed(self._iteration + 1)
+
+    def _begin(self, iteration: int) -> Run:
+        """Stand at the start of an epoch."""
+        self._run, self._iteration = self._run_of(iteration), iteration
+        return self._run
+
+    def _run_of(self, iteration: int) -> Run:
+        """A run of this process's share of the lanes, at the start of an epoch."""
+        share, shares = self._shares()
+        lanes = self._settings.lanes
+        if lanes % shares:
+            numbers = [n for n in range(1, lanes // self._world_size + 1) if lanes % (self._world_size * n) == 0]
+            raise ValueError(
+                f"{self._world_size} ranks × {shares // self._world_size} workers of the StatefulDataLoader do not "
+                f"divide {lanes} lanes; num_workers that do: {', '.join(map(str, numbers))}. Or begin a new run with "
+                "another lanes="
+            )
+        settings = replace(self._settings, rank=share, world_size=shares)
+        run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
+        run.draw_subsets_by(int(self._subset_order[0]) or None)
+        run.begin_epoch(iteration)
+        return run
+
+    def _shares(self) -> tuple[int, int]:
+        """The number of this process's share of the lanes, and the number of shares."""
+        info = get_worker_info()
+        workers, worker = (info.num_workers, info.id) if info else (1, 0)
+        return self._rank + self._world_size * worker, self._world_size * workers
+
+    def _next_iteration(self) -> int:
+        """The number of the epoch that begins, the same in all workers that were started together."""
+        begun, seed = divmod(int(self._begun[0]), 1 << _SEED_BITS)
+        info = get_worker_info()
+        if info is None:
+            number = begun
+        elif self._iteration >= 0:  # a worker that is kept for another epoch
+            number = self._iteration + 1
+        else:
+            number = begun - 1 if begun and seed == self._worker_seed() else begun
+        self._begun[0] = self._packed(number + 1)
+        return number
+
+    def _packed(self, begun: int) -> int:
+        return (begun << _SEED_BITS) | self._worker_seed()
+
+    def _worker_seed(self) -> int:
+        """A number that workers have in common if they were started together, and only then."""
+        info = get_worker_info()
+        return (info.seed - info.id) % (1 << _SEED_BITS) if info else 0
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << (62 - _SEED_BITS)
+
+
+def _pinned(settings: LoaderSettings) -> PinnedShards:
+    """The shards that the pipeline reads now; they are closed again."""
+    local = LocalLanes(settings.job, 0)
+    try:
+        assert local.last_stage
+        return local.pinned
+    finally:
+        local.close()

@@ -1,0 +1,192 @@
+"""`Stats`: a loader's counters, as flat names and numbers; and a warning when the trainer waits too much for data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+from savable_pipeline.data.dataset.sample import untagged
+from savable_pipeline.run.engine.messages import Delivery
+from savable_pipeline.run.loader.given_samples import GivenSamples
+from savable_pipeline.run.loader.recent import Recent
+from savable_pipeline.run.loader.slowest import Slowest
+
+log = logging.getLogger(__name__)
+
+_WINDOW_S = 60.0
+_STARVING = 0.25  # the share of a window above which waiting for data is a warning
+
+
+class Stats:
+    """Counters of one loader, since it was made.
+
+    `find_sources` gives the name of each source ("" without a `Blend`) by its tag; it is asked when a batch was given.
+    """
+
+    def __init__(self, num_workers: int, find_sources: Callable[[], dict[int, str]]) -> None:
+        self._num_workers = num_workers
+        self._find_sources = find_sources
+        self._given: GivenSamples | None = None  # before the first batch
+        self._waits, self._makings = Recent(), Recent()
+        self._stage_times: dict[str, Recent] = {}
+        self._slowest = Slowest()
+        self._seen = (0, 0)  # of the batches that were watched: bytes read, items
+        self._counts: Counter[str] = Counter()
+        self._batches = 0
+        self._wait_s = 0.0
+        self._work_s = 0.0  # of all workers together
+        now = time.perf_counter()
+        self._read = (now, 0, 0)  # when `numbers` was called last, and the batches and items by then
+        self._window = (now, 0.0)  # when it began, and the seconds waited by then
+
+    @cached_property
+    def _sources(self) -> dict[int, str]:
+        return self._find_sources()
+
+    def add(self, waited_s: float, delivery: Delivery) -> None:
+        """Count a batch, and the seconds that the trainer waited for it."""
+        self._batches += 1
+        self._wait_s += waited_s
+        made_s, counts = delivery.seconds, delivery.counts
+        self._work_s += made_s
+        self._waits.add(waited_s)
+        self._makings.add(made_s)
+        if self._given is None:
+            self._given = GivenSamples(list(self._sources))
+        self._given.add(delivery.samples)
+        own = self._counts
+        for name, number in counts.items():
+            own[name] += number  # type: ignore[assignment]
+        if delivery.timed:
+            self._time(delivery)
+        begun, before = self._window
+        now = time.perf_counter()
+        if now - begun > _WINDOW_S:
+            self._warn_starving(now - begun, self._wait_s - before)
+            self._window = now, self._wait_s
+
+    def _time(self, delivery: Delivery) -> None:
+        """Count what was measured of a batch that was timed."""
+        watched = delivery.watched
+        if watched is not None:
+            self._slowest.add(watched)
+            bytes_read, items = self._seen
+            items_here = int(delivery.counts.get("Encode/items", 0))
+            self._seen = bytes_read + watched.bytes_read, items + items_here
+        for name, number in delivery.counts.items():
+            if name.endswith("/ns"):
+                self._stage_times.setdefault(name[:-3], Recent(256)).add(number / 1e9)
+
+    def count(self, counts: Mapping[str, int | float]) -> None:
+        """Add counters of stages."""
+        self._counts.update(counts)
+
+    def _warn_starving(self, seconds: float, waited: float) -> None:
+        if waited < _STARVING * seconds:
+            return
+        shares = sorted(self._stage_shares().items(), key=lambda entry: -entry[1])
+        where = ", ".join(f"{name} {share:.0%}" for name, share in shares[:3]) or "not measured yet"
+        log.warning(
+            "the trainer waited for data in %.0f of the last %.0f s; of the time that batches take to make: %s; "
+            "num_workers is %d",
+            waited,
+            seconds,
+            where,
+            self._num_workers,
+        )
+
+    def _stage_shares(self) -> dict[str, float]:
+        """The share of each stage in the time that batches take to make, measured on some of them."""
+        spent = {name[:-3]: number for name, number in self._counts.items() if name.endswith("/ns")}
+        total = sum(spent.values())
+        return {name: number / total for name, number in spent.items()} if total else {}
+
+    def numbers(self) -> dict[str, int | float]:
+        """All that `totals` gives, and rates since the last call."""
+        now = time.perf_counter()
+        items = self._counts["Encode/items"]
+        then, batches, items_then = self._read
+        self._read = now, self._batches, items
+        seconds = max(now - then, 1e-9)
+        return {
+            **self.totals(),
+            "batches_per_s": (self._batches - batches) / seconds,
+            "items_per_s": (items - items_then) / seconds,
+        }
+
+    def totals(self) -> dict[str, int | float]:
+        """All counters by name, and percentiles."""
+        counts = {name: number for name, number in self._counts.items() if not name.endswith("/ns")}
+        plain = {name: number for name, number in counts.items() if "/source/" not in name}
+        tokens = counts.get("OnlinePacker/tokens")
+        return {
+            "batches": self._batches,
+            "samples": sum(self._samples_by_tag().values()),
+            **({} if tokens is None else {"tokens": tokens}),
+            **({"bytes": self._bytes_read()} if self._seen[1] else {}),
+            "wait_s": self._wait_s,
+            "work_s": self._work_s,
+            "num_workers": self._num_workers,
+            **{f"seconds/{name}": share * self._work_s for name, share in self._stage_shares().items()},
+            **plain,
+            **_fills(counts),
+            **self._of_sources(),
+            **self._percentiles(),
+            **self._slow_s(),
+        }
+
+    def _samples_by_tag(self) -> dict[int, int]:
+        return {} if self._given is None else self._given.by_tag()
+
+    def _bytes_read(self) -> int:
+        """The bytes that were read, as those of the batches that were watched are of their items."""
+        seen, items = self._seen
+        return int(seen * (self._counts["Encode/items"] / items))
+
+    def _of_sources(self) -> dict[str, int | float]:
+        """What each source of a `Blend` gave: samples in batches; drawn, skipped, by the counters of the stages."""
+        if not any(self._sources.values() if self._batches else ()):
+            return {}
+        found: Counter[str] = Counter()
+        for tag, name in self._sources.items():
+            found[f"source/{name}/samples"] += self._samples_by_tag()[tag]
+        for counter, number in self._counts.items():
+            _, _, of_source = counter.partition("/source/")
+            if of_source:
+                numeral, _, what = of_source.partition("/")
+                found[f"source/{self._sources.get(int(numeral), numeral)}/{what}"] += int(number)
+        return dict(found)
+
+    def _percentiles(self) -> dict[str, float]:
+        series = {"wait_s": self._waits, "making_s": self._makings}
+        series |= {f"stage_s/{name}": recent for name, recent in self._stage_times.items()}
+        return {name: value for key, recent in series.items() for name, value in recent.percentiles(key)}
+
+    def _slow_s(self) -> dict[str, float]:
+        sample, shard = self._slowest.sample, self._slowest.shard
+        return {
+            **({} if sample is None else {"slowest_sample_s": sample.nanoseconds / 1e9}),
+            **({} if shard is None else {"slowest_shard_s": shard[1]}),
+        }
+
+    def names(self) -> dict[str, str]:
+        """Which shard and sample the numbers `slowest_shard_s` and `slowest_sample_s` are of."""
+        sample, shard = self._slowest.sample, self._slowest.shard
+        return {
+            **({} if sample is None else {"slowest_sample_s": f"{sample.shard}, sample {untagged(sample.number)}"}),
+            **({} if shard is None else {"slowest_shard_s": shard[0]}),
+        }
+
+
+def _fills(counts: Mapping[str, int | float]) -> dict[str, float]:
+    """The share of each packer's packs that holds tokens."""
+    fills = {}
+    for name, tokens in counts.items():
+        stage = name.removesuffix("/tokens")
+        room = counts.get(f"{stage}/room")
+        if stage != name and room is not None and tokens + room:
+            fills[f"{stage}/fill"] = tokens / (tokens + room)
+    return fills

@@ -1,0 +1,106 @@
+"""What trainers do wrong with a bare loader, as far as it shows in who calls it.
+
+Those that keep rank 0's state only, or that fetch ahead of it, are refused the state: their checkpoints would look
+whole, and be found to lack lanes, or to be a batch late, when they are needed. Those that save no state at all are
+named in a warning when they begin: with a callback of the user's that saves it, all is well.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.run import Run
+
+log = logging.getLogger(__name__)
+
+_LIGHTNING = "lightning.pytorch"
+_KEEPS_ONE = "keeps the state of rank 0 only, and the other lanes would be missing at the resume"
+_CURES = {  # by the module that asks: whether one rank is refused too, what is wrong, and the cure
+    "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
+    "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
+    _LIGHTNING: (
+        True,
+        f"Lightning may have fetched a batch ahead, and {_KEEPS_ONE}",
+        "savable_pipeline.trainers.lightning.SavableDataModule",
+    ),
+}
+_COMPOSER = (f"Composer {_KEEPS_ONE}", "savable_pipeline.trainers.composer.SavableData")
+
+
+def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
+    """Raise `SavableError` if the module `caller` belongs to such a trainer, which cannot keep this many ranks.
+
+    `behind` is the module that called into `caller`: Composer asks callbacks, which are the user's, and they ask us.
+    """
+    if world_size > 1 and (caller.startswith("composer.core.") or behind.startswith("composer.core.")):
+        raise _refusal(*_COMPOSER)
+    if not caller.startswith(("accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric.")):
+        return
+    for module, (always, why, cure) in _CURES.items():
+        if _known(caller).startswith(module) and (always or world_size > 1):
+            raise _refusal(why, cure)
+
+
+def refuse_fetching_ahead(caller: str) -> None:
+    """Raise `SavableError` if the module `caller` belongs to Lightning's Trainer, which fetches ahead of a `Whole`.
+
+    It also drops what it saved, where it resumes from a checkpoint of an epoch's end.
+    """
+    if _known(caller).startswith(_LIGHTNING):
+        _, why, cure = _CURES[_LIGHTNING]
+        raise _refusal(why, cure)
+
+
+def _known(module: str) -> str:
+    """The name in the package `lightning` of a module that lies in one of the older packages."""
+    return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
+
+
+def _refusal(why: str, cure: str) -> SavableError:
+    return SavableError(f"{why}: give it what {cure} makes, in the place of the loader")
+
+
+def warn_unsaved(caller: str, run: Run) -> None:
+    """Warn if the module `caller`, which begins to iterate over a fresh loader, is of a trainer that saves none.
+
+    A loader for evaluation needs no state, and one that has been loaded is saved by somebody.
+    """
+    at = run.position
+    if at.loaded or at.epoch or at.slot or run.settings.on_iter == "restart" or caller.startswith("savable_pipeline."):
+        return
+    if caller.startswith("transformers."):
+        _warn(
+            "Hugging Face's Trainer iterates over",
+            "Give it to savable_pipeline.trainers.hf.SavableTrainer(train_loader=…), which saves it",
+        )
+    elif (state := sys.modules.get("accelerate.state")) and state.is_initialized():
+        _warn(
+            "there is an Accelerator, whose save_state knows nothing of loaders, and beside it a loop iterates over",
+            "Iterate over what savable_pipeline.trainers.accelerate.prepare(accelerator, loader) gives",
+        )
+
+
+def _warn(what: str, cure: str) -> None:
+    log.warning(
+        "%s a bare SavableLoader, of which no checkpoint holds the state: a run that is resumed would begin at slot 0 "
+        "again, without a word. %s; if you save and load its state yourself, all is well",
+        what,
+        cure,
+    )
+
+
+def refuse_dataset() -> NoReturn:
+    """Raise AttributeError: what looks for a loader's dataset means to skip the batches of a run that is resumed."""
+    raise AttributeError(
+        "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where to go "
+        "on. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
+    )
+
+
+def module_of(frame: FrameType | None) -> str:
+    """The name of the module whose code runs in this frame."""
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,352 @@
+"""`Fingerprint`: the settings of a run that a saved state must agree on, and their comparison field by field."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import zlib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from savable_pipeline.core.addresses import clean_address
+from savable_pipeline.core.weights import reduced
+from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.data.dataset.shard_digests import begin_with, difference, grouped, kind_of_summary
+from savable_pipeline.data.shards.shard_list import ShardList
+from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.run.state.lane_state import decoded, pack_state, unpack_state
+from savable_pipeline.run.state.object_count import has_too_many
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.join import Join
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.stage import Stage
+
+log = logging.getLogger(__name__)
+
+_OURS = __name__.split(".")[0] + "."
+_OF_THE_RUN = {"lanes", "seed", "stages"}
+_PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
+_OTHER_ORDER = "this stage gives its samples in another order since: go on with the release that saved the state"
+_SUBSET_ORDER = "subset_order"  # of readers with a subset; its first number was not written
+_FIXED = {
+    "lanes": "the number of lanes is a setting of the run: pass the saved one",
+    "stages": "a stage was added, removed or exchanged",
+    "Blend.order": _OTHER_ORDER,
+    "OnlinePacker.order": _OTHER_ORDER,
+}
+_FIXED_OF_READERS = {
+    "order": _OTHER_ORDER,
+    "parts": "lists of images, which were JSON, are parts since: go on with the release that saved the state",
+    _SUBSET_ORDER: _OTHER_ORDER,
+    "shards": "shards were added, removed or rewritten since",
+}
+_JOINING = 'new shards may join at the next epoch: allow={"shards"}'
+_JOINS = "joins"  # a field that a whole stage may add: see `fingerprint`
+_SHARDS = "shards"  # of readers: see shard_digests.py
+_EXCLUDE = "exclude"  # a field that readers have only where a sample is excluded
+_SHORT = {
+    ("Batcher", "size"): "batch_size",
+    ("Blend", "weights"): "weights",
+    ("Blend", "sources"): "sources",
+    ("Join", "joins"): _JOINS,
+}
+_COVERED = {"Blend.schedule": "weights"}  # fields that may differ where another one may
+_KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
+    "stages": list[str],
+    "sources": list[str],
+    "weights": dict[str, int],
+}
+_LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed: older states list each of a million shards
+
+
+class Fingerprint(msgspec.Struct):
+    """Settings that change the data, by field name; and versions of libraries that may change pixels.
+
+    `addresses`: where the data of a field lay, which is told where the field differs, and never compared.
+    """
+
+    fields: dict[str, Any]
+    environment: dict[str, str]
+    addresses: dict[str, str] = {}
+
+
+class FingerprintHere(Fingerprint):
+    """The fingerprint of a pipeline that is at hand; `shards`, by field, are not packed: a state keeps less of them.
+
+    `required`: the fields of the library's own stages, which every state has where a run here has them. A release that
+    adds one writes it only where its value is not what was done before: absent means that.
+    """
+
+    shards: dict[str, ShardList] = {}
+    required: frozenset[str] = frozenset()
+
+
+def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
+    """The fingerprint of a pipeline in a run with this seed and number of lanes.
+
+    A `Join` has neither state nor random numbers: it is a field, not one of the stages, so that one can be added.
+    """
+    path = [(step.info.branch, type(step).__qualname__, step) for step in upstream(stage)]
+    names = [_in_branch(branch, name) for branch, name, step in path if not isinstance(step, Join)]
+    fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
+    addresses: dict[str, str] = {}
+    shards: dict[str, ShardList] = {}
+    required = set(fields)
+    for branch, name, step in path:
+        lies_at = step.addresses()
+        for setting, value in step.settings().items():
+            field = _unique(_in_branch(branch, field_name(name, setting)), fields)
+            fields[field] = _plain(field, value)
+            if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
+                required.add(field)
+            if setting in lies_at:
+                addresses[field] = clean_address(lies_at[setting])
+            if setting == _SHARDS and isinstance(step, RecordReader):
+                shards[field] = step.dataset.entries
+    return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required))
+
+
+def are_of_one_run(left: bytes, right: bytes) -> bool:
+    """Whether two packed fingerprints are equal, wherever the data lay. Raises `StateError` if one is damaged."""
+    if left == right:
+        return True
+    one, other = unpack_fingerprint(left), unpack_fingerprint(right)
+    return (one.fields, one.environment) == (other.fields, other.environment)
+
+
+def pack_fingerprint(found: Fingerprint) -> bytes:
+    """A fingerprint as compressed, checksummed bytes. Raises ValueError for settings too large to be read back."""
+    plain = msgspec.msgpack.encode(Fingerprint(found.fields, found.environment, found.addresses))
+    if len(plain) > _LARGEST:
+        largest = max(found.fields, key=lambda name: len(msgspec.msgpack.encode(found.fields[name])))
+        raise ValueError(
+            f"the settings of the pipeline take {human_bytes(len(plain))}, most of it {largest}; a state holds at most "
+            f"{human_bytes(_LARGEST)} of them: give a hash or a name in place of the value"
+        )
+    compressed = zlib.compress(plain, 6)
+    if has_too_many(plain, len(compressed)):
+        raise ValueError(
+            "the settings of the pipeline are more than a million values, nearly all alike: give a hash or a name in "
+            "place of the longest"
+        )
+    return pack_state(_Packed(compressed))
+
+
+def unpack_fingerprint(raw: bytes) -> Fingerprint:
+    """The fingerprint in these bytes. Raises `StateError` if they are damaged."""
+    packed = unpack_state(raw, _Packed, "fingerprint")
+    inflate = zlib.decompressobj()
+    try:
+        plain = inflate.decompress(packed.compressed, _LARGEST)
+    except zlib.error as error:
+        raise StateError(f"fingerprint: {error}; use another copy of the checkpoint") from error
+    if not inflate.eof:
+        fault = f"more than {human_bytes(_LARGEST)} inflated" if inflate.unconsumed_tail else "cut short"
+        raise StateError(f"fingerprint: {fault}; use another copy of the checkpoint")
+    if has_too_many(plain, len(packed.compressed)):
+        raise StateError(
+            "fingerprint: more than a million values, nearly all alike; use another copy of the checkpoint"
+        )
+    found = decoded(plain, Fingerprint, "fingerprint")
+    _check_known_fields(found.fields)
+    return found
+
+
+def _check_known_fields(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if _base(name) in _KINDS:
+            _check_kind(name, value, _KINDS[_base(name)])
+
+
+def _check_kind(name: str, value: Any, kind: Any) -> None:
+    """Raises `StateError` where a field that is compared by its parts is of another type."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise StateError(f"fingerprint: {name}: {error}; use another copy of the checkpoint") from error
+
+
+def subset_order_of(saved: Fingerprint) -> int | None:
+    """The number by which all readers of a run draw their subsets; None: this release's."""
+    drawn = [name for name, value in saved.fields.items() if _setting(name) == "subset" and value is not None]
+    return 1 if drawn and _SUBSET_ORDER not in map(_setting, saved.fields) else None
+
+
+def _setting(field: str) -> str:
+    return _base(field).rpartition(".")[2]
+
+
+def check_shards(saved: Fingerprint, here: FingerprintHere) -> None:
+    """Raises `StateError` where what a state keeps of the shards of a reader that is here is damaged."""
+    for name in here.shards.keys() & saved.fields.keys():
+        _check_kind(name, saved.fields[name], kind_of_summary(saved.fields[name]))
+
+
+def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()) -> list[str]:
+    """The names of the fields that differ, all of which must be in `allow`.
+
+    "TarShardReader.shuffle" in `allow` also covers that field inside a source of a `Blend`, such as
+    "web/TarShardReader.shuffle". Of a source that only one side has, only the name is compared. Other libraries or
+    another processor, which may change pixels, are a warning.
+
+    Raises `CheckpointMismatchError`, which lists the differing fields that are not in `allow`, and ValueError for a
+    name in `allow` that is unknown or may never differ.
+    """
+    allowed = checked_allow(allow, saved, here)
+    check_shards(saved, here)
+    before, after = _of_shared_sources(saved.fields, here.fields), _of_shared_sources(here.fields, saved.fields)
+    differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, here))
+    if "stages" in differing:  # leave out the settings of stages that only one side has
+        kept = set(before) & set(after) | _OF_THE_RUN
+        differing = [name for name in differing if name in kept]
+    differing = [name for name in differing if not _follows(name, differing)]
+    refused = [name for name in differing if not {name, _base(name), _COVERED.get(_base(name))} & allowed]
+    if refused:
+        lines = [f"  {name}: {_difference(name, before, after, here)}{_places(name, saved, here)}" for name in refused]
+        may_differ = not any(_fixed(name) for name in refused)
+        hint = f"\nTo go on all the same, without exactness: allow={refused}" if may_differ else ""
+        raise CheckpointMismatchError(
+            "the state was saved by a run with other settings or data:\n" + "\n".join(lines) + hint
+        )
+    for name in differing:
+        log.warning(
+            "restoring although %s differs: %s",
+            name,
+            _difference(name, before, after, here),
+        )
+    for name in saved.environment.keys() | here.environment.keys():
+        old, new = saved.environment.get(name), here.environment.get(name)
+        if old != new:
+            log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, old, new)
+    return differing
+
+
+def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
+    if name in here.shards and name in before and name in after:
+        return grouped(before[name]) != grouped(after[name])
+    if name in here.required and name not in before:
+        return True
+    return bool(before.get(name) != after.get(name))
+
+
+def _follows(name: str, differing: list[str]) -> bool:
+    """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
+    prefix, _, setting = name.rpartition(".")
+    if setting.partition("#")[0] == _SUBSET_ORDER:
+        return name.replace(_SUBSET_ORDER, "subset") in differing
+    return setting == "order" and any(f"{prefix}.{cause}" in differing for cause in ("epochs", "shuffle", "policy"))
+
+
+def field_name(stage: str, setting: str) -> str:
+    """The name of a stage's setting in a fingerprint, in messages and in `allow`."""
+    if setting == _EXCLUDE and stage.endswith("Reader"):
+        return _EXCLUDE
+    return _SHORT.get((stage, setting), f"{stage}.{setting}")
+
+
+def stage_field(stage: Stage, setting: str) -> str:
+    """The name of this stage's setting in a fingerprint, if no other stage of its kind is in its branch."""
+    return _in_branch(stage.info.branch, field_name(type(stage).__qualname__, setting))
+
+
+def _in_branch(branch: str, name: str) -> str:
+    return f"{branch}/{name}" if branch else name
+
+
+def _base(field: str) -> str:
+    """A field's name without its `Blend` sources and its number: "Encode.check" of "web/Encode.check#2"."""
+    return field.rsplit("/")[-1].split("#")[0]
+
+
+def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those of `Blend` sources that `others` does not have; with the weights reduced to the rest."""
+    kept = dict(fields)
+    for field, names in fields.items():
+        if _base(field) != "sources" or field not in others:
+            continue
+        prefix = field[: -len("sources")]
+        unshared = [f"{prefix}{name}/" for name in names if name not in others[field]]
+        kept = {name: value for name, value in kept.items() if not name.startswith(tuple(unshared))}
+        kept["stages"] = [name for name in kept.get("stages", []) if not name.startswith(tuple(unshared))]
+        weights = fields.get(f"{prefix}weights", {})
+        shared = [name for name in names if name in others[field] and name in weights]
+        kept[f"{prefix}weights"] = reduced({name: weights[name] for name in shared})
+    return kept
+
+
+def checked_allow(allow: Iterable[str], saved: Fingerprint, here: Fingerprint) -> set[str]:
+    """The names of fields that may differ. Raises ValueError for one that is unknown, or of a field that never may."""
+    fields = saved.fields.keys() | here.fields.keys()
+    names = {allow} if isinstance(allow, str) else set(allow)
+    known = {*fields, *map(_base, fields), _JOINS, _EXCLUDE}
+    for name in names:
+        if cause := _fixed(name):
+            raise ValueError(f"allow={name!r}: this can never differ; {cause}")
+        if name not in known:
+            raise ValueError(f"allow={name!r}: no such field; there are {', '.join(sorted(fields))}")
+    return names
+
+
+def _fixed(name: str) -> str | None:
+    """The reason why a field may never differ; None if it may."""
+    stage, dot, setting = _base(name).rpartition(".")
+    if stage.endswith("Reader") or not dot:
+        return _FIXED_OF_READERS.get(setting) or _FIXED.get(setting)
+    return _FIXED.get(_base(name))
+
+
+def _plain(field: str, value: Any) -> Any:
+    """A setting as a state returns it: tuples become lists, sets sorted lists. Raises ValueError if it is not plain."""
+    try:
+        plain = msgspec.to_builtins(value, str_keys=True, order="deterministic")
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"the setting {field} = {value!r} cannot be kept in a state ({error}): settings() gives numbers, strings, "
+            "bytes, and lists or dicts of these"
+        ) from error
+
+
+def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    number = 2
+    while name in taken:
+        name, number = f"{name.rsplit('#')[0]}#{number}", number + 1
+    return name
+
+
+def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> str:
+    saved, value = before.get(name), after.get(name)
+    if name in here.required and name not in before and value is None:
+        return "not in the state, here None"
+    cause = f" ({_fixed(name)})" if _fixed(name) else ""
+    if name in here.shards:
+        shards = here.shards[name]
+        cause = f" ({_JOINING})" if begin_with(shards, saved or []) else cause
+        return difference(saved or [], shards) + cause
+    return f"saved {saved!r}, here {value!r}{cause}"
+
+
+def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
+    """Where the data of a field lay when the state was saved, which old states do not tell, and where they lie here."""
+    before, now = saved.addresses.get(name), here.addresses.get(name)
+    if now is None:
+        return ""
+    return f"; here {now}" if before is None else f"; saved on {before}, here {now}"
+
+
+def _environment() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
+    for name in _PIXEL_LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+class _Packed(msgspec.Struct):
+    compressed: bytes

@@ -1,0 +1,146 @@
+"""Checks, reads and merges the flat dicts that hold a loader's state: a few numbers and the states of its lanes."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from savable_pipeline.core.lane import Growth
+from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.run.state.fingerprint import are_of_one_run
+from savable_pipeline.run.state.lane_state import VERSION, LaneState, unpack_state
+from savable_pipeline.run.state.restoring import restoring
+
+_LANE = re.compile(r"lane_([0-9]{5,18})")
+_NUMBERS = ("lanes", "epoch", "slot")
+_LARGEST = 1 << 62  # of these
+
+
+def lane_name(lane: int) -> str:
+    """The key of a lane's state in the flat dict."""
+    return f"lane_{lane:05d}"
+
+
+def lane_numbers(state: Mapping[str, Any]) -> list[int]:
+    """The numbers of the lanes in a flat dict, ascending."""
+    numbers = {name: int(found[1]) for name in state if (found := _LANE.fullmatch(name))}
+    return sorted(number for name, number in numbers.items() if lane_name(number) == name)
+
+
+def batches_before(slot: int, lane: int, lanes: int) -> int:
+    """The number of batches that lane `lane` gave to the slots before `slot`."""
+    return max(0, slot - lane + lanes - 1) // lanes
+
+
+def check_flat(state: Mapping[str, Any]) -> None:
+    """Raise `StateError` unless `state` is a flat dict of this version."""
+    with restoring("the state"):
+        _check_flat(state)
+
+
+def _check_flat(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise StateError(f"a state is a dict, not {type(state).__name__}")
+    missing = {"format", "lanes", "epoch", "slot", "fingerprint"} - state.keys()
+    if missing:
+        inside = [name for name, value in state.items() if isinstance(value, Mapping) and "fingerprint" in value]
+        hint = f"; load its value under {inside[0]!r}" if inside else ""
+        raise StateError(
+            f"this is no state of a SavableLoader: it holds {', '.join(map(repr, list(state)[:8])) or 'nothing'}, "
+            f"but not {', '.join(sorted(missing))}{hint}"
+        )
+    odd = [name for name in state if not isinstance(name, str)]
+    if odd:
+        raise StateError(f"the state has the key {reprlib.repr(odd[0])}, but its keys are texts")
+    if type(state["format"]) is not int or state["format"] != VERSION:
+        found = state["format"] if isinstance(state["format"], int | str) else reprlib.repr(state["format"])
+        raise StateError(f"state version {found}; this release reads version {VERSION}")
+    numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
+    if numbers:
+        raise StateError(f"the state's {numbers[0]} is {reprlib.repr(state[numbers[0]])}, not a count")
+    if not state["lanes"]:
+        raise StateError("the state is of a run with no lanes")
+
+
+def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:
+    """The states of the lanes `wanted`, each checked to belong to the flat dict's slot and epoch.
+
+    Raises `CheckpointMismatchError` for a lane that is missing or was saved at another step, `StateError` for a damaged
+    one.
+    """
+    lanes, slot, epoch = state["lanes"], state["slot"], state["epoch"]
+    read = {}
+    for lane in wanted:
+        name = lane_name(lane)
+        if name not in state:
+            raise CheckpointMismatchError(
+                f"the state holds the lanes {_ranges(lane_numbers(state))} of {lanes}, but this rank needs lane "
+                f"{lane}: save on every rank and join with merge_states, or save global_state_dict(). Where no "
+                "other checkpoint is left: savable_pipeline.trainers.rescue"
+            )
+        found = unpack_state(state[name], LaneState, name)
+        expected = batches_before(slot, lane, lanes)
+        if found.lane != lane or found.epoch != epoch or found.batches != expected:
+            raise CheckpointMismatchError(
+                f"{name}: its batch {found.batches} of epoch {found.epoch} (lane {found.lane}), but slot {slot} of "
+                f"epoch {epoch} needs batch {expected}: were the ranks' states saved at different steps?"
+            )
+        read[lane] = found
+    return read
+
+
+def common_growth(lanes: Iterable[LaneState]) -> Growth:
+    """The shards that were added in the run. Raises `CheckpointMismatchError` if the lanes do not agree."""
+    found = [lane.grown for lane in lanes]
+    if any(growth != found[0] for growth in found):
+        raise CheckpointMismatchError(
+            "the lanes of the state do not agree on the epochs at which shards joined: load the same state on all ranks"
+        )
+    return found[0] if found else {}
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state with all lanes, from the states that the ranks of a run saved after the same step.
+
+    The result is a flat dict, which `SavableLoader.load_state_dict` takes on any number of ranks. Raises
+    `CheckpointMismatchError` if the states are of different runs or steps, `StateError` for a damaged one, ValueError
+    for none at all.
+
+    >>> def pipeline(lane):
+    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+    >>> loaders = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+    >>> states = [loader.state_dict() for loader in loaders]
+    >>> [name for name in sp.merge_states(states) if name.startswith("lane_")]
+    ['lane_00000', 'lane_00002', 'lane_00001', 'lane_00003']
+    """
+    merged: dict[str, Any] = {}
+    lanes: dict[int, LaneState] = {}
+    for state in states:
+        check_flat(state)
+        with restoring("the state"):
+            for name in _NUMBERS:
+                if merged and state[name] != merged[name]:
+                    raise CheckpointMismatchError(
+                        f"the states to merge differ in {name}: {state[name]} and {merged[name]}; save all at one step"
+                    )
+            if merged and not are_of_one_run(state["fingerprint"], merged["fingerprint"]):
+                raise CheckpointMismatchError("the states to merge differ in fingerprint; save all at one step")
+            lanes.update(read_lanes(state, lane_numbers(state)))
+        merged.update(state)
+    if not merged:
+        raise ValueError("merge_states needs at least one state")
+    common_growth(lanes.values())
+    return merged
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Sorted numbers as ranges: [0, 1, 2, 5] gives "0-2, 5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{low}-{high}" if low < high else f"{low}" for low, high in parts) or "none"

@@ -1,0 +1,173 @@
+"""Decodes a saved state for people to read: the position of each lane, and the differences of two states."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.errors import StateError
+from savable_pipeline.run.state.fingerprint import unpack_fingerprint
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
+from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.run.state.state_dict import check_flat, lane_name, lane_numbers
+
+_MARKS = {"format", "lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class StateSummary:
+    """A decoded state: its epoch, slot and number of lanes, the run's settings, and each lane's saved fields."""
+
+    numbers: dict[str, int]
+    settings: dict[str, Any]
+    environment: dict[str, str]
+    lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not begun
+    lane_bytes: dict[int, int]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The loader's state in a file that `torch.save` wrote; it may lie anywhere in nested dicts and lists.
+
+    Raises `StateError` if there is no such file, or if it cannot be read or does not hold exactly one state.
+    """
+    import torch
+
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "no such file"
+        raise StateError(f"{path}: {what}; expected a file that torch.save wrote, with the loader's state in it")
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StateError(
+            f"{path}: torch.load(weights_only=True) cannot read it ({type(error).__name__}): it was not written by "
+            "torch.save, is damaged, or holds more than plain values and tensors"
+        ) from error
+    found = list(_find(loaded))
+    if len(found) != 1:
+        content = "no state of a SavableLoader" if not found else f"{len(found)} states; save each in its own file"
+        raise StateError(f"{path}: holds {content}")
+    return found[0]
+
+
+def _find(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, Mapping):
+        if value.keys() >= _MARKS:
+            yield dict(value)
+            return
+        for part in value.values():
+            yield from _find(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _find(part)
+
+
+def summarize(state: Mapping[str, Any]) -> StateSummary:
+    """Decode a state. Raises `StateError` if it is damaged."""
+    check_flat(state)
+    with restoring("the state"):
+        return _summarized(state)
+
+
+def _summarized(state: Mapping[str, Any]) -> StateSummary:
+    fingerprint = unpack_fingerprint(state["fingerprint"])
+    stages = list(fingerprint.fields.get("stages", []))
+    numbers = lane_numbers(state)
+    decoded = {lane: unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in numbers}
+    return StateSummary(
+        numbers={name: state[name] for name in ("epoch", "slot", "lanes")},
+        settings=fingerprint.fields,
+        environment=fingerprint.environment,
+        lanes={lane: _row(found, stages) for lane, found in decoded.items()},
+        lane_bytes={lane: len(state[lane_name(lane)]) for lane in numbers},
+    )
+
+
+def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
+    """A lane's fields as `stage.field: value`, in the order of the data path; {} if the lane has not begun."""
+    if lane.stages is None:
+        return {}
+    path = list(_path(lane.stages, lane_name(lane.lane)))
+    names = stages if len(stages) == len(path) else [f"stage {i}" for i in range(len(path))]
+    row: dict[str, Any] = {"batches": lane.batches}
+    for name, fields in zip(names, path, strict=True):
+        row.update({f"{name}.{field}": value for field, value in fields.items()})
+    return row
+
+
+def _path(state: Any, where: str) -> Iterator[dict[str, Any]]:
+    """The saved fields of each stage, readers first; the sources of a `Blend` in the order of their names."""
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise StateError(f"{where}: {_short(state)} is no state of a stage; use another copy of the checkpoint")
+    upstream = state.get("sources") or ({"": state["source"]} if "source" in state else {})
+    if not isinstance(upstream, dict):
+        raise StateError(f"{where}: {_short(upstream)} are no sources; use another copy of the checkpoint")
+    for name in sorted(upstream, key=str):
+        yield from _path(upstream[name], where)
+    yield {name: value for name, value in state.items() if name not in ("source", "sources")}
+
+
+def shown(field: str, value: Any) -> str:
+    """A saved value as short text."""
+    if isinstance(value, bytes):
+        return str(len(value) // REF.itemsize) if field.endswith(".refs") else f"{len(value)} bytes"
+    if field.endswith(".growth"):
+        with contextlib.suppress(TypeError, ValueError):
+            return ", ".join(f"{shards} shards from epoch {epoch}" for epoch, shards in value)
+    if field.endswith(".packs"):
+        with contextlib.suppress(TypeError, IndexError, KeyError):  # those of a user's own stage
+            lengths = [sum(item[1] for item in pack) for pack in value]
+            return f"{len(value)}, {sum(map(len, value))} items, {sum(lengths)} long"
+    if isinstance(value, dict):
+        return " ".join(f"{name}={number}" for name, number in value.items()) or "-"
+    if isinstance(value, list):
+        return f"{len(value)} items"
+    return str(value)
+
+
+def differences(left: StateSummary, right: StateSummary) -> list[tuple[str, str, str]]:
+    """The differing fields of two states: name, and the value in each. Equal states go on alike."""
+    found = _differing(left.numbers, right.numbers, "")
+    found += _differing(left.settings, right.settings, "")
+    found += _differing(left.environment, right.environment, "")
+    for lane in sorted(left.lanes.keys() | right.lanes.keys()):
+        found += _differing(left.lanes.get(lane), right.lanes.get(lane), f"lane {lane} ")
+    return found
+
+
+def _differing(
+    left: Mapping[str, Any] | None, right: Mapping[str, Any] | None, where: str
+) -> list[tuple[str, str, str]]:
+    if left is None or right is None or (not left) != (not right):
+        shown_sides = ["missing" if side is None else "begun" if side else "not begun" for side in (left, right)]
+        return [(where.strip(), *shown_sides)]  # type: ignore[list-item]
+    names = list(dict.fromkeys([*left, *right]))
+    return [
+        (where + name, *_pair(name, left.get(name), right.get(name)))
+        for name in names
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _pair(name: str, left: Any, right: Any) -> tuple[str, str]:
+    """Two differing values as short text; of lists of refs, the first that differs."""
+    if name.endswith(".refs") and isinstance(left, bytes) and isinstance(right, bytes):
+        mine, theirs = np.frombuffer(left, REF), np.frombuffer(right, REF)
+        for i, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+            if one != other:
+                return tuple(f"{len(s)} refs, [{i}] = index {r['index']} epoch {r['epoch']}" for s, r in
+                             ((mine, one), (theirs, other)))  # type: ignore[return-value]  # fmt: skip
+    sides = shown(name, left), shown(name, right)
+    if sides[0] == sides[1]:
+        return _short(left), _short(right)
+    return sides
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,260 @@
+"""Shared memory in which batches pass from a worker to the trainer: a few segments, each with one batch at a time.
+
+    a segment   free 0, in use 1, retired 2: u8 │ padding to 64 │ buffer │ padding to 64 │ buffer │ …
+
+Segments are anonymous (memfd) and passed by descriptor, so that nothing is left in the system when a process dies. The
+worker marks a segment as in use before it writes to it. The trainer's tensors view it without a copy, and when the last
+of them is gone, the trainer marks the segment as free. The worker reuses the segment that it used last, whose pages are
+in the processor's caches, and makes a new one if none is free. Memory from `batch_memory` lies in the segment of the
+next batch from the start, and is not copied. A trainer that keeps more than 8 batches of a worker gets copies. A
+segment that was viewed when the trainer forked is retired, never freed: the child may still view it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.run.transport.batch_pickle import Buffer
+from savable_pipeline.run.transport.status_page import anonymous_file
+
+Place: TypeAlias = tuple[int, int]  # offset and length in bytes
+
+ALIGN = 64
+KEPT = 8  # batches of one worker that the trainer may view at a time; beyond that it gets copies
+_ROUND = 1 << 16
+_FREE, _IN_USE, _RETIRED = 0, 1, 2
+
+
+class Written(NamedTuple):
+    """The place of a written batch: `fd` is the segment's descriptor if the segment is new, else None.
+
+    `dropped` are the numbers of segments that no longer exist; `places` the offset and length of each buffer.
+    """
+
+    segment: int
+    fd: int | None
+    dropped: tuple[int, ...]
+    places: list[Place]
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    """Map a memfd with all its pages at once: page faults one by one take far longer."""
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+
+
+def _aligned(offset: int) -> int:
+    return (offset + ALIGN - 1) // ALIGN * ALIGN
+
+
+@dataclass(slots=True)
+class _Begun:
+    """The segment of the next batch, which may hold parts of the batch already."""
+
+    number: int
+    fd: int | None  # set if the trainer does not have the segment yet
+    dropped: tuple[int, ...]  # segments that were dropped in favour of this one
+    address: int
+    end: int = ALIGN  # the end of the allocated part
+
+
+class SegmentWriter:
+    """A worker's segments, and the memory it allocates in them."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, mmap.mmap] = {}  # by number, the one used last at the end
+        self._made = 0
+        self._usual = 0  # the expected size of the next batch, by the batches before
+        self._missing = 0  # bytes of the next batch for which the segment had no room
+        self._begun: _Begun | None = None
+        self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}  # the array that views a segment in this process
+
+    def allocate(self, size: int) -> memoryview | None:
+        """`size` bytes for a part of the next batch; None if the segment is full, or before the first batches."""
+        if self._begun is None:
+            if size > self._usual:
+                return None
+            self._begun = self._take(self._usual)
+        begun = self._begun
+        whole = self._view(begun.number)
+        start = begun.end
+        if start + size > len(whole):
+            self._missing += _aligned(size)
+            return None
+        begun.end = _aligned(start + size)
+        return memoryview(whole)[start : start + size]  # type: ignore[arg-type]
+
+    def given(self, address: int, size: int) -> memoryview | None:
+        """The bytes at an address of this process, if all of them were allocated for the next batch; else None."""
+        begun = self._begun
+        if begun is None or not ALIGN <= address - begun.address <= begun.end - size:
+            return None
+        start = address - begun.address
+        return memoryview(self._view(begun.number))[start : start + size]  # type: ignore[arg-type]
+
+    def _view(self, number: int) -> NDArray[np.uint8]:
+        """The bytes of a segment, uint8 (any,); the segment is not reused while this process views a part of them."""
+        lent = self._lent.get(number, _nothing)()
+        if lent is None:
+            lent = np.frombuffer(self._segments[number], np.uint8)
+            self._lent[number] = weakref.ref(lent)
+        return lent
+
+    def begin(self) -> None:
+        """Start a batch: reuse the memory that was allocated for a batch that failed, unless it is still viewed."""
+        if self._begun is not None and self._lent[self._begun.number]() is None:
+            self._begun.end = ALIGN
+
+    def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> Written:
+        """Write bytes (one-dimensional views) to a segment; views of memory from `allocate` are there already.
+
+        `pieces` are written end to end, as the last of the places.
+        """
+        begun, self._begun = self._begun, None
+        places, end = _laid_out(views, begun)
+        room = sum(map(len, pieces))
+        dropped: tuple[int, ...] = ()
+        if begun is not None and end + room > len(self._segments[begun.number]):
+            dropped = self._put_back(begun)
+            begun = None
+            places, end = _laid_out(views, None)
+        self._usual = max(_aligned(end + room) + self._missing, self._usual * 7 // 8)
+        self._missing = 0
+        if begun is None:
+            begun = self._take(end + room)
+        segment = self._segments[begun.number]
+        for (offset, length, is_there), view in zip(places, views, strict=True):
+            if not is_there:
+                segment[offset : offset + length] = view
+        where = [(offset, length) for offset, length, _ in places]
+        if pieces:
+            where.append((end, room))
+        for piece in pieces:
+            segment[end : end + len(piece)] = piece
+            end += len(piece)
+        return Written(begun.number, begun.fd, dropped + begun.dropped, where)
+
+    def _put_back(self, begun: _Begun) -> tuple[int, ...]:
+        """Free a segment that is too small; return the segments that had been dropped in favour of it."""
+        if begun.fd is None:
+            self._segments[begun.number][0] = _FREE
+        else:
+            os.close(begun.fd)
+            del self._segments[begun.number]
+        return begun.dropped
+
+    def _take(self, size: int) -> _Begun:
+        """Mark a free segment of at least this size as in use, or make one."""
+        retired = [number for number, segment in self._segments.items() if segment[0] == _RETIRED]
+        free = [number for number, segment in self._segments.items() if self._is_free(number, segment)]
+        fits = [number for number in free if len(self._segments[number]) >= size]
+        fd, dropped = None, (retired + free)[:1]
+        if fits:
+            number, dropped = fits[-1], []
+            self._segments[number] = self._segments.pop(number)
+        else:
+            size = -(-size // _ROUND) * _ROUND
+            fd = anonymous_file("savable_pipeline batch", size)
+            try:
+                mapped = _mapped(fd, size)
+            except OSError:
+                os.close(fd)
+                raise
+            self._made += 1
+            number = self._made
+            self._segments[number] = mapped
+        for gone in dropped:
+            del self._segments[gone]  # unmapped when this process no longer views it
+        self._segments[number][0] = _IN_USE
+        return _Begun(number, fd, tuple(dropped), self._view(number).ctypes.data)
+
+    def _is_free(self, number: int, segment: mmap.mmap) -> bool:
+        return segment[0] == _FREE and self._lent.get(number, _nothing)() is None
+
+
+def _laid_out(views: Sequence[memoryview], begun: _Begun | None) -> tuple[list[tuple[int, int, bool]], int]:
+    """For each view its offset, its length, and whether it lies there already; and the offset behind all views."""
+    places = []
+    end = ALIGN if begun is None else begun.end
+    for view in views:
+        offset = end
+        is_there = False
+        if begun is not None:
+            found = np.frombuffer(view, np.uint8).ctypes.data - begun.address
+            is_there = found >= ALIGN and found + len(view) <= begun.end
+            offset = found if is_there else end
+        places.append((offset, len(view), is_there))
+        end = max(end, _aligned(offset + len(view)))
+    return places, end
+
+
+def _nothing() -> None:
+    return None
+
+
+class SegmentReader:
+    """The trainer's views of one worker's segments."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, mmap.mmap] = {}
+        self._viewed = [0]
+
+    def add(self, number: int, fd: int) -> None:
+        """Map a new segment, and close its descriptor."""
+        try:
+            self._segments[number] = _mapped(fd, 0)
+        finally:
+            os.close(fd)
+
+    def drop(self, number: int) -> None:
+        """Drop a segment; it is unmapped when no tensor views it any more."""
+        del self._segments[number]
+
+    def read(self, number: int, places: list[Place]) -> list[memoryview]:
+        """The bytes at some places of a segment: writable views, or copies if 8 batches are viewed already."""
+        segment = self._segments[number]
+        if self._viewed[0] >= KEPT:
+            view = memoryview(bytearray(segment[: sum(places[-1])]))
+            segment[0] = _FREE
+        else:
+            whole = np.frombuffer(segment, np.uint8)
+            self._viewed[0] += 1
+            _when_gone(whole, segment, self._viewed)
+            view = memoryview(whole)  # type: ignore[arg-type]
+        return [view[offset : offset + length] for offset, length in places]
+
+    @property
+    def viewed(self) -> int:
+        """The number of batches that the trainer views."""
+        return self._viewed[0]
+
+
+_views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+_forks = [0]  # the number of times that this process has forked
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(before=_count_fork)
+
+
+def _when_gone(whole: NDArray[np.uint8], segment: mmap.mmap, viewed: list[int]) -> None:
+    """Mark the segment as free when its last view is gone; as retired if the process has forked in the meantime."""
+    key, owner, forks = id(whole), os.getpid(), _forks[0]
+
+    def gone(_: object) -> None:
+        del _views[key]
+        if os.getpid() == owner:
+            viewed[0] -= 1
+            segment[0] = _FREE if forks == _forks[0] else _RETIRED
+
+    _views[key] = weakref.ref(whole, gone)

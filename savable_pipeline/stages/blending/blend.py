@@ -1,0 +1,245 @@
+"""`Blend`: the stage that merges several sources into one stream, each with its exact share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.weights import Weight
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray, Sample
+from savable_pipeline.errors import EncodeError
+from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns
+from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.blending.weighted_sources import NONE, By, Until, WeightedSources
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, left_sizes
+from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, Stage, State
+from savable_pipeline.stages.task_encoder import Skip
+
+
+class Blend(WeightedSources):
+    """Merges sources by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
+
+    The sources all give samples (readers, with or without a `ShuffleBuffer`) or all give items or packs (branches, each
+    with its own encoder); a Blend may be a source of a Blend. `by="samples"` counts samples or items, `by="tokens"`
+    counts their lengths by the branch's `encoder.length`.
+
+    Among the first n samples of a lane, n a multiple of `stride`, the share of each source is within 1.5 samples of the
+    exact share; by tokens, within about twice the longest item. The sums over all lanes are as close at these n, except
+    with very many rare sources. Set `stride` to the batch size if that is no multiple of 8. Between, each lane shuffles
+    its turns, so that the ranks of a step hold different sources. Each process counts for all lanes of the run: of very
+    many, a small `stride` costs time. The turns follow Tijdeman: The Chairman Assignment Problem, Discrete Mathematics
+    32, 1980.
+
+    Without `weights` each source's is its number of samples. A weight of 0 turns a source off: it gives nothing and
+    keeps its place, for when it is turned on again with `allow={"weights"}`.
+
+    `weights` may be a `Schedule`, by which they change while the run goes on. Then a lane is within 2.5 samples of the
+    integral of each share, at these n; the sums over lanes are not controlled.
+
+    A source repeats if its reader has `epochs=None`. When another source ends, the rest go on by their weights
+    (`until="all"`), or the Blend ends (`until="first"`). The name of a source is part of the keys of its order and its
+    samples' random numbers: the same shards under two names are two sources.
+
+    Raises ValueError for wrong settings; `CheckpointMismatchError` for a ref of a source that was removed or renamed.
+
+    >>> lane = sp.Lane(seed=7)
+    >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane, shuffle=False) for name in "01"}
+    >>> blend = sp.Blend(sources, weights={"0": 0.75, "1": 0.25})
+    >>> [next(blend).shard for _ in range(8)].count("0.tar")
+    6
+    """
+
+    @overload
+    def __new__(
+        cls,
+        sources: Mapping[str, SampleStage],
+        *,
+        weights: Mapping[str, Weight] | Schedule | None = ...,
+        by: By = ...,
+        until: Until = ...,
+        stride: int = ...,
+    ) -> _BlendOfSamples: ...
+    @overload
+    def __new__(
+        cls,
+        sources: Mapping[str, ItemStage],
+        *,
+        weights: Mapping[str, Weight] | Schedule | None = ...,
+        by: By = ...,
+        until: Until = ...,
+        stride: int = ...,
+    ) -> _BlendOfItems: ...
+    def __new__(cls, sources: Mapping[str, Stage], **settings: Any) -> Blend:
+        """A Blend of samples if the first source gives samples, else a Blend of items."""
+        of_samples = isinstance(next(iter(sources.values()), None), SampleStage)
+        return super().__new__(_BlendOfSamples if of_samples else _BlendOfItems)
+
+
+class _BlendOfSamples(Blend, SampleStage):
+    """A Blend of samples, before Encode: takes many refs at a time."""
+
+    _stages: dict[str, SampleStage]  # type: ignore[assignment]
+
+    def __init__(self, sources: Mapping[str, SampleStage], **settings: Any) -> None:
+        super().__init__(sources, **settings)
+        if self.by == "tokens":
+            raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
+
+    def __next__(self) -> Sample:
+        taken = self.take_refs(1)
+        if not len(taken):
+            raise StopIteration
+        self.ref = (int(taken["index"][0]), int(taken["epoch"][0]), 0)
+        return self.open_samples(taken)[0]
+
+    def take_refs(self, n: int) -> RefArray:
+        """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end."""
+        while n and self._active:
+            given = self._take_turns(n)
+            if len(given):
+                return given
+        return NONE
+
+    def _take_turns(self, n: int) -> RefArray:
+        """The refs of the next `n` turns, or of those before the turn of a source that has ended: REF (any,)."""
+        turns, active = self._turns, self._active
+        assert isinstance(turns, Turns)
+        chosen = np.array(turns.plan(n))
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            have = self._load(name, len(mine))
+            if have < len(mine):
+                chosen = chosen[: mine[have]]
+        given = np.empty(len(chosen), REF)
+        for source, name in enumerate(active):
+            mine = np.flatnonzero(chosen == source)
+            given[mine] = self._ahead[name][: len(mine)]
+            self._count_drawn(name, len(mine))
+            self._ahead[name] = self._ahead[name][len(mine) :]
+        turns.take(chosen.tolist())
+        if len(chosen) < n:
+            self._end_sources({*self._ended, active[turns.plan(1)[0]]})
+        return given
+
+    def _load(self, name: str, n: int) -> int:
+        """Take refs of a source until `n` are ready or it ends; return the number that are ready."""
+        while len(self._ahead[name]) < n:
+            fresh = self._stages[name].take_refs(n - len(self._ahead[name]))
+            if not len(fresh):
+                break
+            self._ahead[name] = np.concatenate([self._ahead[name], fresh])
+        return len(self._ahead[name])
+
+    def _of_tag(self, tag: int) -> SampleStage:
+        return super()._of_tag(tag)  # type: ignore[return-value]
+
+    def open_samples(self, refs: RefArray) -> list[Sample]:
+        """The samples with these refs; their parts are read when asked for."""
+        tags = _tags_of(refs)
+        found: list[Any] = [None] * len(refs)
+        for tag in np.unique(tags).tolist():
+            mine = np.flatnonzero(tags == tag)
+            for place, sample in zip(mine.tolist(), self._of_tag(tag).open_samples(refs[mine]), strict=True):
+                found[place] = sample
+        return found
+
+    def prefetch(self, refs: RefArray) -> None:
+        """Begin to download the samples with these refs, each from its source; nothing for local files."""
+        tags = _tags_of(refs)
+        for tag in np.unique(tags).tolist():
+            self._of_tag(tag).prefetch(refs[tags == tag])
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; downloads of remote samples begin."""
+        super().restore_state(state)
+        for name, refs in self._ahead.items():
+            if len(refs):
+                self._stages[name].prefetch(refs)
+
+
+class _BlendOfItems(Blend, ItemStage):
+    """A Blend of items, after Encode: takes one item at a time, and may count its tokens."""
+
+    def __next__(self) -> Any:
+        items, refs = self.take(1)
+        if not items:
+            raise StopIteration
+        self.ref = refs[0]
+        return items[0]
+
+    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+        """The next item and its ref; two empty lists at the end. One item whatever `n`."""
+        while active := self._active:
+            if self._taken is None:
+                turns = self._turns
+                source = turns.next() if isinstance(turns, TokenTurns) else turns.plan(1)[0]
+                stage = self._stages[active[source]]
+                items, refs = stage.take(1)
+                if not items:
+                    self._end_sources({*self._ended, active[source]})
+                    continue
+                self._taken = active[source], items[0], refs[0], stage.sizes
+            name, item, ref, sizes = self._taken
+            if item is MISSING:
+                whole = ref
+                item, ref = self._stages[name].make_again(whole)
+                sizes = None if sizes is None else left_sizes(sizes, whole, ref)
+            if type(item) is Skip:  # it cannot be made again, which was counted where that was found
+                self._taken = None
+                continue
+            self._take_turn(active.index(name), self._stages[name], item)
+            self._taken = None
+            self.sizes = sizes
+            return [item], [ref]
+        return [], []
+
+    @property
+    def unmade(self) -> bool:
+        """Whether all sources give elements not made yet; never by tokens, for which the item itself is asked."""
+        return self.by == "samples" and all(stage.unmade for stage in self.sources)
+
+    def take_measured(self) -> Measured | None:
+        """The next element with its sizes, not made where `unmade`; None only at the end."""
+        if not self.unmade:
+            return super().take_measured()
+        while active := self._active:
+            turns = self._turns
+            assert isinstance(turns, Turns)
+            source = turns.plan(1)[0]
+            measured = self._stages[active[source]].take_measured()
+            if measured is not None:
+                turns.take([source])
+                self._count_drawn(active[source], 1)
+                return measured
+            self._end_sources({*self._ended, active[source]})
+        return None
+
+    def _take_turn(self, source: int, stage: Stage, item: Any) -> None:
+        """Count a turn of a source, by the item it gave. Raises `EncodeError` if `encoder.length` does."""
+        name = self._active[source]
+        if isinstance(self._turns, Turns):
+            self._turns.take([source])
+            self._count_drawn(name, 1)
+            return
+        encoder = stage.info.encoder
+        assert encoder is not None
+        try:
+            length = int(encoder.length(item))
+            self._turns.took(source, length)
+            self._count_drawn(name, 1, length)
+        except Exception as error:
+            raise EncodeError(
+                f"{type(encoder).__name__}.length raised {type(error).__name__}: {error}; stage Blend, source "
+                f"{name!r} of {self.lane}"
+            ) from error
+
+
+def _tags_of(refs: RefArray) -> NDArray[np.int64]:
+    return (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
+
+
+for _kind in (_BlendOfSamples, _BlendOfItems):
+    _kind.__name__ = _kind.__qualname__ = "Blend"  # both kinds have one name in states, counts and the printed tree

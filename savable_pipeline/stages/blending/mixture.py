@@ -1,0 +1,121 @@
+"""`Mixture`: datasets, with weights or repetitions, as a file names them; `samples` builds the `Blend` of one lane."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.weights import Weight
+from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.blending.mixture_readers import SharedSettings, reader_of
+from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.stage import SampleStage
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One dataset of a mixture: its shards, weight or repetitions, split and subset, tags of your own, and what its
+    kind of files needs.
+    """
+
+    path: str | list[str]
+    weight: int | float | str | None = None
+    repetitions: int | float | None = None
+    split: str | None = None
+    subset: int | float | tuple[float, float] | None = None
+    columns: list[str] | None = None
+    key: str | None = None
+    length: int | None = None
+    stride: int | None = None
+    dtype: str | None = None
+    tags: dict[str, Any] = {}
+
+
+class Mixture(msgspec.Struct, frozen=True):
+    """Datasets and nested mixtures, by name; `weight` is this mixture's own among those beside it, and `schedule` has
+    the weights of its sources where they change. See `read_mixture`.
+
+    >>> _ = Path("two.yaml").write_text('''
+    ... sources:
+    ...   web: {path: shards/0.tar, weight: 0.7}
+    ...   books: {path: [shards/1.tar, shards/2.tar], weight: 0.3}
+    ... ''')
+    >>> mixture = sp.read_mixture("two.yaml")
+    >>> {name: source.weight for name, source in mixture.sources.items()}
+    {'web': 0.7, 'books': 0.3}
+    """
+
+    sources: dict[str, Source | Mixture]
+    weight: int | float | str | None = None
+    schedule: Schedule | None = None
+
+    def samples(
+        self,
+        lane: Lane,
+        *,
+        shuffle: bool = True,
+        block_size: int | None = None,
+        window: int | None = 128,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        exclude: str | os.PathLike[str] | None = None,
+        stride: int = 8,
+    ) -> SampleStage:
+        """A `Blend` of one reader per dataset, with these settings of the readers and of the Blend.
+
+        The reader is that of the files: `TarShardReader`, `ParquetReader`, `ArrowReader`, `JsonlReader`, `TokenReader`.
+
+        Raises ValueError for wrong settings, `ShardError` or `RemoteError` for shards that cannot be read.
+
+        >>> _ = Path("one.yaml").write_text("sources: {web: {path: shards/0.tar, repetitions: 2}}")
+        >>> len(list(sp.read_mixture("one.yaml").samples(sp.Lane(seed=7))))
+        200
+        """
+        return _built(self, lane, SharedSettings(shuffle, block_size, window, cache, cache_bytes, exclude), stride)
+
+    def tags(self) -> dict[str, dict[str, Any]]:
+        """The tags of each dataset, by the name that `Sample.source` has: "code/python" in a nested mixture.
+
+        >>> _ = Path("tagged.yaml").write_text("sources: {web: {path: shards/0.tar, weight: 1, tags: {kind: page}}}")
+        >>> sp.read_mixture("tagged.yaml").tags()
+        {'web': {'kind': 'page'}}
+        """
+        return dict(self._tags())
+
+    def _tags(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, entry in self.sources.items():
+            if isinstance(entry, Source):
+                yield name, entry.tags
+            else:
+                yield from ((f"{name}/{inner}", tags) for inner, tags in entry.tags().items())
+
+
+def _built(entry: Source | Mixture, lane: Lane, settings: SharedSettings, stride: int) -> SampleStage:
+    """The reader of a dataset, or the `Blend` of a nested mixture."""
+    if isinstance(entry, Source):
+        return reader_of(
+            entry.path,
+            lane,
+            settings,
+            {name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype")},
+            epochs=1 if entry.repetitions == 0 else entry.repetitions,  # 0: off, by its weight in the Blend
+            split=entry.split,
+            subset=entry.subset,
+        )
+    stages = {name: _built(inner, lane, settings, stride) for name, inner in entry.sources.items()}
+    if entry.schedule is not None:
+        return Blend(stages, weights=entry.schedule, stride=stride)
+    weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
+    return Blend(stages, weights=weights, stride=stride)
+
+
+def _weight(entry: Source | Mixture, stage: SampleStage) -> Weight:
+    """What a mixture's entry says; with repetitions the samples that it gives, with nothing the samples that it has."""
+    if entry.weight is not None:
+        return entry.weight
+    repetitions = entry.repetitions if isinstance(entry, Source) else None
+    return int(Fraction(str(1 if repetitions is None else repetitions)) * stage.info.population)

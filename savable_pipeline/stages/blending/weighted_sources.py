@@ -1,0 +1,215 @@
+"""`WeightedSources`: the settings, turns and state that Blends of samples and Blends of items have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.weights import Weight, integer_weights
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, count_of_source
+from savable_pipeline.stages.blending.blend_sources import BlendSources
+from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns, TurnsState
+from savable_pipeline.stages.blending.lane_turns import begin_schedule, begin_turns
+from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.blending.scheduled_turns import ScheduledTurns
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
+from savable_pipeline.stages.stage import Stage, StageInfo, State, parse_state, saved_refs
+
+log = logging.getLogger(__name__)
+
+_ORDER = 2  # the version of the order of turns, which a state must agree on
+
+By = Literal["samples", "tokens"]
+Until = Literal["all", "first"]
+NONE = np.empty(0, REF)
+
+
+class _BlendState(msgspec.Struct):
+    sources: dict[str, dict[str, Any]]
+    ended: list[str]
+    ahead: dict[str, bytes]
+    taken: tuple[str, Any] | None
+    turns: TurnsState
+    taken_sizes: list[tuple[SavedCount, SavedCount]] | None = None
+
+
+class WeightedSources(BlendSources):
+    """Base of both kinds of `Blend`: sources that take turns by weight. A subclass takes elements from them."""
+
+    ref: ItemRef = ()
+
+    def __init__(
+        self,
+        sources: Mapping[str, Stage],
+        *,
+        weights: Mapping[str, Weight] | Schedule | None = None,
+        by: By = "samples",
+        until: Until = "all",
+        stride: int = 8,
+    ) -> None:
+        super().__init__(sources)
+        self.schedule = weights if isinstance(weights, Schedule) else None
+        if self.schedule is not None:
+            given: Mapping[str, Weight] = dict.fromkeys(self.schedule.names, 1)
+        else:
+            given = self._sizes(by) if weights is None else weights  # type: ignore[assignment]
+        if sources.keys() != given.keys():
+            missing, unknown = sorted(sources.keys() - given.keys()), sorted(given.keys() - sources.keys())
+            raise ValueError(
+                f"Blend: every source needs a weight, or none: none is given for {missing}; no source for {unknown}"
+            )
+        for name, value, choices in [("by", by, get_args(By)), ("until", until, get_args(Until))]:
+            if value not in choices:
+                raise ValueError(f"Blend: {name} must be one of {', '.join(choices)}, not {value!r}")
+        if stride < 1:
+            raise ValueError(f"Blend: stride must be at least 1, not {stride}")
+        self.weights = integer_weights({name: given[name] for name in self._stages})
+        self.by = by
+        self.until = until
+        self.stride = stride
+        self._before = 0  # samples or tokens given before the counts of the turns began
+        self._begun: Turns | TokenTurns | None = None
+        self._counters: dict[str, list[str]] = {}  # of each source, by name
+        self._end_sources(set())
+        self._ahead = dict.fromkeys(self._stages, NONE)  # refs taken from a source before its turn
+        # Source, item, ref and sizes of an item that is not given yet.
+        self._taken: tuple[str, Any, ItemRef, tuple[Size, ...] | None] | None = None
+        if self.schedule is not None:
+            self._check_schedule(self.schedule)
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        """Raise ValueError for a schedule that counts otherwise than the Blend, or in a finite run.
+
+        What the passes before gave is not known in the next one.
+        """
+        if schedule.unit != self.by:
+            raise ValueError(f"Blend: a schedule by {schedule.unit} needs by={schedule.unit!r}; it is {self.by!r}")
+        if not self.describe().endless:
+            raise ValueError(
+                "Blend: a schedule counts from the run's start, so one of its sources at least must have no end: "
+                "epochs=None in its reader"
+            )
+
+    def _sizes(self, by: By) -> dict[str, int]:
+        """The numbers of samples of the sources, which are their weights where none are given."""
+        if by == "tokens":
+            raise ValueError('Blend: by="tokens" needs weights: the sizes of the sources are known in samples only')
+        return {name: stage.info.population for name, stage in self._stages.items()}
+
+    def describe(self) -> StageInfo:
+        """Of all sources; endless if some source that is on is, or with `until="first"`, if all of these are."""
+        given = [stage.info.endless for name, stage in self._stages.items() if self.weights[name]]
+        endless = (any if self.until == "all" else all)(given)
+        return replace(super().describe(), endless=endless)
+
+    # The turns.
+
+    @property
+    def _on(self) -> dict[str, int]:
+        """The weights of the sources that are on: a weight of 0 turns a source off."""
+        return {name: weight for name, weight in self.weights.items() if weight}
+
+    def _end_sources(self, ended: set[str]) -> None:
+        """Set the ended sources. `_active` lists the others that are on; empty when the Blend itself has ended."""
+        over = bool(ended) and self.until == "first"
+        self._ended = ended
+        self._active = [] if over else [name for name in self._on if name not in ended]
+        if self._begun is not None:
+            self._before += sum(self._begun.counts)
+        self._begun = None
+
+    @property
+    def _turns(self) -> Turns | TokenTurns:
+        """The turns of the sources that have not ended."""
+        if self._begun is None:
+            by_tokens = self.by == "tokens"
+            if self.schedule is not None:
+                self._begun = begin_schedule(self.info, self.schedule, self._active, self._before, stride=self.stride)
+            else:
+                self._begun = begin_turns(self.info, self._on, self._active, by_tokens=by_tokens, stride=self.stride)
+        return self._begun
+
+    def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
+        """Count what a source gave. A Blend in this one counts its own sources."""
+        counters = self._counters.get(name)
+        if counters is None:
+            tags = self._stages[name].info.tags
+            named = [count_of_source(min(tags) << TAG_SHIFT, what) for what in ("drawn", "drawn_tokens")]
+            counters = self._counters[name] = named if len(tags) == 1 else []
+        if counters:
+            self.counts[counters[0]] += elements
+            if tokens:
+                self.counts[counters[1]] += tokens
+
+    # State.
+
+    def save_state(self) -> State:
+        """`sources`: the state of each, by name; `ended`: names of those that have ended; `turns`: the counts so far.
+
+        `ahead`: refs taken from a source before its turn, 12 bytes each; `taken`: the source and ref of an item that an
+        error kept from being given, else None, and of a pack `taken_sizes`.
+        """
+        turns = self._turns
+        return {
+            "sources": {name: stage.save_state() for name, stage in self._stages.items()},
+            "ended": sorted(self._ended),
+            "ahead": {name: refs.tobytes() for name, refs in self._ahead.items() if len(refs)},
+            "taken": None if self._taken is None else (self._taken[0], self._taken[2]),
+            **({"taken_sizes": self._taken[3]} if self._taken and self._taken[3] else {}),
+            "turns": {
+                "names": list(self._active),
+                "weights": list(turns.weights),
+                "counts": list(turns.counts),
+                **({"lags": list(turns.lags), "unit": turns.unit} if isinstance(turns, TokenTurns) else {}),
+                **({"before": self._before} if self._before else {}),
+                **({"begin": list(turns.begin)} if isinstance(turns, ScheduledTurns) else {}),
+            },
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`. New sources start at their beginning; new weights restart the turns."""
+        saved = parse_state(self, state, _BlendState)
+        for name, stage in self._stages.items():
+            if name in saved.sources:
+                stage.restore_state(saved.sources[name])
+        self._end_sources({name for name in saved.ended if name in self._stages})
+        self._ahead = {name: saved_refs(self, saved.ahead.get(name, b"")) for name in self._stages}
+        self._taken = None
+        if saved.taken is not None and saved.taken[0] in self._stages and saved.taken[0] not in self._on:
+            self.counts["dropped/source turned off"] += 1
+        elif saved.taken is not None and saved.taken[0] in self._stages:
+            ref, sizes = as_ref(saved.taken[1]), saved.taken_sizes
+            for left in self.keep_known([ref]):
+                self._taken = saved.taken[0], MISSING, left, None if sizes is None else left_sizes(sizes, ref, left)
+        self._begun, self._before = None, saved.turns.before
+        turns = self._turns
+        if saved.turns.names == self._active and saved.turns.weights == turns.weights:
+            lags = turns.lags if isinstance(turns, TokenTurns) else []
+            saved.turns.check_lengths(turns.counts, lags, turns.begin if isinstance(turns, ScheduledTurns) else [])
+            turns.counts = saved.turns.counts
+            if isinstance(turns, TokenTurns):
+                turns.lags, turns.unit = saved.turns.lags, saved.turns.unit
+            if isinstance(turns, ScheduledTurns):
+                turns.begin = saved.turns.begin
+        else:
+            self._begun, self._before = None, saved.turns.before + sum(saved.turns.counts)
+            log.info("Blend of %s: the shares are counted anew from here", self.lane)
+
+    def settings(self) -> dict[str, Any]:
+        """The names of the sources, their weights, and every other argument."""
+        return {
+            "sources": list(self._stages),
+            "weights": self.weights if self.schedule is None else {},
+            "by": self.by,
+            "until": self.until,
+            "stride": self.stride,
+            "order": _ORDER,
+            **({"schedule": self.schedule.settings()} if self.schedule is not None else {}),
+        }

@@ -1,0 +1,234 @@
+"""`Balance`: the stage that gives packs in an order in which all lanes give packs of about equal cost at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.cost import Cost, Costing, Size
+from savable_pipeline.stages.encoder_calls import EncoderCalls
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
+from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.packing.balance_rule import PAST, RankRule, Waiting
+from savable_pipeline.stages.stage import ItemStage, Measured, State, max_empty_samples, parse_state
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+
+
+class _HeldState(msgspec.Struct, array_like=True):
+    ref: Any
+    arrival: SavedCount
+    sizes: list[SavedCount]  # length and images of each item in turn
+
+
+class _BalanceState(msgspec.Struct):
+    held: list[bytes]
+    count: SavedCount
+    past: bytes
+    source: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A pack that is held: as the rule sees it, as a state has it, and in memory."""
+
+    waiting: Waiting
+    ref: ItemRef
+    saved: bytes  # a `_HeldState`: encoded once, though every batch brings a state
+    item: Any = MISSING
+    item_bytes: int = 0
+
+
+class Balance(ItemStage):
+    """Gives packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
+
+    Each lane holds `hold` packs. For each slot all lanes have the same random rank between 0.0 and 1.0, drawn from the
+    run's seed, and each gives the held pack whose cost has the nearest rank among its held packs and the last 16 ·
+    `hold` that it gave; one that has waited long a little sooner. So the lanes of a step give packs of like cost,
+    whatever the number of ranks, and nothing is exchanged. No pack is held for more than 6 · `hold` slots. At the start
+    4 packs are held, then one more each slot.
+
+    `cost(length, images)` is what a document costs, an int: `sp.attention_cost(hidden=2048)`, or a function of your
+    own; a pack costs the sum over its items. Only the order of these costs matters. A saved state must agree on the
+    function's name: rename it if you change it.
+
+    It stands last before the `Batcher`, after any `Blend`: what comes after it must not leave out a pack, or this lane
+    gives the next ranks too early for the rest of the run. A pack that turns out to be a `Skip` is replaced in its
+    slot. In place of packs it takes items, too, by their `length` and `images`; `encoder=None` takes the encoder
+    upstream.
+
+    All stages of a process together hold at most `max_held_bytes` bytes of items; the encoder makes packs beyond that
+    again when they are given. Where the encoder tells lengths (`length_of`), packs are not made before.
+
+    Raises ValueError for wrong settings and in a branch of a `Blend`, `EncodeError` if `cost` raises or is no int.
+
+    >>> class Texts(sp.TaskEncoder):
+    ...     def encode(self, sample, rng):
+    ...         return "a" * (1 + sample.json()["id"] % 7)
+    ...     def pack(self, items, rng):
+    ...         return " ".join(items)
+    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), Texts())
+    >>> packs = sp.OnlinePacker(items, max_length=9, max_cost=40, cost=lambda length, images: length**2)
+    >>> balanced = sp.Balance(packs, hold=8, cost=sp.attention_cost(hidden=4))
+    >>> len(next(balanced).replace(" ", "")) <= 9
+    True
+    """
+
+    source: ItemStage
+    ref: ItemRef = ()
+    """The ref of the pack that was given last."""
+
+    def __init__(
+        self,
+        source: ItemStage,
+        *,
+        hold: int,
+        cost: Cost,
+        max_held_bytes: int = 1 << 30,
+        encoder: TaskEncoder | None = None,
+    ) -> None:
+        if hold < 1:
+            raise ValueError(f"Balance: hold must be at least 1, not {hold}")
+        self._check_source(source, ItemStage)
+        super().__init__(source)
+        self._costing = Costing("Balance", cost)
+        chosen = encoder or source.info.encoder
+        if chosen is None:
+            raise ValueError("Balance: no Encode stage upstream; give encoder=")
+        self._calls = EncoderCalls("Balance", source.lane, chosen, "batch")
+        self.hold, self.cost, self.max_held_bytes = hold, cost, max_held_bytes
+        self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), hold=hold)
+        self._budget = BudgetShare(source.lane.shared("held items", MemoryBudget), max_bytes=max_held_bytes)
+        self._held: list[_Held] = []  # the oldest first
+        self._row_of_skips = 0
+
+    def name_branch(self, name: str) -> None:
+        """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
+        if name:
+            raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance what the Blend gives")
+        super().name_branch(name)
+
+    @property
+    def held_items(self) -> int:
+        """The number of held packs that are in memory."""
+        return self._budget.count
+
+    def hint_rows(self, rows: int, *, aligned: bool) -> None:
+        """Pass it on: it gives one for each that it takes."""
+        self.source.hint_rows(rows, aligned=aligned)
+
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """The source's count."""
+        return self.source.count_of(lane, epoch)
+
+    def __next__(self) -> Any:
+        items, refs = self.take(1)
+        if not items:
+            raise StopIteration
+        self.ref = refs[0]
+        return items[0]
+
+    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+        """The next pack and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
+        while True:
+            self._fill()
+            if not self._held:
+                return [], []
+            at = self._rule.choose([held.waiting for held in self._held])
+            chosen = self._held[at]
+            item, ref = chosen.item, chosen.ref
+            if item is MISSING:
+                item, ref = self.source.make_again(ref)
+            del self._held[at]
+            if chosen.item is not MISSING:
+                self._budget.release(chosen.item_bytes)
+            if type(item) is not Skip:
+                self._gave(chosen)
+                return [item], [ref]
+            self._skipped(item)
+
+    def _gave(self, held: _Held) -> None:
+        slots = self._rule.count - held.waiting.arrival
+        self._row_of_skips = 0
+        self._rule.gave(held.waiting.cost)
+        self.counts["packs"] += 1
+        self.counts["held_slots"] += slots
+        self.counts["cost"] += held.waiting.cost
+
+    def _skipped(self, skip: Skip) -> None:
+        """Let another pack take the slot of one that can no longer be made, which was counted where that was found.
+
+        Raises `EncodeError` after very many in a row.
+        """
+        self._row_of_skips += 1
+        if self._row_of_skips >= max_empty_samples(self.info.population):
+            raise EncodeError(
+                f"Balance of {self.lane}: {self._row_of_skips} packs in a row were skipped, the last as "
+                f"{skip.reason!r}; this data will never give one"
+            )
+
+    def _fill(self) -> None:
+        while len(self._held) < self._rule.room and (measured := self.source.take_measured()) is not None:
+            self._held.append(self._measure(measured))
+
+    def _measure(self, measured: Measured) -> _Held:
+        ref, sizes, item = measured
+        sizes = sizes or ((self._calls.length(item, least=0), self._calls.images(item)),)
+        item_bytes = 0 if item is MISSING else size_of(item)
+        held = self._of(ref, self._rule.count, sizes)
+        if item is not MISSING and self._budget.hold(item_bytes):
+            held.item, held.item_bytes = item, item_bytes
+        return held
+
+    def _of(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _Held:
+        saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
+        return _Held(Waiting(self._costing.of_pack(sizes), arrival), ref, msgspec.msgpack.encode(saved))
+
+    def save_state(self) -> State:
+        """`held`: for each held pack, the oldest first, its ref, its slot of arrival, and lengths and images in turn.
+
+        Each is a list in MessagePack. `count`: packs given so far; `past`: the costs of the last ones, 8 bytes each.
+        """
+        return {
+            "held": [held.saved for held in self._held],
+            "count": self._rule.count,
+            "past": self._rule.past.tobytes(),
+            "source": self.source.save_state(),
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; packs are made again when they are given."""
+        saved = parse_state(self, state, _BalanceState)
+        if len(saved.held) > self.hold or len(saved.past) > 8 * PAST * self.hold or len(saved.past) % 8:
+            raise CheckpointMismatchError(
+                f"Balance(hold={self.hold}): the state holds {len(saved.held)} packs and {len(saved.past)} bytes of "
+                "costs"
+            )
+        self.source.restore_state(saved.source)
+        self._rule.restore(saved.count, np.frombuffer(saved.past, "<i8").tolist())
+        self._held = [held for held in map(self._restored, saved.held) if held is not None]
+
+    def _restored(self, raw: bytes) -> _Held | None:
+        """A held pack of a state, without its excluded items; None if nothing of it is left."""
+        try:
+            saved = msgspec.msgpack.decode(raw, type=_HeldState)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CheckpointMismatchError(f"Balance: a held pack of the state cannot be read: {error}") from error
+        if len(saved.sizes) % 2 or not saved.sizes:
+            raise CheckpointMismatchError(f"Balance: {saved.sizes} are no lengths and images of the pack {saved.ref}")
+        sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
+        ref = as_ref(saved.ref)
+        left = next(iter(self.keep_known([ref])), None)
+        if left is None:
+            return None
+        return self._of(left, saved.arrival, left_sizes(sizes, ref, left))
+
+    def settings(self) -> dict[str, Any]:
+        """`hold`, the name of the cost, and the encoder unless it is the one upstream."""
+        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
+        return {"hold": self.hold, "cost": self._costing.name, **own}

@@ -1,0 +1,71 @@
+"""`ColumnarReader`: the base of readers whose files hold columns, of which some are chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import OnError
+from savable_pipeline.data.dataset.opening import dataset_of
+from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.shards.selection import Subset
+from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.reader_settings import ReaderSettings
+
+_PARTS = 2  # the version of the parts that lists of images become, which a state must agree on: in 1 they were JSON
+
+
+class ColumnarReader(RecordReader):
+    """Gives the rows of a lane's share of files as samples; a subclass says in `store` which kind of files."""
+
+    store: ClassVar[Callable[..., ColumnarStore]]
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        columns: Sequence[str] | None = None,
+        key: str | None = None,
+        split: str | None = None,
+        subset: Subset | None = None,
+        epochs: int | float | None = None,
+        shuffle: bool = True,
+        block_size: int | None = None,
+        window: int | None = 128,
+        on_error: OnError = "raise",
+        quarantine: str | os.PathLike[str] | None = None,
+        exclude: str | os.PathLike[str] | None = None,
+        cache_bytes: int = DECODED_BYTES,
+    ) -> None:
+        self.files = names = as_names(files)
+        self.columns = None if columns is None else tuple(columns)
+        self.key = key
+        blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
+
+        def open_store(tolerant: bool, unlistable: Any) -> ColumnarStore:
+            return self.store(
+                names, columns=self.columns, key=key, blocks=blocks, tolerant=tolerant, unlistable=unlistable
+            )
+
+        self._begin_reading(
+            lane,
+            ReaderSettings(split, subset, epochs, shuffle, block_size, window, on_error, exclude),
+            (type(self).__name__, names, self.columns, key, on_error, quarantine, cache_bytes),
+            lambda: dataset_of(open_store, on_error=on_error, quarantine=quarantine),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Those of every reader; the columns and the key; `parts`, where a column holds lists of images."""
+        store = self.dataset.store
+        lists = isinstance(store, ColumnarStore) and store.media_lists
+        return {
+            **super().settings(),
+            "columns": self.columns,
+            "key": self.key,
+            **({"parts": _PARTS} if lists else {}),
+        }

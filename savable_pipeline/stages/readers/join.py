@@ -1,0 +1,220 @@
+"""`Join`: the stage that puts parts of other datasets beside each sample, found by its key; nothing is copied.
+
+    reader ── refs ──▶ Join ── refs ──▶ …          state: the reader's; it holds nothing itself
+                        │ key → index of keys → number in the other dataset
+                        ▼
+                   "captions.txt"
+
+Since it has no state and no random numbers, a run can be given one in the middle, and goes on in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from savable_pipeline.data.dataset.joined_parts import JoinedParts
+from savable_pipeline.data.dataset.key_index import manifest_digest
+from savable_pipeline.data.dataset.random_access import Samples, open_dataset
+from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_counters
+from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import SavableError, ShardError
+from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.stage import SampleStage, StageInfo, State, max_empty_samples
+
+Missing: TypeAlias = Literal["skip", "empty"]
+Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
+
+
+class Join(SampleStage):
+    """Puts parts of other datasets beside each sample: `sample["captions.txt"]` is the `txt` of the one with its key.
+
+    `stores` has them by a name of yours, which the names of their parts begin with: a folder, or all that a reader
+    takes; or what `sp.open_dataset` gives. A sample whose key one of them lacks is left out and counted
+    (`missing="skip"`), or has no such parts (`"empty"`). `on` is "key": the key of both samples; of a
+    row of a table it is in the column that `sp.open_dataset(path, key=COLUMN)` names.
+
+    The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
+    numbers, with a Join or without; `allow={"joins"}` lets a state go on with another one. What a buffer before the
+    Join then holds is not left out: such a sample has no part of a store that lacks its key.
+
+    Raises ValueError for wrong settings, `ShardError` for a store in which two samples have one key, or if hardly any
+    key is found.
+
+    >>> samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
+    >>> samples = sp.Join(samples, {"other": "shards/1.tar"}, missing="skip")
+    >>> sample = next(samples)
+    >>> sample.key, list(sample), sample["other.txt"]
+    ('s000100', ['json', 'txt', 'png', 'other.json', 'other.txt', 'other.png'], b'picture 100')
+    >>> samples.counts["skipped/no such key in other"]
+    100
+    """
+
+    source: SampleStage
+    ref: ItemRef = ()
+
+    def __init__(
+        self,
+        source: SampleStage,
+        stores: Mapping[str, Shards | Samples],
+        *,
+        on: Literal["key"] = "key",
+        missing: Missing = "skip",
+    ) -> None:
+        self._check_source(source, SampleStage)
+        super().__init__(source)
+        for name, value, choices in [("on", on, ("key",)), ("missing", missing, get_args(Missing))]:
+            if value not in choices:
+                raise ValueError(f"Join: {name} must be one of {', '.join(choices)}, not {value!r}")
+        if not stores:
+            raise ValueError("Join needs at least one store to join")
+        for name in stores:
+            if not isinstance(name, str) or not name or set("./#") & set(name):
+                raise ValueError(f"Join: a store's name is a word without . / and #, not {name!r}")
+        self.missing = missing
+        self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
+        self._last: tuple[bytes, list[Sample]] = (b"", [])  # refs taken last, which are mostly opened next
+        self._row = 0  # samples in a row that were left out
+
+    def _opened(self, name: str, store: Shards | Samples) -> Samples:
+        """The store, one for all lanes of a process. Raises `ShardError` if two of its samples have one key."""
+        if not isinstance(store, Samples):
+            paths = store if isinstance(store, str | os.PathLike) else tuple(os.fspath(path) for path in store)
+            return self.lane.shared(("join", paths), lambda: self._checked(name, open_dataset(paths)))
+        if not store.is_whole:
+            raise ValueError(f"Join: {name!r} is a slice, or has a transform: give all of open_dataset(path), as it is")
+        return self.lane.shared(("join", id(store)), lambda: self._checked(name, store))
+
+    def _checked(self, name: str, store: Samples) -> Samples:
+        return _without_twins(name, store.pinned(self.lane.pinned))
+
+    def describe(self) -> StageInfo:
+        """The source's: as deep, so that stages after it draw the random numbers that they would without it."""
+        return replace(self.source.info)
+
+    def __next__(self) -> Sample:
+        refs = self.take_refs(1)
+        if not len(refs):
+            raise StopIteration
+        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
+        return self.open_samples(refs)[0]
+
+    def take_refs(self, n: int) -> RefArray:
+        """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end, or if `n` is 0."""
+        while True:
+            refs = self.source.take_refs(n)
+            if self.missing == "empty" or not len(refs):
+                return refs
+            samples = self._joined(self.source.open_samples(refs))
+            kept = [self._keeps(sample) for sample in samples]
+            if any(kept):
+                left: RefArray = refs if all(kept) else refs[np.array(kept)]
+                self._last = left.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
+                return left
+
+    def _keeps(self, sample: Sample) -> bool:
+        """Whether each store has the sample. Counts it if not. Raises `ShardError` after very many in a row."""
+        lacking = [name for name, other in sample.origin.others.items() if other is None]  # type: ignore[attr-defined]
+        if not lacking or sample.origin.fault is not None:  # type: ignore[attr-defined]
+            self._row = 0
+            return True
+        self.counts.update(skip_counters(f"no such key in {lacking[0]}", sample.index))
+        self._row += 1
+        if self._row >= max_empty_samples(self.info.population):
+            raise ShardError(
+                f"Join: of {self._row} samples in a row {lacking[0]!r} has none, the last with the key {sample.key!r}: "
+                "are its keys made in another way? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
+                "names their column; missing='empty' goes on without its parts",
+                reason="no such key",
+            )
+        return False
+
+    def open_samples(self, refs: RefArray) -> list[Sample]:
+        """The samples with these refs, with the joined parts; they are read when asked for."""
+        known, samples = self._last
+        return list(samples) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
+
+    def fetch(self, ref: Any) -> Sample:
+        """The sample with this ref."""
+        return self._joined([self.source.fetch(ref)])[0]
+
+    def _joined(self, samples: list[Sample]) -> list[Sample]:
+        keys, faults = [], {}
+        for place, sample in enumerate(samples):
+            try:
+                keys.append(sample.key)
+            except SavableError as error:  # of a damaged shard: for the policy of who reads the sample
+                faults[place] = error
+                keys.append("")
+        found: list[Found] = [{} for _ in samples]
+        for name, store in self._stores.items():
+            for place, other in enumerate(_samples_of(store, keys)):
+                found[place][name] = other
+        return [
+            sample.read_from(JoinedParts(sample.origin, found[place], faults.get(place)))
+            for place, sample in enumerate(samples)
+        ]
+
+    def prefetch(self, refs: RefArray) -> None:
+        """Begin to download the samples with these refs; those of the stores are not known yet."""
+        self.source.prefetch(refs)
+
+    def verify(self, slot: int) -> None:
+        """See `Stage.verify`: the shards of the stores are looked at too."""
+        for store in self._stores.values():
+            store.dataset.verify(slot)
+
+    def stores_read(self) -> Iterable[RecordStore]:
+        """See `Stage.stores_read`: those that are joined."""
+        return [store.dataset.store for store in self._stores.values()]
+
+    def hint_rows(self, rows: int, *, aligned: bool) -> None:
+        """Pass it on; rows are aligned with samples only where none is left out."""
+        self.source.hint_rows(rows, aligned=aligned and self.missing == "empty")
+
+    def count_of(self, lane: int, epoch: int) -> int | None:
+        """The source's count, if no sample is left out."""
+        return self.source.count_of(lane, epoch) if self.missing == "empty" else None
+
+    def save_state(self) -> State:
+        """The source's: there is nothing to add, so that states with and without a Join are alike."""
+        return self.source.save_state()
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`."""
+        self._last, self._row = (b"", []), 0
+        self.source.restore_state(state)
+
+    def addresses(self) -> dict[str, str]:
+        """The folders or URLs of the stores."""
+        return {"joins": ", ".join(store.dataset.address for store in self._stores.values())}
+
+    def settings(self) -> dict[str, Any]:
+        """By the name of each store a hash of its shards, and what becomes of samples that it lacks."""
+        hashes = {name: manifest_digest(store.dataset).hex() for name, store in self._stores.items()}
+        return {"joins": {name: f"{self.missing} {digest}" for name, digest in hashes.items()}}
+
+
+def _samples_of(store: Samples, keys: list[str]) -> list[Sample | None]:
+    """The sample of a store with each of these keys; None where there is none."""
+    numbers = store.keys.find(keys)
+    refs = np.zeros(int((numbers >= 0).sum()), REF)
+    refs["index"] = numbers[numbers >= 0]
+    opened = iter(store.dataset.open_samples(refs))
+    return [next(opened) if number >= 0 else None for number in numbers.tolist()]
+
+
+def _without_twins(name: str, store: Samples) -> Samples:
+    if store.keys.twice is not None:
+        first, second = store.dataset.open_samples(np.array([(number, 0) for number in store.keys.twice], REF))
+        raise ShardError(
+            f"Join: two samples of {name!r} ({store.dataset.address}) have the key {first.key!r}, in {first.shard} and "
+            f"{second.shard}: which one belongs to a sample is not clear; leave one out",
+            reason="two samples with one key",
+        )
+    return store

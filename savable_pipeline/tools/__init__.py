@@ -1,0 +1,1 @@
+"""Over the library: the command, conversion, checks, previews, plans and comparisons."""

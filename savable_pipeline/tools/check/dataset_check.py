@@ -1,0 +1,177 @@
+"""Checking a dataset before a run: every byte is read, in several processes, and faults are listed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.core.wording import listed
+from savable_pipeline.data.dataset.kinds import format_of
+from savable_pipeline.data.remote.cache_space import cache_folder
+from savable_pipeline.data.remote.lookup import look_up
+from savable_pipeline.data.remote.urls import is_remote
+from savable_pipeline.data.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
+from savable_pipeline.data.shards.indexing import find_index
+from savable_pipeline.data.shards.paths import TARS, Shards, find_shards, spelled_out
+from savable_pipeline.data.shards.processes import Answer, each_shard
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.tar_links import links_warning
+from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.stores.file_indexing import known_files
+from savable_pipeline.data.stores.remote_indexing import look_up_files
+from savable_pipeline.data.stores.saved_dataset import data_files
+from savable_pipeline.errors import ShardError
+from savable_pipeline.tools.check.shard_check import Problem, ShardReport
+
+_CHECK_FILE = "savable_pipeline.tools.check.store_check:check_file"
+_CHECK_REMOTE = "savable_pipeline.tools.check.shard_check:check_remote_shard"
+_CHECK_REMOTE_FILE = "savable_pipeline.tools.check.store_check:check_remote_file"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The size of a dataset, and its problems, sorted by shard."""
+
+    root: str  # a folder or a URL
+    shards: int
+    samples: int
+    size: int
+    problems: list[Problem]
+    warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
+    with_alpha: int = 0  # images that have alpha
+    empty: dict[str, int] = field(default_factory=dict)  # samples that have each part without a byte in it
+    nulls: dict[str, int] = field(default_factory=dict)  # samples that have a null in each column
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset:
+    """The dataset to check: the names of its shards, its metadata and its index."""
+
+    root: str
+    names: list[str]
+    whole: bool  # whether these should be all shards of the metadata
+    metadata: Path  # a folder that may have Energon's metadata
+    indexed: dict[str, ShardEntry]
+    task: str = "savable_pipeline.tools.check.shard_check:check_shard"
+    problems: list[Problem] = field(default_factory=list)  # found so far
+
+
+def check(
+    shards: Shards,
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CheckReport:
+    """Read every byte of a dataset, in `processes` processes (None: one per core); `progress` counts shards.
+
+    Changes nothing. Raises `ShardError` if there is no dataset to check, `RemoteError` if its server cannot be reached.
+    """
+    dataset = _find(shards)
+    problems, counts = _metadata_problems(dataset.metadata, dataset.names)
+    problems += dataset.problems
+    names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
+    reports = []
+    progress(0, len(names))
+    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1), 1):
+        if answer is None:
+            problems.append(
+                Problem("cannot be checked", "the process that read it was killed, perhaps since memory ran out", name)
+            )
+        else:
+            reports.append(msgspec.msgpack.decode(answer, type=ShardReport))
+        progress(done, len(names))
+    for report in reports:
+        problems += report.problems
+        problems += _index_problems(report, dataset.indexed.get(report.name), counts.get(report.name))
+    problems.sort(key=lambda problem: (problem.shard, problem.index if problem.index is not None else -1, problem.part))
+    samples, size = sum(report.samples for report in reports), sum(report.size for report in reports)
+    parts, empty, nulls = Counter[str](), Counter[str](), Counter[str]()
+    for report in reports:
+        parts.update(report.parts)
+        empty.update(report.empty)
+        nulls.update(report.nulls)
+    warnings = uneven_parts(samples, parts, max((report.most_parts for report in reports), default=0))
+    links = [(report.name, report.links) for report in reports if report.links is not None and report.links.count]
+    if links:
+        count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
+        warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
+    with_alpha = sum(report.with_alpha for report in reports)
+    return CheckReport(
+        dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)
+    )
+
+
+def _find(shards: Shards) -> _Dataset:
+    form = format_of(shards)
+    if is_remote(shards):
+        found, metadata, indexed = look_up(shards) if form is None else look_up_files(shards, form)
+        folder = isinstance(shards, str) and shards.rstrip("/") == found.root
+        task = _CHECK_REMOTE if form is None else _CHECK_REMOTE_FILE
+        return _Dataset(found.root, list(found.names), folder, metadata, indexed, task)
+    problems: list[Problem] = []
+    root, names = find_shards(
+        shards if form is None else data_files(shards),
+        TARS if form is None else form.kind,
+        missing_too=True,
+        unlistable=lambda error: problems.append(Problem(error.reason, str(error))),
+    )
+    specs = spelled_out(shards)
+    folder = isinstance(shards, str | os.PathLike) and len(specs) == 1 and Path(specs[0]).is_dir()
+    if form is None:
+        return _Dataset(str(root), names, folder, root, find_index(root), problems=problems)
+    return _Dataset(str(root), names, folder, root, known_files(root, form), _CHECK_FILE, problems)
+
+
+def _answers(dataset: _Dataset, names: list[str], processes: int) -> Iterator[Answer]:
+    if not is_remote(dataset.root):
+        yield from each_shard(dataset.task, Path(dataset.root), names, processes)
+        return
+    cache = cache_folder(None)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
+        yield from each_shard(dataset.task, Path(folder), names, processes, url=dataset.root)
+
+
+def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:
+    if any(problem.reason in ("missing shard", "damaged shard", "cannot be checked") for problem in report.problems):
+        return
+    if entry is not None and (entry.size, entry.samples, entry.digest) != (report.size, report.samples, report.digest):
+        yield Problem(
+            "changed since it was indexed",
+            f"{entry.samples} samples and {entry.size} bytes then, {report.samples} and {report.size} now, or others "
+            "of the same size: `savable index` indexes it anew, and runs that read it before cannot be resumed",
+            report.name,
+        )
+    if count is not None and count != report.samples:
+        yield Problem("wrong count", f".info has {count} samples, the shard {report.samples}", report.name)
+
+
+def _metadata_problems(root: Path, names: list[str]) -> tuple[list[Problem], dict[str, int]]:
+    """The problems of Energon's metadata, and its sample count by shard."""
+    problems: list[Problem] = []
+    counts: dict[str, int] = {}
+    try:
+        counts = read_counts(root) or {}
+    except ShardError as error:
+        problems.append(Problem("wrong metadata", str(error)))
+    try:
+        for split in split_names(root):
+            unknown = read_split(root, split, {*names, *counts}).unknown
+            if unknown:
+                problems.append(
+                    Problem("wrong metadata", f"`exclude` names shards or samples that do not exist: {listed(unknown)}")
+                )
+                break
+    except ShardError as error:
+        problems.append(Problem("wrong metadata", str(error)))
+    try:
+        read_field_map(root)
+    except ShardError as error:
+        problems.append(Problem("wrong metadata", str(error)))
+    return problems, counts

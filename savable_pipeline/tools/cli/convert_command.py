@@ -1,0 +1,162 @@
+"""`savable convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from savable_pipeline.tools.cli.console import err, out
+from savable_pipeline.tools.cli.convert_output import print_report
+from savable_pipeline.tools.cli.engines import EngineOption, engine_named
+from savable_pipeline.tools.cli.errors import errors_as_lines
+from savable_pipeline.tools.cli.progress import progress_of
+from savable_pipeline.tools.convert import REJECTED, Options, recognize
+from savable_pipeline.tools.convert import convert as convert_files
+from savable_pipeline.tools.convert.jsonl import FILE_FIELDS
+from savable_pipeline.tools.convert.run import check_reshard
+from savable_pipeline.tools.convert.sources import WORDS
+
+
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="Folder of files, .jsonl, .json, .csv, MDS, LitData, Parquet, Arrow, or tars; or a URL of some.",
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST", help="Folder for the shards; made if it is missing. Or a URL: s3://, gs://, az://."
+        ),
+    ],
+    shard_bytes: Annotated[int, typer.Option(help="Most bytes in a shard.")] = 256_000_000,
+    shard_samples: Annotated[int | None, typer.Option(help="Most samples in a shard.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that write. Default: one per core, but one for less than 100 MB.")
+    ] = None,
+    engine: EngineOption = "local",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Exit with 0 even if something was rejected.")] = False,
+    check_images: Annotated[bool, typer.Option(help="Decode each image, and reject those that fail.")] = True,
+    allow_outside: Annotated[
+        bool, typer.Option("--allow-outside", help="Also take files outside SRC that links or fields lead to.")
+    ] = False,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SHARE", help="By the hash of the keys; repeatable: train=0.98, val=0.02."),
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="PARTS", help="Keep these parts alone: jpg,txt.")] = None,
+    keys: Annotated[Path | None, typer.Option(help="A text file: the keys of the samples to keep, one a line.")] = None,
+    reshard: Annotated[bool, typer.Option("--reshard", help="Tars: write their samples into new shards.")] = False,
+    as_kind: Annotated[
+        str | None, typer.Option("--as", metavar="KIND", help=f"Do not guess what SRC is: {', '.join(WORDS)}.")
+    ] = None,
+    key_end: Annotated[
+        str,
+        typer.Option(
+            metavar="first|last",
+            help='The dot of a file\'s name that ends the key: with "last", dots before it become "_".',
+        ),
+    ] = "first",
+    key_field: Annotated[
+        str | None, typer.Option(help="Records: the field with a sample's key. Default: the number of its record.")
+    ] = None,
+    file_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD[=PART]",
+            help=f"JSONL, JSON, CSV: a field that names a file; repeatable. Default: {', '.join(FILE_FIELDS)}; in CSV "
+            "also columns of files that are there.",
+        ),
+    ] = None,
+    no_files: Annotated[bool, typer.Option("--no-files", help="JSONL, JSON, CSV: no field names a file.")] = False,
+    files_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--files-from",
+            "--files",
+            help="JSONL, JSON, CSV: the folder of the files. Default: that of SRC. Parquet, Arrow: the folder in which "
+            "the files are that rows name by a path, without their bytes.",
+        ),
+    ] = None,
+) -> None:
+    """Write the samples of SRC as WebDataset shards into DST. What SRC is, is told by its marks, and said.
+
+    In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt;
+    with --key-end last, up to the last.
+    In .jsonl, .json and .csv each record is a sample: it becomes the part json, and the files that it names become the
+    others. Tables and JSON may be compressed (.gz, .zst).
+    In MDS and LitData each record is a sample: values become the part json, images and arrays parts of their own.
+    In Parquet and Arrow, also as HF datasets writes them, each row is a sample; with --files FOLDER the files below it
+    that rows name by a path are read.
+    Tars are read as they are; --reshard writes other shards of them. Compressed tars become plain ones. Links in tars,
+    which are no parts of samples, become the bytes that they lead to.
+
+    Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
+    stopped, the same command goes on with it, and ends with the same bytes.
+
+    SRC may lie behind a URL (s3, gs, az, http): JSONL, JSON and CSV, MDS and LitData, tars, Parquet and Arrow. It is
+    read through the cache (SAVABLE_CACHE).
+
+    With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must each be
+    storage that all nodes share, or a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
+    """
+    with errors_as_lines():
+        if no_files and file_field:
+            raise ValueError("--no-files and --file-field exclude each other")
+        options = Options(
+            shard_bytes=shard_bytes,
+            shard_samples=shard_samples,
+            check_images=check_images,
+            allow_outside=allow_outside,
+            key_field=key_field,
+            key_end=key_end,  # type: ignore[arg-type]  # Options checks it
+            file_fields=() if no_files else tuple(file_field) if file_field else None,
+            split=tuple(_share(share) for share in split or ()),
+            only=_only(only),
+        )
+        found = recognize(source, as_kind)
+        check_reshard(found, options, reshard, keys is not None)
+        wanted = None if keys is None else _keys(keys)
+        with (
+            engine_named(engine, workers) as cluster,
+            progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress,
+        ):
+            report = convert_files(
+                found,
+                target,
+                options,
+                files_from=files_from,
+                keys=wanted,
+                reshard=reshard,
+                workers=workers,
+                engine=cluster,
+                progress=progress,
+            )
+        print_report(out, report, f"{target.rstrip('/')}/{REJECTED}")
+        if not report.samples:
+            raise ValueError(f"{target} has no shard: everything in {source} was rejected")
+    if report.rejected and not skip_bad:
+        raise typer.Exit(1)
+
+
+def _share(text: str) -> tuple[str, str]:
+    name, _, share = text.partition("=")
+    return name, share
+
+
+def _only(text: str | None) -> tuple[str, ...]:
+    names = tuple(name for part in (text or "").split(",") if (name := part.strip()))
+    if text is not None and not names:
+        raise ValueError("--only names no part; expected extensions, such as jpg,txt")
+    return names
+
+
+def _keys(path: Path) -> list[str]:
+    keys = [key for key in path.read_text().split("\n") if key]
+    if not keys:
+        raise ValueError(f"{path}: no key in it; expected the keys of samples, one a line")
+    return keys

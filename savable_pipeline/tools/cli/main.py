@@ -1,0 +1,248 @@
+"""The command `savable`: one function for each subcommand, which calls the library and prints the result.
+
+Results go to stdout, progress and errors to stderr. The exit code is 0 if all is well, 1 if the data or the run has a
+fault, 2 if the command failed, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.tools.cli.app import app
+from savable_pipeline.tools.cli.console import err, out, printable
+from savable_pipeline.tools.cli.convert_command import convert
+from savable_pipeline.tools.cli.engines import EngineOption, engine_named
+from savable_pipeline.tools.cli.errors import errors_as_lines
+from savable_pipeline.tools.cli.ledger_command import ledger_app
+from savable_pipeline.tools.cli.output import print_check, print_differences, print_index, print_info, print_state
+from savable_pipeline.tools.cli.output_file import check_output
+from savable_pipeline.tools.cli.plan_command import plan
+from savable_pipeline.tools.cli.progress import progress_of
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.shards.processes import EachShard
+    from savable_pipeline.data.shards.shard_list import ShardEntry
+
+__all__ = ["app"]
+
+app.command()(convert)
+app.command()(plan)
+app.add_typer(ledger_app, name="ledger")
+# Each command imports what it needs when it is called: `savable convert` starts without the loader and the downloader.
+
+
+@app.command()
+def info(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a dataset holds: shards, samples, parts and their sizes, splits."""
+    from savable_pipeline.data.dataset.info import dataset_info
+
+    with errors_as_lines():
+        print_info(out, dataset_info(path), as_json=as_json)
+
+
+@app.command()
+def index(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")],
+    workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
+    engine: EngineOption = "local",
+) -> None:
+    """Index the shards of a dataset, so that the first run starts at once.
+
+    The index is written beside the shards, or to the cache if their folder is read-only. Shards whose index is up to
+    date are not read again. Shards that cannot be read to the end are listed; the exit code is then 1.
+
+    Tars behind a URL are downloaded once, unless they have an index already; so are JSONL files, and of others only
+    what the index needs. The index is written to the cache (SAVABLE_CACHE). Upload it beside the shards, as
+    .nv-meta/savable.index (of Parquet .nv-meta/savable.parquet.index, and so on), and no other node does it again.
+
+    What the parts of sp.ShardWriter wrote is joined, without reading the shards again.
+
+    With --engine ray the nodes of a Ray cluster read, each shard a task. PATH must be storage that all nodes share, or
+    a URL: then each node downloads what it reads, and keeps none of it.
+    """
+    from savable_pipeline.data.dataset.kinds import format_of
+    from savable_pipeline.data.remote.remote_index import index_remote
+    from savable_pipeline.data.remote.urls import is_remote
+    from savable_pipeline.data.stores.remote_indexing import index_remote_files
+    from savable_pipeline.tools.convert.describe import describe_indexed, is_written
+    from savable_pipeline.tools.convert.elsewhere import each_shard_by
+
+    with errors_as_lines():
+        with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
+            if is_remote(path):
+                form = format_of(path)
+                if form is None:
+                    place, faults = index_remote(path, progress, cluster)
+                else:
+                    place, faults = index_remote_files(path, form, progress, cluster)
+            else:
+                each = None if cluster is None else each_shard_by(cluster)
+                place, faults = _index_files(path, workers, each, progress)
+                if is_written(Path(path)) and not faults:
+                    describe_indexed(Path(path), place)
+        print_index(out, place, faults)
+    if faults:
+        raise typer.Exit(1)
+
+
+def _index_files(
+    path: str, workers: int | None, each: EachShard | None, progress: Callable[[int, int], None]
+) -> tuple[Path, list[ShardEntry]]:
+    """Index files of whichever kind on a disk; see `index`."""
+    from savable_pipeline.data.dataset.kinds import format_of
+    from savable_pipeline.data.shards.indexing import index_shards
+    from savable_pipeline.data.stores.file_indexing import index_files
+    from savable_pipeline.data.stores.saved_dataset import data_files
+
+    form = format_of(path)
+    if form is None:
+        return index_shards(path, processes=workers, each=each, progress=progress)
+    return index_files(data_files(path), form, processes=workers, each=each, progress=progress)
+
+
+@app.command()
+def check(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
+) -> None:
+    """Read every byte of a dataset and list its faults: damaged tars, images, JSON and text, wrong indexes.
+
+    Nothing is changed. The exit code is 1 if there is a fault. This also finds a shard that was rewritten with the same
+    size after it was indexed. Shards behind a URL are downloaded one by one, and not kept.
+    """
+    from savable_pipeline.tools.check.dataset_check import check as check_dataset
+
+    with errors_as_lines():
+        with progress_of(err, "checking", "shards") as progress:
+            report = check_dataset(path, processes=workers, progress=progress)
+        print_check(out, report, as_json=as_json)
+    if report.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def preview(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH|PIPELINE",
+            help="Shards, also behind a URL, or a pipeline function: module:name or file.py:name.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("preview.html"),
+    samples: Annotated[int, typer.Option(help="Dataset: samples to show.")] = 24,
+    batches: Annotated[int, typer.Option(help="Pipeline: batches to show.")] = 3,
+    seed: Annotated[int, typer.Option(help="Dataset: the seed that draws samples. Pipeline: the seed of the run.")] = 0,
+    lane: Annotated[int, typer.Option(help="Pipeline: the lane whose batches are shown.")] = 0,
+    lanes: Annotated[int, typer.Option(help="Pipeline: the number of lanes of the run.")] = 1,
+) -> None:
+    """Write an HTML page that shows the samples of a dataset, or the batches of a pipeline.
+
+    Dataset: its numbers, and samples drawn from all shards. Pipeline: the first batches of a lane, with images, tokens
+    coloured by their loss, and the borders of packed documents. The page is one file without scripts. It is written,
+    too, if a batch cannot be made; then the exit code is 1.
+    """
+    from savable_pipeline.core.named_object import names_object
+    from savable_pipeline.stages.pipeline import named_pipeline
+    from savable_pipeline.tools.preview import preview_dataset, preview_pipeline  # with torch, which takes seconds
+
+    with errors_as_lines():
+        check_output(output)
+        if names_object(source):
+            pipeline = named_pipeline(source)
+            page, fault = preview_pipeline(pipeline, source, batches=batches, seed=seed, lane=lane, lanes=lanes)
+        else:
+            page, fault = preview_dataset(source, samples=samples, seed=seed), ""
+        replace_file(output, [page])
+    out.print(printable(f"{output}: {human_bytes(len(page))}"))
+    if fault:
+        err.print(f"[bold red]error:[/] a batch could not be made: {printable(fault)}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def state(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A state, or a checkpoint that holds one.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another one to compare FILE with.")] = None,
+) -> None:
+    """Show where a saved run stands: its slot, and each lane's epoch, position, buffer, packs and random counters.
+
+    With two files, show where they differ; the exit code is 1 if they do.
+    """
+    from savable_pipeline.run.state.summary import differences, read_checkpoint, summarize
+
+    with errors_as_lines():
+        summary = summarize(read_checkpoint(file))
+        if other is None:
+            print_state(out, summary, file.stat().st_size)
+            return
+        found = differences(summary, summarize(read_checkpoint(other)))
+    print_differences(out, found, file.name, other.name)
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command("verify-resume")
+def verify_resume(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
+        ),
+    ],
+    steps: Annotated[int | None, typer.Option(help="Batches to compare. Default: two of each lane.")] = None,
+    cut: Annotated[list[int] | None, typer.Option(help="Cut after this many batches; repeatable.")] = None,
+    random_cuts: Annotated[int, typer.Option(help="More cuts, at random steps.")] = 3,
+    draw: Annotated[int, typer.Option(help="The seed of the random steps.")] = 0,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="num_workers of each leg, in turn; repeatable. Default: 2, then 0.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
+    lanes: Annotated[
+        int | None, typer.Option(help="The number of lanes, for a pipeline function. Default: 12.")
+    ] = None,
+    pictures: Annotated[Path, typer.Option(help="The folder for a picture of two images that differ.")] = Path(),
+) -> None:
+    """Run your loader whole, and again cut and resumed, and compare every byte of every batch.
+
+    TARGET is imported, so its code runs. A leg is the run between two cuts: a new interpreter with another
+    PYTHONHASHSEED and another number of workers, which continues from a state that torch.save wrote and torch.load
+    read. The first difference is shown with its slot, sample, field and both values; the exit code is then 1.
+    """
+    from savable_pipeline.tools.cli.verify_output import print_verdict
+    from savable_pipeline.tools.verify.comparison import Plan, verify
+
+    with errors_as_lines():
+        if not pictures.is_dir():
+            raise ValueError(f"{pictures}: there is no folder {pictures} for pictures; make it, or name another")
+        plan = Plan(
+            target,
+            steps=steps,
+            cuts=tuple(cut or ()),
+            random_cuts=random_cuts,
+            draw=draw,
+            workers=tuple(workers or (2, 0)),
+            seed=seed,
+            lanes=lanes,
+            pictures=pictures,
+        )
+        with progress_of(err, f"importing {target}", "batches", "comparing") as progress:
+            verdict = verify(plan, progress)
+        print_verdict(out, plan, verdict)
+    if verdict.mismatch:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

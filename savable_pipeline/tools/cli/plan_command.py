@@ -1,0 +1,60 @@
+"""The command `savable plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.tools.cli.console import err, out, printable
+from savable_pipeline.tools.cli.errors import errors_as_lines
+from savable_pipeline.tools.cli.output_file import check_output
+from savable_pipeline.tools.cli.progress import progress_of
+
+
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="The data-parallel ranks of the run.")] = 1,
+    nodes: Annotated[int, typer.Option(help="The machines they run on, each with as many.")] = 1,
+    samples: Annotated[int, typer.Option(help="Documents to look at for their lengths.")] = 500,
+    hidden: Annotated[
+        int, typer.Option(help="The model's hidden size, for the cost of a document, unless the pipeline has a cost.")
+    ] = 2048,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the pipeline on this machine, too.")] = False,
+    seconds: Annotated[float, typer.Option(help="With --measure: how long, for each number of workers.")] = 3.0,
+    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="The lanes, for a pipeline function. Default: 96.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A page with pictures to write.")] = None,
+) -> None:
+    """Tell what a run will be like on many ranks, before it begins.
+
+    Steps an epoch and what the tail leaves, the lanes that fit, how well batches are mixed, memory, bytes each node
+    fetches, and how long ranks wait for the slowest, with and without Balance and max_cost. TARGET is imported, so its
+    code runs; a sample of its data is encoded. Each line says how it is known. With --measure one rank runs here:
+    its rate by number of workers, the time of each stage, its state and its resume.
+    """
+    from savable_pipeline.tools.cli.plan_output import print_plan
+    from savable_pipeline.tools.plan.picture import plan_page
+    from savable_pipeline.tools.plan.run_plan import Wanted, plan_run
+    from savable_pipeline.tools.verify.target import load_target
+
+    with errors_as_lines():
+        check_output(output)
+        wanted = Wanted(ranks, nodes, samples, hidden, seconds if measure else None)
+        settings = load_target(target, seed=seed, lanes=lanes, default_lanes=96)
+        with progress_of(err, f"planning {target}", "runs", "measuring") as progress:
+            found = plan_run(settings, wanted, target, progress)
+        if output is not None:
+            replace_file(output, [plan_page(found)])
+        print_plan(out, found, as_json=as_json)
+        if output is not None and not as_json:
+            out.print(printable(f"page: {output}"))

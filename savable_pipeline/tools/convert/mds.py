@@ -1,0 +1,178 @@
+"""Reading MDS, the shards of Mosaic Streaming: index.json names them and their columns; each sample is
+
+    size uint32, of each column without a size of its own │ column │ column │ …
+
+(version 2 of the format, from its facts). Columns of pickles are refused: unpickling runs what the data name.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.tools.convert.fields import Blob, Value, array, pixels, raw, scalar, several
+from savable_pipeline.tools.convert.model import Input, Options
+from savable_pipeline.tools.convert.record_folder import INDEX, RecordFolder, in_turn
+from savable_pipeline.tools.convert.records import Numbered, read_numbered
+from savable_pipeline.tools.convert.stretches import RecordError, RecordFile, Stretch
+
+_SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst", "br": "br", "snappy": "snappy"}  # its compressions, as called here
+_INSTEAD = "write the samples again with columns of other encodings, or with sp.ShardWriter"
+
+
+class _FileInfo(msgspec.Struct):
+    basename: str
+    bytes: int
+
+
+class _Shard(msgspec.Struct):
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[int | None]
+    samples: int
+    raw_data: _FileInfo
+    zip_data: _FileInfo | None = None
+    compression: str | None = None
+    version: int = 2
+
+
+class _Index(msgspec.Struct):
+    shards: list[_Shard]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The `Schema` of an MDS shard."""
+
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int | None, ...]
+
+    def fields(self, record: Stretch) -> list[Value | Blob]:
+        """The columns of a sample. Raises `RecordError`."""
+        lengths = iter(record.uint32s(0, sum(not size for size in self.sizes)))
+        sizes = [size or next(lengths) for size in self.sizes]
+        offset = 4 * sum(not size for size in self.sizes)
+        found: list[Value | Blob] = []
+        for name, encoding, size in zip(self.names, self.encodings, sizes, strict=True):
+            found += _column(name, encoding, record.part(offset, size))
+            offset += size
+        return found
+
+
+def read_mds(folder: RecordFolder, index: bytes, options: Options) -> Input:
+    """The samples of an MDS folder with this index. Raises ValueError for what cannot be read of it, OSError."""
+    path = f"{folder.root}/{INDEX}"
+    try:
+        shards = msgspec.json.decode(index, type=_Index).shards
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: not an index of MDS that can be read: {error}") from error
+    columns = [_columns(path, shard) for shard in shards]
+    folder.look_for(info.basename for shard in shards for info in (shard.raw_data, shard.zip_data) if info is not None)
+    files = [_file(folder, shard) for shard in shards]
+    counts = [shard.samples for shard in shards]
+    rest = zip(columns, itertools.accumulate([0, *counts]), counts, strict=False)
+    records = (Numbered(file, *more) for file, more in zip(in_turn(files), rest, strict=True))
+    return read_numbered(folder.root, index, records, options)
+
+
+def _columns(path: str, shard: _Shard) -> Columns:
+    if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or shard.version != 2:
+        raise ValueError(f"{path}: version {shard.version} of MDS, or damaged: names, encodings and sizes do not fit")
+    for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True):
+        if encoding == "pkl":
+            raise ValueError(
+                f"{path}: the column {name!r} holds pickles, and unpickling runs what they name: {_INSTEAD}"
+            )
+        if encoding.partition(":")[0] not in _KNOWN:
+            raise ValueError(
+                f"{path}: the column {name!r} has the encoding {encoding!r}, which is not read: {_INSTEAD}"
+            )
+    return Columns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
+
+
+def _file(folder: RecordFolder, shard: _Shard) -> RecordFile:
+    """The file of a shard: as it is, else compressed. Raises ValueError for one that is gone or of another size."""
+    info, packed, content_size = shard.raw_data, "", None
+    if folder.size(info.basename) is None and shard.zip_data is not None:
+        kind = (shard.compression or "").partition(":")[0]
+        if kind not in _PACKED:
+            raise ValueError(
+                f"{folder.root}/{shard.zip_data.basename}: compressed with {kind!r}, which is not read, where "
+                f"{', '.join(_PACKED)} are: decompress it to {info.basename}, and keep both names in index.json"
+            )
+        info, packed, content_size = shard.zip_data, _PACKED[kind], info.bytes
+    path, size = f"{folder.root}/{info.basename}", folder.size(info.basename)
+    if size is None:
+        raise ValueError(f"{path}: named by index.json, and not there; copy the whole folder")
+    if size != info.bytes:
+        raise ValueError(f"{path}: {size} bytes, but {info.bytes} by index.json; copy it again")
+    return folder.file(info.basename, packed, content_size)
+
+
+def _column(name: str, encoding: str, data: Stretch) -> list[Value | Blob]:
+    kind, _, settings = encoding.partition(":")
+    if kind in _MEDIA:
+        return list(_MEDIA[kind](name, data))
+    if kind == "ndarray":
+        return [_array(name, settings, data)]
+    try:
+        return [Value(name, _VALUES[kind](data.read()))]
+    except (ValueError, IndexError, RecursionError, InvalidOperation) as error:
+        raise RecordError(f"damaged record: {name} is no {encoding}: {error}") from error
+
+
+def _array(name: str, settings: str, data: Stretch) -> Blob:
+    """An array whose type and shape are in the encoding, `ndarray:float32:2,3`, or before its values."""
+    kind, _, dimensions = settings.partition(":")
+    offset = 0
+    try:
+        if not kind:
+            kind = _CODES[data.head(1)[0]]
+            offset = 1
+        if dimensions:
+            shape = tuple(int(size) for size in dimensions.split(","))
+        else:
+            code = data.part(offset, 1).read()[0]
+            count, width = code >> 2, 1 << code % 4
+            shape_bytes = data.part(offset + 1, count * width).read()
+            shape = tuple(np.frombuffer(shape_bytes, f"<u{width}").tolist())
+            offset += 1 + count * width
+        return array(name, np.dtype(kind), shape, data.rest(offset))
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise RecordError(f"damaged record: {name} is no array: {error}") from error
+
+
+_VALUES: dict[str, Callable[[bytes], Any]] = {
+    "str": bytes.decode,
+    "json": json.loads,
+    "int": functools.partial(scalar, "<i8"),
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+    "str_decimal": lambda data: str(Decimal(data.decode())),  # a text: JSON has no decimals of any precision
+    **{kind: functools.partial(scalar, kind) for kind in _SCALARS},
+}
+_jpeg = functools.partial(lambda name, data: raw(name, "jpg", data))
+_png = functools.partial(lambda name, data: raw(name, "png", data))
+_MEDIA: dict[str, Callable[[str, Stretch], list[Blob]]] = {
+    "bytes": lambda name, data: [raw(name, "", data)],
+    "jpeg": lambda name, data: [_jpeg(name, data)],
+    "png": lambda name, data: [_png(name, data)],
+    "pil": lambda name, data: [pixels(name, data)],
+    "jpeg_array": lambda name, data: several(name, data, _jpeg, begin=0),
+    "jpegarray": lambda name, data: several(name, data, _jpeg, begin=0),
+    "list[jpeg]": lambda name, data: several(name, data, _jpeg, begin=4),
+    "list[png]": lambda name, data: several(name, data, _png, begin=4),
+    "list[pil]": lambda name, data: several(name, data, pixels, begin=4),
+}
+_KNOWN = {*_VALUES, *_MEDIA, "ndarray"}

@@ -1,0 +1,119 @@
+"""`Mirror`: a local folder in place of a target behind a URL: its metadata, and holes for its shards.
+
+    s3://bucket/out/000003.tar        there as a whole, or not at all   ─ a hole of its size ─  mirror/000003.tar
+    s3://bucket/out/.nv-meta/…        the records of finished shards    ─ downloaded ─────────  mirror/.nv-meta/…
+
+The bucket alone decides what is finished, so the same command goes on with it from any machine. Nothing in the mirror
+is needed afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from savable_pipeline.core.addresses import clean_address, has_user
+from savable_pipeline.data.remote.bucket import SCHEMES, Bucket, Found, close_buckets
+from savable_pipeline.data.remote.cache_space import cache_folder
+from savable_pipeline.data.shards.energon_metadata import META
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.convert.plan import MANIFEST, RECORDS, WORK
+from savable_pipeline.tools.convert.shard_job import make_hole
+from savable_pipeline.tools.convert.writer_processes import claimed
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """The folder that stands for a bucket while a conversion writes there."""
+
+    bucket: Bucket
+    folder: Path
+    pulled: dict[str, str] = field(default_factory=dict)  # the hashes of the metadata that the bucket has
+
+    def bring(self, name: str) -> None:
+        """Put the bytes of a shard in place of its hole; its time stays that of the object."""
+        path = self.folder / name
+        stat = path.stat()
+        self.bucket.fetch([Found(name, stat.st_size, 0)], self.folder)
+        os.utime(path, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+
+    def pull(self) -> None:
+        """Make the folder what the bucket is."""
+        found = self.bucket.listing()
+        metadata = [each for each in found if each.name.startswith(f"{META}/") and each.name != RECORDS]
+        self.bucket.fetch(metadata, self.folder)
+        self.pulled.update(self._metadata())
+        for each in found:
+            if each.name.endswith(".tar"):
+                make_hole(self.folder / each.name, each.size)
+                os.utime(self.folder / each.name, ns=(each.written_ns, each.written_ns))
+
+    def push(self) -> None:
+        """Upload the metadata, that the conversion is done as the last, and remove the records of single shards."""
+        now = self._metadata()
+        for name in sorted(now, key=lambda name: name == MANIFEST):
+            if self.pulled.get(name) != now[name]:
+                self.bucket.upload(name, self.folder / name)
+        self.bucket.erase([found.name for found in self.bucket.listing() if found.name.startswith(f"{WORK}/")])
+
+    def _metadata(self) -> dict[str, str]:
+        files = sorted(path for path in (self.folder / META).glob("*") if path.is_file())
+        return {f"{META}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@contextlib.contextmanager
+def mirrored(url: str) -> Iterator[Mirror]:
+    """The mirror of a URL, for one conversion of this machine at a time. Raises ValueError for another kind of URL."""
+    url = url.rstrip("/")
+    scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES or not rest:
+        raise ValueError(
+            f"{clean_address(url)}: shards can be written to a folder, or to {', '.join(f'{s}://' for s in SCHEMES)}"
+        )
+    if has_user(url):
+        raise ValueError(f"{clean_address(url)}: a URL has no user or password in it: give these in the environment")
+    mirror = Mirror(Bucket(url), cache_folder(None) / f"convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
+    mirror.folder.mkdir(parents=True, exist_ok=True)
+    with _locked(mirror):
+        try:
+            _empty(mirror.folder)
+            mirror.pull()
+            yield mirror
+            mirror.push()
+        except SavableError as error:
+            if str(mirror.folder) not in str(error):
+                raise
+            raise SavableError(str(error).replace(str(mirror.folder), url)) from error
+        finally:
+            close_buckets()
+            shutil.rmtree(mirror.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(mirror: Mirror) -> Iterator[None]:
+    lock = os.open(mirror.folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise SavableError(f"{mirror.bucket.url}: another conversion is writing there; wait until it ends") from error
+    finally:
+        os.close(lock)
+
+
+def _empty(folder: Path) -> None:
+    """Remove what a killed conversion left, once its processes are gone."""
+    if (folder / META).is_dir():
+        with claimed(folder / META, folder / WORK):
+            pass
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,145 @@
+"""`PartReader`: some files behind a URL with what the index says of them, for a machine that has no index of them.
+
+    who plans   the index of all files ── of each job, the files that its samples lie in ──▶ job
+    a machine   job ──▶ a cache of its own, dropped with the job ──▶ the store that reads these files anywhere
+
+So no machine makes the index again, and none reads another version of a file than the plan was made from.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.data.remote.cache_layout import write_blocks
+from savable_pipeline.data.remote.cache_space import cache_bytes
+from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.remote_files import RemotePlace, check_stamp, stamps_of
+from savable_pipeline.data.remote.scratch import scratch
+from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
+from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.stores.cached_files import CachedFiles
+from savable_pipeline.data.stores.indexed_shards import IndexedShards
+from savable_pipeline.data.stores.place_index import FileTable, ScannedFiles
+from savable_pipeline.data.stores.tar_store import TarStore
+from savable_pipeline.tools.convert.model import Files
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.dataset.dataset import Dataset
+
+
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """A file: its name, its stamp on the server, the number of its first sample in the whole, and its index."""
+
+    name: str
+    stamp: str
+    first: int
+    table: bytes  # a `ShardTable` or `FileTable`, as MessagePack
+
+
+@dataclass(frozen=True, slots=True)
+class PartReader:
+    """A `SampleReader` of these files below `url`: of the format `form`, tars if that is empty."""
+
+    url: str
+    form: str
+    files: tuple[PartFile, ...]  # in the order of their samples
+
+    def expect(self, samples: list[Files]) -> None:
+        """See `SampleReader.expect`."""
+        dataset = _opened(self)
+        dataset.store.prefetch(np.array([self._number(dataset, sample) for sample in samples], dtype=np.int64))
+
+    def elsewhere(self, samples: list[Files]) -> PartReader:
+        """See `SampleReader.elsewhere`."""
+        return self
+
+    def read(self, sample: Files) -> dict[str, bytes]:
+        """The parts of a sample by extension. Raises `ShardError` for a file that was replaced, `RemoteError`."""
+        dataset = _opened(self)
+        shards, rows = dataset.locate(np.array([self._number(dataset, sample)]))
+        shard, row = int(shards[0]), int(rows[0])
+        return {part.extension: dataset.read(shard, row, part.extension) for part in sample.parts}
+
+    def _number(self, dataset: Dataset, sample: Files) -> int:
+        """The number of a sample among those of these files."""
+        place = bisect.bisect(self.files, sample.record, key=lambda file: file.first) - 1
+        return int(dataset.firsts[place]) + sample.record - self.files[place].first
+
+
+class _Opened:
+    """The part that this process has open, in a folder of its own."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self.reader = reader
+        self._stack = contextlib.ExitStack()
+        try:
+            self.dataset = _dataset(reader, *self._stack.enter_context(scratch()))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def close(self) -> None:
+        """Drop it, with what was downloaded."""
+        del self.dataset
+        self._stack.close()
+
+
+_open: _Opened | None = None
+
+
+def _opened(reader: PartReader) -> Dataset:
+    global _open
+    if _open is None or _open.reader is not reader:
+        close_part()
+        _open = _Opened(reader)
+    return _open.dataset
+
+
+def close_part() -> None:
+    """Close what this process has open, and remove what was downloaded for it."""
+    global _open
+    if _open is not None:
+        _open.close()
+    _open = None
+
+
+def _dataset(reader: PartReader, folder: Path, downloader: Downloader) -> Dataset:
+    from savable_pipeline.data.dataset.dataset import Dataset  # imported here: other sources do without
+    from savable_pipeline.data.dataset.kinds import FORMATS, open_store
+    from savable_pipeline.data.stores.file_indexing import IndexedFiles
+
+    found = stamps_of(reader.url, [file.name for file in reader.files], downloader)
+    for file in reader.files:
+        check_stamp(f"{reader.url}/{file.name}", file.stamp, found[file.name][1])
+    version, limit = folder / "version", cache_bytes(None, folder)
+    if not reader.form:
+        write_index(version / "index", _tables(reader, ShardTable))
+        cached = _cached(version)
+        shards = IndexedShards(cached.index, version / "index", None, reader.url)
+        return Dataset(TarStore(None, shards, CachedFiles(reader.url, shards, cached, folder, limit, downloader)))
+    tables: list[FileTable] = _tables(reader, FileTable)
+    write_blocks(version, {table.entry.name: table.entry.size for table in tables})
+    place = RemotePlace(reader.url, _cached(version), folder, limit)
+    names = [file.name for file in reader.files]
+    files = IndexedFiles(folder, names, ScannedFiles(tables), place.places, place, downloader)
+    return Dataset(open_store(files, FORMATS[reader.form], partial=True))
+
+
+def _tables(reader: PartReader, kind: Any) -> list[Any]:
+    return [msgspec.msgpack.decode(file.table, type=kind) for file in reader.files]
+
+
+def _cached(version: Path) -> ShardCache:
+    create_flags(version)
+    cached = ShardCache(version)
+    cached.hold()
+    return cached

@@ -1,0 +1,255 @@
+"""`ShardWriter`: shards written by a program, sample by sample, that can be killed and go on.
+
+    out/000000.tar  000000.tar.idx            finished, and safe
+    out/.nv-meta/savable.writer/000001.tar    the one that is written      ─ renamed when it is full ─▶  out/000001.tar
+    out/.nv-meta/savable.writer/000000.tar.index   its rows of the index, until they are joined
+    out/.nv-meta/savable.writer/settings.json      what a writer that goes on must agree with
+
+With `part=(3, 16)` the names begin with `00003-of-00016-`, and no two processes write one file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.indexing import WRITTEN, find_index, write_tar_idx
+from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.convert.describe import describe
+from savable_pipeline.tools.convert.plan import MANIFEST
+from savable_pipeline.tools.convert.sample_values import sample_parts
+from savable_pipeline.tools.convert.shard_job import room_on
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    max_bytes: int
+    max_samples: int | None
+    part: tuple[int, int] | None
+
+
+class ShardWriter:
+    """Writes samples into the shards of a folder. Killed and begun again, it goes on after those that are safe.
+
+    A sample is a dict with its `"__key__"` and its parts by extension: bytes, str (UTF-8), int (its digits), a NumPy
+    array for `npy`, anything that JSON holds for `json`. A shard grows no longer than `max_bytes` and holds no more
+    than `max_samples` samples, unless one alone is larger. `part=(i, n)` is for process i of n that write into one
+    folder, such as tasks of Ray; `savable index` joins what they wrote. Equal samples in equal order make equal bytes.
+
+    Leaving the `with` block ends the last shard and indexes the folder; leaving it by an error does not, and the
+    samples of the last shard are not safe. Not for several threads at once.
+
+    Raises ValueError and TypeError for a setting or a sample that cannot be, `SavableError` if the folder holds shards
+    of another origin or of other settings, if another writer is at it, or if its disk is full.
+
+    >>> samples = [{"__key__": f"{i:06d}", "txt": f"no. {i}", "json": {"n": i}} for i in range(3)]
+    >>> with sp.ShardWriter("written/", max_bytes=1_000_000) as writer:
+    ...     for sample in samples[writer.written :]:  # all of them, or after a kill those that are not safe
+    ...         writer.write(sample)
+    >>> writer.written
+    3
+    >>> [sample.text() for sample in sp.TarShardReader("written/", sp.Lane(), shuffle=False, epochs=1)]
+    ['no. 0', 'no. 1', 'no. 2']
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_bytes: int = 256_000_000,
+        max_samples: int | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        _check(max_bytes, max_samples, part)
+        self._folder = Path(folder)
+        self._work = self._folder / WRITTEN
+        self._settings = _Settings(max_bytes, max_samples, part)
+        self._prefix = "" if part is None else f"{part[0]:05d}-of-{part[1]:05d}-"
+        self._shard: ShardFile | None = None
+        self._ended = ""  # why nothing can be written any more
+        self._refuse_others()
+        self._work.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        try:
+            self._settle()
+            self._sweep()
+            self._entries = [*self._finished()]
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def written(self) -> int:
+        """The samples that are safe: in shards that are finished, of this part, by this writer and those before it."""
+        return sum(entry.samples for entry in self._entries)
+
+    def write(self, sample: Mapping[str, Any]) -> None:
+        """Append a sample; see the class for what it may hold. It is safe when its shard is: see `written`.
+
+        >>> with sp.ShardWriter("single/") as writer:
+        ...     writer.write({"__key__": "a/b", "cls": 3})
+        """
+        if self._ended:
+            raise ValueError(f"{self._folder}: this writer {self._ended}; open another to go on")
+        key, parts = sample_parts(sample)
+        size = sample_bytes(key, {extension: len(data) for extension, data in parts.items()})
+        try:
+            with room_on(self._folder):
+                shard = self._shard_for(size)
+                if key == shard.last_key:
+                    raise ValueError(f"the sample before has the key {key!r} too: readers would take both for one")
+                shard.add(key, parts)
+        except (OSError, SavableError):
+            self._abandon("met an error of the disk")
+            raise
+
+    def close(self) -> None:
+        """End the last shard, and index the folder unless this is one part of several. A second call does nothing.
+
+        >>> writer = sp.ShardWriter("closed/")
+        >>> writer.write({"__key__": "a", "txt": "one"})
+        >>> writer.close()
+        """
+        if self._ended:
+            return
+        try:
+            with room_on(self._folder):
+                if self._shard is not None:
+                    self._finish(self._shard)
+                if self._settings.part is None and self._entries:
+                    describe(self._folder)
+        finally:
+            self._abandon("is closed")
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon("was left by an error")
+
+    def _shard_for(self, size: int) -> ShardFile:
+        """The shard for a sample of this size: the open one if there is room, else the next."""
+        shard, settings = self._shard, self._settings
+        if shard is not None:
+            full = settings.max_samples is not None and shard.samples >= settings.max_samples
+            if not full and shard.size + size <= room_in(settings.max_bytes):
+                return shard
+            self._finish(shard)
+        name = self._name(len(self._entries))
+        self._shard = ShardFile(self._work / name, name)
+        return self._shard
+
+    def _finish(self, shard: ShardFile) -> None:
+        """Put the open shard in its place, after all that is known of it; it is safe when the tar is there."""
+        table = shard.finish()
+        name = table.entry.name
+        write_index(self._work / f"{name}.index", [table])
+        write_tar_idx(self._work / name, table)
+        beside = (self._work / name).with_suffix(".tar.idx")
+        beside.replace(self._folder / beside.name)
+        (self._work / name).replace(self._folder / name)
+        self._entries.append(table.entry)
+        self._shard = None
+
+    def _abandon(self, why: str) -> None:
+        """Leave the open shard unfinished, and let others write here."""
+        if self._ended:
+            return
+        self._ended = why
+        if self._shard is not None:
+            self._shard.close()
+            self._shard.path.unlink(missing_ok=True)
+            self._shard = None
+        os.close(self._lock)
+
+    def _name(self, number: int) -> str:
+        return f"{self._prefix}{number:06d}.tar"
+
+    def _locked(self) -> int:
+        lock = os.open(self._work / f"{self._prefix}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise SavableError(
+                f"{self._folder}: another writer is at {self._prefix}*.tar; give each process its part=(i, n)"
+            ) from error
+        return lock
+
+    def _refuse_others(self) -> None:
+        """Raises `SavableError` for shards of another origin."""
+        written = any(self._work.glob("*settings.json"))
+        if (self._folder / MANIFEST).exists() or (not written and any(self._folder.glob("*.tar"))):
+            raise SavableError(f"{self._folder} holds shards of another origin; write into another folder")
+
+    def _settle(self) -> None:
+        """Leave the settings in the folder. Raises `SavableError` if it was begun with others."""
+        ours = self._settings
+        for path in self._work.glob("*settings.json"):
+            there = msgspec.json.decode(path.read_bytes(), type=_Settings)
+            if _parts(there) != _parts(ours) or (there.part == ours.part and there != ours):
+                raise SavableError(
+                    f"{self._folder} was begun with other settings: {_told(there)}, here {_told(ours)}; give the same "
+                    "to go on, or another folder"
+                )
+        replace_file(self._work / f"{self._prefix}settings.json", [msgspec.json.encode(ours)], sync=True)
+
+    def _sweep(self) -> None:
+        """Remove what a killed writer left unfinished."""
+        for pattern in ("*.tmp", "[0-9]*.tar", "[0-9]*.tar.idx"):
+            for path in self._work.glob(f"{self._prefix}{pattern}"):
+                path.unlink()
+
+    def _finished(self) -> list[ShardEntry]:
+        """The shards that are there already. Raises `SavableError` if one of them is damaged or gone."""
+        entries = []
+        known = find_index(self._folder)
+        for number in itertools.count():
+            name = self._name(number)
+            if not (self._folder / name).exists():
+                break
+            entries.append(self._entry(name, known))
+        there = len(list(self._folder.glob(f"{self._prefix}[0-9]*.tar")))
+        if there > len(entries):
+            raise SavableError(f"{self._folder / name} is gone, and later shards are there; put it back")
+        return entries
+
+    def _entry(self, name: str, known: dict[str, ShardEntry]) -> ShardEntry:
+        try:
+            entry = ShardIndex(self._work / f"{name}.index").shards[0]
+        except (OSError, ValueError, SavableError, IndexError):
+            entry = known.get(name) or scan(self._folder, name).entry
+        if entry.fault or entry.size != (self._folder / name).stat().st_size:
+            raise SavableError(f"{self._folder / name}: not as it was written: {entry.fault or 'another size'}")
+        return entry
+
+
+def _check(max_bytes: int, max_samples: int | None, part: tuple[int, int] | None) -> None:
+    if max_bytes < 1 or (max_samples is not None and max_samples < 1):
+        raise ValueError(f"a shard must hold something: max_bytes is {max_bytes}, max_samples {max_samples}")
+    if part is not None and not 0 <= part[0] < part[1] <= 99_999:
+        raise ValueError(f"part is (i, n) with i from 0 to n - 1, not {part}")
+
+
+def _parts(settings: _Settings) -> int:
+    """The number of writers of a folder."""
+    return 1 if settings.part is None else settings.part[1]
+
+
+def _told(settings: _Settings) -> str:
+    return ", ".join(f"{name}={getattr(settings, name)}" for name in settings.__struct_fields__)

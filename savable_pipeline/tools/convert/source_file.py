@@ -1,0 +1,65 @@
+"""A file that a source names, on a disk or behind a URL: its bytes in their order, or a stretch of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from savable_pipeline.data.remote.remote_files import check_stamp
+from savable_pipeline.data.stores.cached_blocks import CachedBytes
+from savable_pipeline.data.stores.remote_file import RemoteFile, open_object
+
+_BUFFER = 1 << 20
+
+
+def is_url(path: Path | str) -> bool:
+    """Whether a source lies behind a URL, which is a str; a file is a `Path`."""
+    return isinstance(path, str)
+
+
+def name_of(path: Path | str) -> str:
+    """The last part of a name."""
+    return path.name if isinstance(path, Path) else path.rstrip("/").rpartition("/")[2]
+
+
+@contextlib.contextmanager
+def open_source(path: Path | str) -> Iterator[io.BufferedReader[Any]]:
+    """A file to read from its begin. Raises OSError; of a URL `ShardError`, `RemoteError`."""
+    if isinstance(path, Path):
+        with path.open("rb") as file:
+            yield file
+    else:
+        with io.BufferedReader(RemoteFile(object_at(path)), _BUFFER) as remote:
+            yield remote
+
+
+def place_behind(url: str, stamps: Iterable[str]) -> str:
+    """A hash of where a source lies, and of which objects these are: see `place_of`."""
+    return hashlib.sha256("\0".join([url, *stamps]).encode()).hexdigest()[:16]
+
+
+def stamp_of(url: str) -> str:
+    """What tells the object that this process reads at a URL from one that replaces it."""
+    return _opened(url)[1]
+
+
+def object_at(url: str, stamp: str = "") -> CachedBytes:
+    """The object at a URL. Raises `ShardError` with a `stamp` if it is another one, `RemoteError`."""
+    file, found = _opened(url)
+    check_stamp(url, stamp or found, found)
+    return file
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(url: str) -> tuple[CachedBytes, str]:
+    return open_object(url)
+
+
+def close_objects() -> None:
+    """Close what this process has open behind a URL, and look again at what is asked for next."""
+    _opened.cache_clear()

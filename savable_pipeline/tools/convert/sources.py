@@ -1,0 +1,304 @@
+"""The kinds of sources, each told by its marks; what is not known is refused with what to do.
+
+| kind    | marks                                                         | read by       |
+|---------|---------------------------------------------------------------|---------------|
+| folder  | a folder without any of the marks below                       | folder        |
+| jsonl   | .jsonl, .ndjson; or .json with an object a line               | jsonl         |
+| json    | .json that begins with [                                      | json_array    |
+| csv     | .csv, .tsv                                                    | csv_table     |
+| mds     | index.json with shards of the format mds                      | mds           |
+| litdata | index.json with chunks                                        | litdata       |
+| tars    | .tar, or a folder of tars                                     | stored        |
+| parquet | .parquet, or a folder of them                                 | stored        |
+| hub     | a folder of .parquet with a README.md of the HF hub           | stored        |
+| arrow   | .arrow, .feather, or a folder of them                         | stored        |
+| hf      | a folder that `save_to_disk` of HF datasets wrote             | stored        |
+| packed  | .tar.gz, .tgz, .tar.bz2, .tar.xz, .tar.zst, or a folder of them | repack      |
+|         | .tar that is compressed all the same, by its first bytes      |               |
+
+Tables and JSON may be compressed: .gz, .bz2, .xz, .zst. Behind a URL lie jsonl, json, csv, mds, litdata, tars, parquet
+and arrow; what lies below one is told by the names that a bucket lists, or by the indexes that a web server has.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from savable_pipeline.core.file_heads import text_fault
+from savable_pipeline.core.wording import listed
+from savable_pipeline.data.remote.remote_files import names_behind
+from savable_pipeline.data.remote.urls import is_remote
+from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE
+from savable_pipeline.tools.convert.compressed import ENDINGS, DamagedError, is_compressed, opened
+from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, format_in, look_into
+from savable_pipeline.tools.convert.jsonl import BOM
+from savable_pipeline.tools.convert.names import PACKED, TAR_ENDINGS, is_tar
+from savable_pipeline.tools.convert.record_folder import INDEX, index_of
+from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of
+
+WORDS = {
+    "folder": "a folder of files",
+    "jsonl": "JSONL",
+    "json": "a JSON array",
+    "csv": "a table (CSV or TSV)",
+    "mds": "an MDS folder of Mosaic Streaming",
+    "litdata": "a folder of LitData",
+    "packed": "compressed tars",
+    "tars": "tars",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "hf": "a folder that `save_to_disk` of HF datasets wrote",
+    "hub": "a clone of a dataset of the HF hub, in Parquet",
+}
+BEHIND_URLS = ("jsonl", "json", "csv", "mds", "litdata", "tars", "parquet", "arrow")
+STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
+ROWS = ("parquet", "arrow", "hf", "hub")  # those of them whose rows may name files
+TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
+
+_STORED_FILES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+_INDEXES = {INDEX_NAME: "tars", ".nv-meta/savable.parquet.index": "parquet", ".nv-meta/savable.arrow.index": "arrow"}
+_OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
+# Files that hold many samples, which nothing here reads.
+CONTAINERS = {
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
+    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), _OTHER),
+    **dict.fromkeys((".db", ".sqlite", ".zarr"), _OTHER),
+    LANCE: LANCE_CURE,
+    ".mds": "name the folder with its index.json",
+}
+_MEGATRON = b"MMIDIDX\0\0"
+_CHUNK = re.compile(r"(.*/)?chunk-[0-9]+-[0-9]+([.].+)?[.]bin")
+_PEEK, _HEAD = 1 << 20, 64  # bytes of a file that are looked at
+_PATTERN = "*?[{"
+_FEW = 16  # files that are opened to see what they hold
+_MANY = 4096  # tars that are
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is converted, and what it was taken for. A URL is a str, a file or a folder a `Path`."""
+
+    path: Path | str
+    kind: str
+
+    @property
+    def words(self) -> str:
+        """What it was taken for, for people."""
+        return WORDS[self.kind]
+
+
+def recognize(path: Path | str, kind: str | None = None) -> Source:
+    """Tell the kind of a source by its marks, unless it is given. A URL is a str.
+
+    Raises ValueError for what is not known, OSError; of a URL `ShardError`, `RemoteError`.
+    """
+    if kind is not None and kind not in WORDS:
+        raise ValueError(f"the kind of a source is one of {', '.join(WORDS)}, not {kind!r}")
+    if isinstance(path, str) and is_remote(path):
+        return Source(path, _behind_url(path, kind))
+    path = Path(path)
+    if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ValueError(f"{path}: a Path cannot hold a URL; give it as a str")
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    if kind is not None:
+        return Source(path, kind)
+    return Source(path, _of_folder(path, look_into(path)) if path.is_dir() else _of_file(path))
+
+
+def _behind_url(url: str, kind: str | None) -> str:
+    """The kind of what lies behind a URL. Raises ValueError for what must be copied first."""
+    try:
+        found = kind or (_below_url(url) if _is_place(url) else _of_file(url))
+    finally:
+        close_objects()
+    if found not in BEHIND_URLS:
+        raise ValueError(
+            f"{url}: {WORDS[found]}: not read behind a URL: copy it to a disk, and convert that; what is read there: "
+            f"{', '.join(WORDS[each] for each in BEHIND_URLS)}"
+        )
+    if found not in STORED and any(c in url for c in _PATTERN):
+        raise ValueError(f"{url}: {WORDS[found]} is converted one by one: name one of them")
+    return found
+
+
+def _is_place(url: str) -> bool:
+    """Whether a URL names what lies below it, or matches it, and not one file."""
+    name = name_of(url)
+    return url.endswith("/") or any(c in url for c in _PATTERN) or not Path(name).suffix
+
+
+def _below_url(url: str) -> str:
+    if any(c in url for c in _PATTERN):
+        return _of_file(expand_braces(url)[0])
+    marks = FolderMarks()
+    names = names_behind(url.rstrip("/"), [INDEX, *_INDEXES])
+    form = format_in(index_of(url)) if INDEX in names else ""
+    if form:
+        return _of_index(url, form)
+    indexed = [kind for name, kind in _INDEXES.items() if name in names]
+    if indexed:
+        return indexed[0]
+    add_names(marks, (name for name in names if not any(part.startswith(".") for part in name.split("/"))))
+    if not marks.names or url.startswith("http"):
+        raise ValueError(
+            f"{url}: nothing is found there; a web server cannot be listed: name the files, as in "
+            f"{url.rstrip('/')}/{{000..099}}.tar"
+        )
+    folders = [name.removesuffix(f"/{INDEX}") for name in marks.names if name.endswith(f"/{INDEX}")][:_FEW]
+    _refuse_several(url, [folder for folder in folders if format_in(index_of(f"{url.rstrip('/')}/{folder}"))])
+    found = _of_names(url, marks)
+    if found is None and marks.count(".jsonl") + marks.count(".ndjson") == len(marks.names):
+        raise ValueError(f"{url}: several files of JSONL: convert them one by one: {listed(marks.names)}")
+    return found or "folder"
+
+
+def _of_file(path: Path | str) -> str:
+    name = name_of(path).lower()
+    if is_tar(name):
+        several = is_url(path) and any(c in name for c in _PATTERN)
+        return "packed" if name.endswith(PACKED) or (not several and is_compressed(path)) else "tars"
+    plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
+    suffix = Path(plain).suffix
+    if suffix == ".json":
+        return _of_json(path)
+    if suffix in TABLES:
+        return TABLES[suffix]
+    if suffix in _STORED_FILES:
+        return _STORED_FILES[suffix]
+    if suffix in CONTAINERS:
+        raise ValueError(f"{path}: {suffix} is not read here: {CONTAINERS[suffix]}")
+    raise ValueError(
+        f"{path}: not known here; what is known: a folder of files, .jsonl, .json, .csv and .tsv (also compressed: "
+        f"{', '.join(ENDINGS)}), .parquet, .arrow, .tar and .tar.gz, folders of MDS and LitData (behind a "
+        f"URL, end one whose name has a dot with /). For anything else: {_OTHER}"
+    )
+
+
+def _of_json(path: Path | str) -> str:
+    try:
+        with opened(path) as file:
+            head = file.read(_PEEK).removeprefix(BOM).lstrip()
+    except DamagedError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+    fault = text_fault(head, name_of(path))
+    if fault:
+        raise ValueError(f"{path}: {fault}")
+    lines = [line.strip() for line in head.split(b"\n") if line.strip()]
+    if head.startswith(b"["):
+        return "json"
+    if len(lines) > 1 and all(line.startswith(b"{") and line.endswith(b"}") for line in lines[:2]):
+        return "jsonl"
+    raise ValueError(
+        f"{path}: expected a list of objects, [{{…}}, {{…}}], or an object a line; write the list of samples that it "
+        "holds into a file of its own, and convert that"
+    )
+
+
+def _of_folder(path: Path, marks: FolderMarks) -> str:
+    if marks.index:
+        return _of_index(path, marks.index)
+    if marks.saved_to_disk:
+        return "hf"
+    _refuse_several(path, marks.below)
+    found = _of_names(path, marks)
+    if found is None:
+        _refuse_lone(path, marks)
+    return found or "folder"
+
+
+def _of_names(path: Path | str, marks: FolderMarks) -> str | None:
+    """The kind that the names of files tell; None for other files."""
+    for suffix, kind in _STORED_FILES.items():
+        if marks.count(suffix) and not marks.are_companions(suffix):
+            found = "hub" if kind == "parquet" and marks.hub else kind
+            _refuse_others(path, marks, kind, found)
+            return found
+    packed = [name for name in marks.names if name.lower().endswith(PACKED)]
+    if packed and marks.others:
+        raise ValueError(
+            f"{path} holds compressed tars ({listed(packed)}) and other files ({listed(marks.others)}): move the tars "
+            "into a folder of their own, or convert them one by one"
+        )
+    if packed:
+        return "packed"
+    if marks.count(".tar") and not marks.others:
+        _refuse_capitals(path, marks)
+        tars = [path / name for name in marks.names if is_tar(name)] if isinstance(path, Path) else []
+        return "packed" if any(map(is_compressed, tars[:_MANY])) else "tars"
+    return None
+
+
+def _refuse_several(path: Path | str, below: list[str]) -> None:
+    if below:
+        raise ValueError(f"{path} holds several datasets: convert them one by one: {listed(below)}")
+
+
+def _refuse_others(path: Path | str, marks: FolderMarks, form: str, kind: str) -> None:
+    """Refuse files of rows beside what would not be read with them, such as pictures."""
+    suffixes = tuple(suffix for suffix, other in _STORED_FILES.items() if other == form)
+    others = marks.beside_tables(suffixes)
+    if others:
+        table = next(name for name in marks.names if name.lower().endswith(suffixes))
+        raise ValueError(
+            f"{path} holds {table} and other files ({listed(others)}), which are not read with it: take the rows alone "
+            f"with --as {kind}, or each file for a part of a sample with --as folder; where the rows name the files, "
+            "add --files FOLDER for structs of bytes and path, else write them as JSONL and convert that"
+        )
+
+
+def _refuse_capitals(path: Path | str, marks: FolderMarks) -> None:
+    unseen = [name for name in marks.names if is_tar(name) and not name.endswith(TAR_ENDINGS)]
+    if unseen:
+        raise ValueError(
+            f"{path} holds tars that are not read in place, since readers look for .tar: rename {listed(unseen)}"
+        )
+
+
+def _of_index(path: Path | str, kind: str) -> str:
+    if kind in ("mds", "litdata"):
+        return kind
+    raise ValueError(
+        f"{path}: an index of Mosaic Streaming with shards of the format {kind}, where mds is read: {_OTHER}"
+    )
+
+
+def _refuse_lone(path: Path, marks: FolderMarks) -> None:
+    """Refuse a folder that holds a table of its files, or files with many samples each, as samples of one part."""
+    anyway = "or take each file for a part of a sample with --as folder"
+    for name in marks.lone:
+        suffix = _table_suffix(name)
+        is_array = suffix == ".json" and marks.count(".json") <= _FEW and _is_array(path / name)
+        if suffix in TABLES or is_array:
+            raise ValueError(
+                f"{path} holds the table {name}, whose lines may be the samples: convert it by its own name, "
+                f"`savable convert {path / name} DST`, {anyway}"
+            )
+        if suffix in CONTAINERS:
+            raise ValueError(f"{path} holds {name}, and {suffix} is not read here: {CONTAINERS[suffix]}; {anyway}")
+        if _CHUNK.fullmatch(name):
+            raise ValueError(f"{path} holds chunks of LitData ({name}) without their index.json: put it beside them")
+    for name in marks.token_files[:_FEW]:
+        with (path / name).open("rb") as file:
+            if file.read(len(_MEGATRON)) == _MEGATRON:
+                raise ValueError(f"{path} holds token files of Megatron ({name}), not samples: {_OTHER}; {anyway}")
+
+
+def _table_suffix(name: str) -> str:
+    name = name.lower()
+    plain = next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
+    return Path(plain).suffix
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file, perhaps compressed, begins as a list of objects."""
+    try:
+        with opened(path) as file:
+            head = file.read(_HEAD).removeprefix(BOM).lstrip()
+    except DamagedError:
+        return False
+    return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")

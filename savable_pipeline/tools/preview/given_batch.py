@@ -1,0 +1,80 @@
+"""Makes a batch again that a run was given, from the run's ledger and its pipeline function."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from savable_pipeline.core.lane import Growth
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.engine.in_process import InProcess
+from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.ledger.reader import GivenBatch, Ledger
+from savable_pipeline.run.ledger.records import Start
+from savable_pipeline.run.loader.growth import NewShards
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.state.fingerprint import compare, fingerprint, subset_order_of, unpack_fingerprint
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.stages.stage import Stage
+
+
+class MadeBatch(NamedTuple):
+    """A batch that was made again, the last stage of its lane, and what the ledger says of it."""
+
+    batch: Any
+    stage: Stage
+    given: GivenBatch
+
+
+def make_again(pipeline: Pipeline, ledger: Ledger, epoch: int, slot: int) -> MadeBatch:
+    """The batch of a slot, byte for byte as the run was given it.
+
+    The lane runs from its last state in the ledger, at most 1,000 batches before. Shards may have been added since, but
+    all else must be as it was for the run. Raises `SavableError` if no such batch was given, or the pipeline made
+    another one; `CheckpointMismatchError` if its settings or data differ.
+    """
+    given = ledger.batch_at(epoch, slot)
+    start = given.start
+    lane = slot % start.lanes
+    local = LocalLanes(Job(pipeline, start.seed, start.lanes, start.pad), lane)
+    growth = _growth(start, local)
+    at = ledger.state_before(epoch, slot)
+    before, saved = (
+        (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
+    )
+    state = pack_state(replace(saved, growth=growth or UNSET, subset_order=local.subset_order or UNSET))
+    makers = InProcess(local.runner)
+    for _ in range((slot - before) // start.lanes):
+        state = makers.answer(makers.ask(lane, state, "skip")).state
+    made = makers.answer(makers.ask(lane, state))
+    last = local.runner.holds(lane, made.state)
+    assert last is not None
+    _check(BatchSamples.of(made.samples), given)
+    return MadeBatch(made.batch, last, given)
+
+
+def _growth(start: Start, local: LocalLanes) -> Growth:
+    """With which shards lanes read each epoch in this start of the run, of the shards that there are now.
+
+    Raises `CheckpointMismatchError` if settings or data differ in anything but shards that were added later.
+    """
+    saved = unpack_fingerprint(start.fingerprint)
+    local.grow(start.growth)
+    local.draw_subsets_by(subset_order_of(saved))
+    here = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
+    new = NewShards(saved, here, local)
+    compare(new.before, here)
+    return new.growth_before | start.growth
+
+
+def _check(made: BatchSamples, given: GivenBatch) -> None:
+    """Raises `SavableError` unless the batch was made of the samples that the ledger names."""
+    if made.by_row() != given.batch.samples.by_row():
+        raise SavableError(
+            f"slot {given.batch.slot} of epoch {given.batch.epoch}: the pipeline makes it of other samples than the "
+            "ledger says that it was made of; is its code that of the run?"
+        )

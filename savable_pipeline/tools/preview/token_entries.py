@@ -1,0 +1,175 @@
+"""Token sequences of a batch as spans: with loss or without, and where documents begin.
+
+tokens  a b c d   labels  b - d -        labels one ahead: b and d have loss, each as the target of the one before
+                  labels  - b - d        labels in place: b and d have loss, too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.tools.preview.page_model import Entry, Span, TokenRow, cut
+from savable_pipeline.tools.preview.tensor_entries import as_array, describe
+from savable_pipeline.tools.preview.token_decoder import Decoder
+
+Mask = NDArray[np.bool_]
+
+_TOKENS = ("tokens", "input_ids", "token_ids")
+_LABELS = ("labels", "targets", "target_ids")
+_LOSS_MASKS = ("loss_mask", "loss_weights", "target_mask")
+_DOCUMENTS = ("document_ids", "doc_ids", "segment_ids", "sequence_ids", "seq_idx")
+_POSITIONS = ("position_ids", "positions")
+_IGNORED = -100
+_MOST_ROWS = 8
+_LONGEST_ROW = 1024  # tokens of a row that are shown
+_RUN = 6  # as many of one token, without loss, are shown as one
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """Rows of tokens, int (rows, length), and of the same shape what is known of each."""
+
+    tokens: NDArray[Any]
+    loss: Mask | None  # tokens that are targets
+    begins: Mask  # tokens with which a document begins
+    labels: NDArray[Any] | None
+    beyond: Mask  # tokens whose label is not the next token here
+
+
+def tokens_name(fields: Mapping[str, Any]) -> str | None:
+    """The field that holds tokens, integers (length,) or (rows, length); None if none does."""
+    for name in _TOKENS:
+        array = as_array(fields.get(name))
+        if array is not None and array.dtype.kind in "iu" and array.ndim in (1, 2) and array.size:
+            return name
+    return None
+
+
+def tokens_entry(shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder) -> Entry:
+    """The tokens in field `name` as rows, by labels or loss mask and borders in the other fields."""
+    array = as_array(fields[name])
+    assert array is not None
+    found = _sequences(np.atleast_2d(array), fields)
+    rows = [_row(found, row, decoder) for row in range(min(_MOST_ROWS, len(found.tokens)))]
+    more = f", the first {_MOST_ROWS} rows" if len(found.tokens) > _MOST_ROWS else ""
+    return Entry(shown_name, describe(fields[name], array) + more, rows=rows)
+
+
+def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
+    labels, mask = _beside(tokens, fields, _LABELS), _beside(tokens, fields, _LOSS_MASKS)
+    begins, beyond = _begins(tokens, fields), np.zeros(tokens.shape, dtype=bool)
+    if labels is None and mask is None:
+        return _Sequences(tokens, None, begins, None, beyond)
+    loss = np.ones(tokens.shape, dtype=bool)
+    if labels is not None:
+        loss &= labels != _IGNORED
+    if mask is not None:
+        loss &= mask != 0
+    if labels is not None:
+        ahead = loss[:, :-1] & (labels[:, :-1] == tokens[:, 1:])
+        if ahead.sum() > (loss & (labels == tokens)).sum():
+            targets = np.zeros(tokens.shape, dtype=bool)
+            targets[:, 1:] = ahead
+            beyond = loss.copy()
+            beyond[:, :-1] &= ~ahead
+            loss = targets
+    return _Sequences(tokens, loss, begins, labels, beyond)
+
+
+def _beside(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[str]) -> NDArray[Any] | None:
+    """The first of these fields that has a number for each token."""
+    for name in names:
+        array = as_array(fields.get(name))
+        if array is not None and array.size == tokens.size and np.atleast_2d(array).shape == tokens.shape:
+            return np.atleast_2d(array)
+    return None
+
+
+def _begins(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
+    begins = np.zeros(tokens.shape, dtype=bool)
+    begins[:, 0] = True
+    borders = as_array(fields.get("cu_seqlens"))
+    documents, positions = _beside(tokens, fields, _DOCUMENTS), _beside(tokens, fields, _POSITIONS)
+    if borders is not None and borders.dtype.kind in "iu" and borders.ndim == 1:
+        begins.reshape(-1)[_within(borders, tokens.size)] = True
+    elif borders is not None and borders.dtype.kind in "iu" and borders.ndim == 2 and len(borders) == len(tokens):
+        for row, own in zip(begins, borders, strict=True):
+            row[_within(own, len(row))] = True
+    elif documents is not None:
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    elif positions is not None:
+        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    return begins
+
+
+def _within(borders: NDArray[Any], size: int) -> NDArray[Any]:
+    return borders[(borders >= 0) & (borders < size)]
+
+
+def _row(found: _Sequences, row: int, decoder: Decoder) -> TokenRow:
+    length = found.tokens.shape[1]
+    shown = min(length, _LONGEST_ROW)
+    spans: list[Span] = []
+    start = 0
+    while start < shown:
+        stop = _stretch(found, row, start, shown)
+        spans += _spans(found, row, start, stop, decoder)
+        start = stop
+    note = f"row {row}: {length:,} tokens"
+    note += f", {int(found.begins[row].sum()):,} segments" if found.begins[row, 1:].any() else ""
+    if found.loss is not None:
+        count = int(found.loss[row].sum() + found.beyond[row].sum())
+        note += f", {count:,} with loss ({count / length:.0%})"
+    note += f"; the first {shown:,} are shown" if shown < length else ""
+    return TokenRow(note, spans)
+
+
+def _stretch(found: _Sequences, row: int, start: int, shown: int) -> int:
+    """Where tokens that are alike, with loss or without it in one document, end."""
+    stop = start + 1
+    while (
+        stop < shown
+        and not found.begins[row, stop]
+        and not found.beyond[row, stop - 1]
+        and (found.loss is None or found.loss[row, stop] == found.loss[row, start])
+    ):
+        stop += 1
+    return stop
+
+
+def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[Span]:
+    ids: list[int] = found.tokens[row, start:stop].tolist()
+    kind = "unknown" if found.loss is None else "loss" if found.loss[row, start] else "ignored"
+    spans: list[Span] = []
+    for begin, end in _runs(ids, kind):
+        alike = end - begin >= _RUN and len(set(ids[begin:end])) == 1
+        for text, count in decoder.pieces(ids[begin : begin + 1] if alike else ids[begin:end]):
+            title = f"{' '.join(map(str, ids[begin : begin + count]))} at {start + begin}"
+            at_start = begin == 0 and bool(found.begins[row, start])
+            spans.append(Span(cut(text, 80), kind, title, at_start, end - begin if alike else 1))
+            begin += count
+    if found.beyond[row, stop - 1] and found.labels is not None:
+        target = int(found.labels[row, stop - 1])
+        last = spans[-1]
+        spans[-1] = Span(last.text, last.kind, last.title, last.begins, last.repeat, decoder.pieces([target])[0][0])
+    return spans
+
+
+def _runs(ids: Sequence[int], kind: str) -> list[tuple[int, int]]:
+    """Where to part tokens, so that a long run of one, such as padding or an image's, stands alone."""
+    if kind == "loss":
+        return [(0, len(ids))]
+    found, begin, start = [], 0, 0
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and ids[end] == ids[start]:
+            continue
+        if end - start >= _RUN:
+            found += [(begin, start)] * (begin < start) + [(start, end)]
+            begin = end
+        start = end
+    return found + [(begin, len(ids))] * (begin < len(ids))

@@ -1,0 +1,242 @@
+"""`verify`: runs a user's loader uninterrupted and cut, side by side in interpreters of their own, and compares.
+
+    uninterrupted   │ 0 ──────────────────────────────────────────▶ steps │     one interpreter, PYTHONHASHSEED=1
+                    │ digest = digest = digest = …                        │
+    cut             │ 0 ──────▶ c₁ │ c₁ ────────────▶ c₂ │ c₂ ──▶ steps   │     an interpreter a leg, 2, 3, 4, …
+
+After each step the digests of both batches are compared, so that only the states at the cuts are written to a file, and
+one batch at the first difference. Neither the user's code nor torch is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.core.keyed_random import derive_key, permutation
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.verify.leg import (
+    ANSWERS,
+    ORDERS,
+    Begin,
+    Begun,
+    Done,
+    Explain,
+    Explained,
+    Failed,
+    Keep,
+    Save,
+    Step,
+    Stepped,
+)
+
+_EXIT_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The settings of a comparison. `steps=None` is two batches of each lane; `draw` keys the random cuts.
+
+    Raises ValueError for settings with which nothing would be compared.
+    """
+
+    target: str
+    steps: int | None = None
+    cuts: tuple[int, ...] = ()
+    random_cuts: int = 3
+    draw: int = 0
+    workers: tuple[int, ...] = (2, 0)
+    seed: int | None = None
+    lanes: int | None = None
+    pictures: Path = Path()
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 2:
+            raise ValueError(f"--steps must be at least 2, to be cut between them, not {self.steps}")
+        if self.random_cuts < 0 or not all(number >= 0 for number in self.workers):
+            raise ValueError(f"--random-cuts and --workers must be at least 0: {self.random_cuts}, {self.workers}")
+        if not self.cuts and not self.random_cuts:
+            raise ValueError("nothing would be cut: give --cut STEP or --random-cuts")
+
+    def bounds(self, steps: int) -> list[int]:
+        """The steps at which legs begin and end: 0, the cuts, `steps`. Raises ValueError for a cut outside of these."""
+        outside = [cut for cut in self.cuts if not 0 < cut < steps]
+        if outside:
+            raise ValueError(f"--cut {outside[0]}: a cut lies between two of the {steps} steps, 1 to {steps - 1}")
+        drawn = permutation(derive_key(self.draw, "verify-resume", steps), steps - 1)[: self.random_cuts] + 1
+        return sorted({0, steps, *self.cuts, *map(int, drawn)})
+
+
+@dataclass(frozen=True, slots=True)
+class LegRun:
+    """A leg of the run that is cut: its first step, number of workers and PYTHONHASHSEED."""
+
+    number: int
+    start: int
+    workers: int
+    hash_seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first difference, in the step after `step` equal ones; `error` is given if only one of the runs raised."""
+
+    step: int
+    leg: LegRun
+    where: Explained | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result: of `steps`, the first `equal` are equal, `ends` of them the last of an epoch; then `mismatch`."""
+
+    begun: Begun
+    steps: int
+    equal: int
+    ends: int
+    legs: tuple[LegRun, ...]
+    mismatch: Mismatch | None = None
+
+
+class _Interpreter:
+    """A fresh Python process that runs a loader: the command's side of a `LegProcess`."""
+
+    def __init__(self, hash_seed: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "savable_pipeline.tools.verify.leg"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+        )
+
+    def send(self, order: ORDERS) -> None:
+        """Send an order; `answer` waits until it is carried out."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(order).decode() + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `answer` raises
+
+    def answer(self) -> ANSWERS:
+        """The answer to the last order. Raises `SavableError` if the interpreter died."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SavableError(
+                f"an interpreter that ran the loader ended with exit code {self._process.wait()}; its own "
+                "output, if any, is above"
+            )
+        answer: ANSWERS = msgspec.json.decode(line, type=ANSWERS)
+        return answer
+
+    def __enter__(self) -> _Interpreter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the interpreter: it ends its workers first, unless an error was raised here."""
+        if kind is not None:
+            self._process.terminate()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def verify(plan: Plan, progress: Callable[[int, int], None]) -> Verdict:
+    """Compare up to the first difference. `progress` gets the steps compared and those to compare.
+
+    Raises `SavableError` if the uninterrupted run fails, ValueError for a cut outside of the run.
+    """
+    with tempfile.TemporaryDirectory(prefix="savable-verify-") as folder, _Interpreter(hash_seed=1) as reference:
+        reference.send(Begin(plan.target, plan.seed, plan.lanes))
+        begun = _successful(reference.answer())
+        assert isinstance(begun, Begun)
+        steps = plan.steps or 2 * begun.own_lanes
+        comparison = _Comparison(plan, reference, Path(folder), steps, progress)
+        legs: list[LegRun] = []
+        for number, (start, stop) in enumerate(pairwise(plan.bounds(steps)), start=1):
+            legs.append(LegRun(number, start, plan.workers[(number - 1) % len(plan.workers)], number + 1))
+            mismatch = comparison.run(legs[-1], stop)
+            if mismatch is not None:
+                return Verdict(begun, steps, mismatch.step, comparison.ends, tuple(legs), mismatch)
+    progress(steps, steps)
+    return Verdict(begun, steps, steps, comparison.ends, tuple(legs))
+
+
+class _Comparison:
+    """The uninterrupted run, and the comparison of each leg with it."""
+
+    def __init__(
+        self, plan: Plan, reference: _Interpreter, folder: Path, steps: int, progress: Callable[[int, int], None]
+    ) -> None:
+        self._plan = plan
+        self._reference = reference
+        self._state = folder / "state.pt"
+        self._batch = folder / "batch.pickle"
+        self._steps = steps
+        self._progress = progress
+        self.ends = 0
+
+    def run(self, leg: LegRun, stop: int) -> Mismatch | None:
+        """Run a leg and the uninterrupted run side by side, up to step `stop` or the first difference."""
+        plan = self._plan
+        with _Interpreter(leg.hash_seed) as interpreter:
+            state = str(self._state) if leg.start else None
+            interpreter.send(Begin(plan.target, plan.seed, plan.lanes, leg.workers, state))
+            answer = interpreter.answer()
+            for step in range(leg.start, stop):
+                if isinstance(answer, Failed):
+                    return Mismatch(step, leg, error=answer.error)
+                self._progress(step, self._steps)
+                self._reference.send(Step())
+                interpreter.send(Step())
+                expected, answer = _successful(self._reference.answer()), interpreter.answer()
+                self.ends += answer == expected and isinstance(expected, Stepped) and expected.ends_epoch
+                if answer != expected and not isinstance(answer, Failed):
+                    return self._mismatch(step, leg, interpreter, expected, answer)
+            if stop < self._steps and not isinstance(answer, Failed):
+                interpreter.send(Save(str(self._state)))
+                answer = interpreter.answer()
+            if isinstance(answer, Failed):
+                return Mismatch(stop - 1, leg, error=answer.error)
+        return None
+
+    def _mismatch(
+        self, step: int, leg: LegRun, interpreter: _Interpreter, expected: ANSWERS, found: ANSWERS
+    ) -> Mismatch:
+        assert isinstance(expected, Stepped) and isinstance(found, Stepped)
+        if expected.digest == found.digest:
+            longer = "uninterrupted" if found.ends_epoch else "cut"
+            return Mismatch(step, leg, error=f"the epoch ended, but the {longer} run has another batch in it")
+        picture = self._plan.pictures / f"verify-resume-step-{step + 1:05d}.png"
+        self._reference.send(Keep(str(self._batch)))
+        answer = self._reference.answer()
+        if isinstance(answer, Done):
+            interpreter.send(Explain(str(self._batch), str(picture)))
+            answer = interpreter.answer()
+        if isinstance(answer, Failed):
+            return Mismatch(step, leg, error=f"the batches differ, but cannot be shown: {answer.error}")
+        assert isinstance(answer, Explained)
+        return Mismatch(step, leg, answer)
+
+
+def _successful(answer: ANSWERS) -> ANSWERS:
+    """The answer. Raises `SavableError` for a failure."""
+    if isinstance(answer, Failed):
+        raise SavableError(answer.error)
+    return answer

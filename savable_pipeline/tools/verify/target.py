@@ -1,0 +1,53 @@
+"""The loader that `savable verify-resume` or `savable plan` is about, from a name on the command line: its settings."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from savable_pipeline.core.named_object import named_object
+from savable_pipeline.run.loader.savable_loader import SavableLoader, settings_of
+from savable_pipeline.run.loader.settings import LoaderSettings
+
+LANES = 12  # of a pipeline function, unless the user says otherwise
+
+
+def load_target(
+    target: str, *, seed: int | None = None, lanes: int | None = None, default_lanes: int = LANES
+) -> LoaderSettings:
+    """The settings of what `target` names: a `SavableLoader`, a function without arguments that makes one, a pipeline.
+
+    The loader itself is closed. `seed` and `lanes` are for a pipeline, which is a function of a lane. Raises ValueError
+    for anything else.
+    """
+    found = named_object(target)
+    if not isinstance(found, SavableLoader):
+        if _takes_a_lane(found, target):
+            return LoaderSettings(found, seed=seed or 0, lanes=default_lanes if lanes is None else lanes)
+        found = found()
+    if not isinstance(found, SavableLoader):
+        raise ValueError(f"{target} gave a {type(found).__name__}; it must give a SavableLoader")
+    if seed is not None or lanes is not None:
+        raise ValueError(f"{target} is a loader, which has its own seed and lanes; they are for a pipeline function")
+    found.close()
+    return settings_of(found)
+
+
+def _takes_a_lane(found: Any, target: str) -> bool:
+    """Whether `found` is a function of one argument, a pipeline, rather than of none. Raises ValueError for others."""
+    if not callable(found) or isinstance(found, type):
+        raise ValueError(
+            f"{target} is a {type(found).__name__}: expected a SavableLoader, a function without arguments that gives "
+            "one, or a pipeline function"
+        )
+    wanted = [
+        argument
+        for argument in inspect.signature(found).parameters.values()
+        if argument.default is argument.empty
+        and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(wanted) > 1:
+        raise ValueError(
+            f"{target} takes {len(wanted)} arguments: a pipeline takes a lane, a maker of a loader nothing"
+        )
+    return len(wanted) == 1

@@ -1,0 +1,239 @@
+"""A dataset: every part as `tarfile` reads it, and clear errors when the shards are no longer what was indexed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.shards.indexing import index_shards
+from savable_pipeline.data.stores import shard_files
+from savable_pipeline.errors import ShardError
+from savable_pipeline.tools.check.dataset_check import check
+from tests.conftest import write_tar
+
+
+def all_samples(dataset: Dataset, epoch: int = 0) -> list[Sample]:
+    return dataset.open_samples(np.array([(i, epoch) for i in range(dataset.count)], REF))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three shards of 2, 0 and 3 samples, of other layouts."""
+    root = tmp_path / "shards"
+    write_tar(root / "a/0.tar", [("x.json", b"{}"), ("x.txt", b"one"), ("y.txt", b"t" * 1000)])
+    write_tar(root / "b.tar", [("README", b"")])
+    write_tar(
+        root / "c.tar",
+        [("p/k0.bin", b""), ("p/k1.bin", bytes(range(256)) * 40), ("p/k2.JPG", b"j"), ("p/k2.txt", b"z")],
+    )
+    return root
+
+
+def test_every_part_has_the_bytes_that_tarfile_reads(shards: Path) -> None:
+    expected = []
+    for name in ("a/0.tar", "c.tar"):
+        with tarfile.open(shards / name) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                assert file is not None
+                expected.append((name, member.name, file.read()))
+    samples = all_samples(open_dataset(shards))
+    found = [(s.shard, f"{s.key}.{extension}", data) for s in samples for extension, data in s.items()]
+    assert found == expected
+
+
+def test_samples_are_counted_through_all_shards_sorted_by_name(shards: Path) -> None:
+    dataset = open_dataset(shards)
+    samples = all_samples(dataset, epoch=3)
+    assert [(s.key, s.shard, s.offset) for s in samples] == [
+        ("x", "a/0.tar", 0),
+        ("y", "a/0.tar", 2048),
+        ("p/k0", "c.tar", 0),
+        ("p/k1", "c.tar", 512),
+        ("p/k2", "c.tar", 512 + 512 + 10240),
+    ]
+    assert [tuple(s.ref) for s in samples] == [(dataset.source, 3, i, 0) for i in range(5)]
+    assert dataset.firsts.tolist() == [0, 2, 2, 5]
+    assert [entry[:2] for entry in dataset.manifest()] == [["a/0.tar", 2], ["b.tar", 0], ["c.tar", 3]]
+
+
+def test_refs_in_any_order_and_twice_name_their_samples(shards: Path) -> None:
+    samples = open_dataset(shards).open_samples(np.array([(4, 0), (1, 7), (4, 1)], REF))
+    assert [(s.key, s.ref.epoch, s.ref.index) for s in samples] == [("p/k2", 0, 4), ("y", 7, 1), ("p/k2", 1, 4)]
+
+
+def test_a_subset_of_the_shards_is_a_dataset_of_its_own(shards: Path) -> None:
+    open_dataset(shards)
+    alone = open_dataset(shards / "c.tar")
+    assert [sample.key for sample in all_samples(alone)] == ["p/k0", "p/k1", "p/k2"]
+    assert all_samples(alone)[1]["bin"] == bytes(range(256)) * 40
+
+
+def test_the_source_is_a_hash_of_the_name_of_the_source_not_of_its_place(shards: Path) -> None:
+    assert (
+        open_dataset(shards).source == open_dataset(shards / "c.tar").source == open_dataset(shards, source="").source
+    )
+    assert open_dataset(shards, source="web").source != open_dataset(shards).source
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "gone", "a folder"])
+def test_a_shard_that_changed_since_it_was_indexed_is_an_error_when_it_is_opened(shards: Path, change: str) -> None:
+    samples = all_samples(open_dataset(shards))
+    path = shards / "c.tar"
+    if change == "longer":
+        path.write_bytes(path.read_bytes() + bytes(512))
+    elif change == "shorter":
+        os.truncate(path, 2048)
+    else:
+        path.unlink()
+        if change == "a folder":
+            path.mkdir()
+    with pytest.raises(ShardError, match=r"c\.tar: .*indexed"):
+        samples[3]["bin"]
+    assert samples[0]["txt"] == b"one"  # the others are not touched by it
+
+
+def test_a_shard_cut_short_while_it_is_open_is_an_error(shards: Path) -> None:
+    samples = all_samples(open_dataset(shards))
+    assert samples[4]["txt"] == b"z"
+    os.truncate(shards / "c.tar", 2048)
+    with pytest.raises(ShardError, match=r"c\.tar: 9216 of 10240 bytes at byte 1024 are missing"):
+        samples[3]["bin"]
+    with pytest.raises(ShardError, match=r"c\.tar"):
+        samples[4]["txt"]
+    with pytest.raises(ShardError, match=r"c\.tar"):
+        _ = samples[4].key
+
+
+def test_a_read_that_gives_less_than_asked_for_goes_on(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = all_samples(open_dataset(shards))
+    pread = os.pread
+    assert samples[3]["bin"]  # opens the shard
+    monkeypatch.setattr(os, "pread", lambda fd, n, offset: pread(fd, min(n, 100), offset))
+    assert samples[3]["bin"] == bytes(range(256)) * 40
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def few_handles(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(shard_files, "OPEN_SHARDS", 3)
+    gc.collect()
+    yield open_files()
+
+
+def test_more_shards_than_handles_are_read_and_closed(make_shards: Any, few_handles: int) -> None:
+    dataset = open_dataset(make_shards([1] * 10))
+    samples = all_samples(dataset)
+    for _ in range(2):
+        assert [sample.json()["id"] for sample in samples] == list(range(10))
+        assert [int(sample.key[1:]) for sample in samples] == list(range(10))
+        assert len(dataset.store.files) == 3
+        assert open_files() <= few_handles + 3 + 1  # and the index
+    del dataset, samples
+    gc.collect()
+    assert open_files() == few_handles
+
+
+def test_an_error_at_opening_leaves_no_file_open(shards: Path, few_handles: int) -> None:
+    dataset = open_dataset(shards)
+    os.truncate(shards / "c.tar", 2048)
+    before = open_files()
+    for _ in range(5):
+        with pytest.raises(ShardError):
+            all_samples(dataset)[3]["bin"]
+    assert open_files() == before
+
+
+def test_shards_without_a_single_sample_are_an_error(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("README", b"")])
+    with pytest.raises(ShardError, match=r"no sample in 1 shards; a sample's files are named KEY\.EXTENSION"):
+        open_dataset(tmp_path)
+
+
+def test_a_dataset_works_after_the_working_folder_changed(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shards.parent)
+    dataset = open_dataset("shards")
+    monkeypatch.chdir("/")
+    assert all_samples(dataset)[0]["txt"] == b"one"
+
+
+def test_shards_of_another_owner_are_read_too(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *more: Any) -> int:
+        if flags & getattr(os, "O_NOATIME", 0):
+            raise PermissionError(1, "not the owner")
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert open_dataset(shards).read(0, 0, "json") == b"{}"
+
+
+def test_a_shard_that_is_gone_from_an_indexed_folder_is_an_error_until_it_is_indexed_again(shards: Path) -> None:
+    open_dataset(shards)
+    (shards / "c.tar").unlink()
+    with pytest.raises(ShardError, match=r"1 shards that were indexed are gone, such as c\.tar; put them back, or run"):
+        open_dataset(shards)
+    assert open_dataset(shards, on_error="skip").count == 5  # to be counted as they are read
+    index_shards(shards)
+    assert open_dataset(shards).count == 2
+
+
+@pytest.mark.parametrize("filled", ["wholly", "from some point"])
+def test_a_shard_of_zeros_is_an_error_and_counted_where_it_is_skipped(make_shards: Any, filled: str) -> None:
+    root = make_shards([100, 100])
+    size = (root / "0001.tar").stat().st_size
+    with (root / "0001.tar").open("r+b") as file:
+        file.truncate(0 if filled == "wholly" else 21 * 1024)
+        file.truncate(size)
+    with pytest.raises(ShardError, match=r"0001\.tar: zeros at byte (0|21504), .* zero-filled"):
+        open_dataset(root)
+    (problem,) = check(root, processes=1).problems
+    assert (problem.shard, problem.reason) == ("0001.tar", "damaged shard")
+    reader = sp.TarShardReader(root, sp.Lane(), epochs=1, on_error="skip")
+    assert len(list(reader)) == (100 if filled == "wholly" else 120)  # the last before the zeros may go on behind them
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skipped(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path) == str(shards / "a"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ShardError, match="a: Permission denied: the folder cannot be listed"):
+        open_dataset(shards)
+    reader = sp.TarShardReader(shards, sp.Lane(), epochs=1, on_error="skip")
+    assert len(list(reader)) == 3
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
+    assert "unlistable folder" in {problem.reason for problem in check(shards, processes=1).problems}
+    with pytest.raises(ShardError, match="cannot be listed"):
+        sp.TarShardReader(shards, sp.Lane(), on_error=lambda error: False)
+
+
+def test_reads_are_noted_until_the_end_of_the_context_also_after_an_error(shards: Path) -> None:
+    dataset = open_dataset(shards)
+    samples, noted = all_samples(dataset), list[int]()
+    with pytest.raises(KeyError), dataset.noting_reads(noted.append):
+        assert samples[0]["txt"] == b"one" and samples[1].array("txt").nbytes == 1000
+        assert samples[0]["jpg"]
+    assert samples[0]["json"] == b"{}" and noted == [3, 1000]

@@ -1,0 +1,125 @@
+"""The file of samples that must not be given: what its lines mean, and what is told of those that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset import exclude_file
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.exclude_file import ExcludeFile
+from savable_pipeline.data.dataset.key_index import key_index
+from savable_pipeline.data.dataset.opening import open_dataset
+from tests.conftest import write_tar
+
+
+@pytest.fixture
+def data(make_shards: Any) -> Dataset:
+    return open_dataset(make_shards([5, 5]))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "forget"
+
+
+def test_a_line_is_a_key_or_json_with_shard_and_key(data: Dataset, file: Path) -> None:
+    quarantined = {"shard": "0001.tar", "key": "s000007", "offset": 0, "ref": [0, 0, 7, 0], "reason": "x"}
+    file.write_text(f's000001\r\n\n{json.dumps(quarantined)}\n{{"key": "s000009"}}')
+    assert ExcludeFile(file, data).numbers == {1, 7, 9}
+
+
+def test_what_names_no_sample_is_a_warning_with_its_number(
+    data: Dataset, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = ["s000001", "gone", '{"shard": "0000.tar", "key": "s000007"}', '{"shard": "9.tar", "key": "s000001"}']
+    file.write_text("\n".join([*lines, '{"shard": "0000.tar", "reason": "rest of a damaged or missing shard"}']))
+    assert ExcludeFile(file, data).numbers == {1}
+    assert "names 3 samples that are not there: 0000.tar: s000007, 9.tar: s000001, gone" in caplog.text
+    assert "1 lines name no key" in caplog.text
+
+
+def test_all_samples_with_a_key_are_excluded_and_only_one_of_a_named_shard(tmp_path: Path, file: Path) -> None:
+    for shard in ("a.tar", "b.tar"):
+        write_tar(tmp_path / "twins" / shard, [(f"{key}.txt", b"") for key in "xyz"])
+    data = open_dataset(tmp_path / "twins")
+    file.write_text('y\n{"shard": "b.tar", "key": "z"}')
+    assert ExcludeFile(file, data).numbers == {1, 4, 5}
+
+
+def test_keys_of_tables_are_those_of_the_column_that_the_reader_names(tmp_path: Path, file: Path) -> None:
+    rows = [{"id": f"a{n}", "other": f"b{n}"} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for key, name in [("id", "a2"), ("other", "b4"), (None, "rows.jsonl:5")]:
+        file.write_text(name)
+        reader = sp.JsonlReader(tmp_path / "rows.jsonl", sp.Lane(), key=key, exclude=file)
+        assert [number in reader.info.excluded for number in range(6)].index(True) == int(name[-1])
+        file.unlink()
+
+
+def test_the_digest_tells_samples_and_not_lines_apart(data: Dataset, file: Path) -> None:
+    digests = []
+    for text in ("s000001\ns000002", "s000002\ns000001\ngone\n", "s000001", "s000003"):
+        file.write_text(text)
+        digests.append(ExcludeFile(file, data).digest)
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+@pytest.mark.parametrize("line", ["{no", '{"key": 3}', '{"shard": [], "key": "a"}'])
+def test_a_line_that_is_neither_is_refused_with_its_number(data: Dataset, file: Path, line: str) -> None:
+    file.write_text(f"s000001\n{line}\n")
+    with pytest.raises(ValueError, match="line 2: "):
+        ExcludeFile(file, data)
+
+
+def test_a_file_that_is_not_there_is_an_error_not_an_empty_one(data: Dataset, file: Path) -> None:
+    with pytest.raises(sp.SavableError, match="samples that must not be given might be"):
+        ExcludeFile(file, data)
+
+
+def test_a_file_that_changes_is_an_error_and_one_that_is_touched_is_not(
+    data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exclude_file, "_SECONDS", 0)
+    file.write_text("s000001")
+    read = ExcludeFile(file, data)
+    os.utime(file, ns=(1, 1))
+    read.verify()
+    file.write_text("s000002")
+    with pytest.raises(sp.SavableError, match="changed while the run goes on"):
+        read.verify()
+    file.unlink()
+    with pytest.raises(sp.SavableError, match="No such file"):
+        read.verify()
+
+
+def test_one_that_this_run_writes_is_refused(make_shards: Any, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    file.write_text("s000001")
+    with pytest.raises(ValueError, match="give a copy of it"):
+        sp.TarShardReader(make_shards([5]), sp.Lane(), quarantine=file, exclude=file)
+
+
+def test_hundreds_of_thousands_of_unknown_keys_are_counted_once_each_in_little_memory(
+    data: Dataset, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [f"unknown-{number:09d}" for number in range(300_000)]
+    file.write_text("\n".join([*reversed(lines), "s000003", "", "unknown-000000007"]) + "\r\n")
+    key_index(data)
+    tracemalloc.start()
+    try:
+        found = ExcludeFile(file, data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(found.numbers) == 1
+    assert "names 300000 samples that are not there: unknown-000000000, unknown-000000001, " in caplog.text
+    assert "unknown-000000004 and 299995 more" in caplog.text
+    assert peak < 4 * file.stat().st_size

@@ -1,0 +1,176 @@
+"""Of a large index, a run fetches the head and the rows of the shards that it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.remote import index_parts
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.stages.batch_difference import digest
+from tests.conftest import write_tar
+from tests.support.toy_server import ToyServer, serving
+
+SHARDS, SAMPLES = 48, 20
+
+
+class Texts(sp.TaskEncoder):
+    """The text of a sample, and its extensions."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> dict[str, Any]:
+        return {"text": sample.text("txt"), "parts": " ".join(sample)}
+
+
+class Pipeline:
+    """Small batches of shuffled samples."""
+
+    def __init__(self, shards: str, on_error: Any = "raise") -> None:
+        self.shards, self.on_error = shards, on_error
+
+    def __call__(self, lane: sp.Lane) -> sp.Stage:
+        samples = sp.TarShardReader(self.shards, lane, epochs=1, on_error=self.on_error)
+        return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=8), Texts()), size=4, drop_last=False)
+
+
+@pytest.fixture(params=["alike", "unlike"])
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[ToyServer]:
+    """Shards of samples whose parts are alike, or not; with an index that is fetched by the part."""
+    for shard in range(SHARDS):
+        write_tar(tmp_path / "shards" / f"{shard:04d}.tar", members(shard, request.param == "alike"))
+    open_dataset(str(tmp_path / "shards"))
+    monkeypatch.setattr(index_parts, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(index_parts, "_FIRST", 100)
+    monkeypatch.setattr(index_parts, "_PIECE", 1000)
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**7))  # few refs are announced ahead
+    monkeypatch.setenv("SAVABLE_RETRY_S", "1")
+    with serving(tmp_path) as server:
+        yield server
+
+
+def members(shard: int, alike: bool) -> list[tuple[str, bytes]]:
+    found = []
+    for i in range(SAMPLES):
+        found.append((f"{shard:04d}-{i:04d}.txt", f"text {shard} {i}".encode() * (1 + i % 3)))
+        if alike or (shard + i) % 3:
+            found.append((f"{shard:04d}-{i:04d}.cls", str(i).encode()))
+    return found
+
+
+def batches(shards: str, count: int | None = None, **settings: Any) -> list[str]:
+    with sp.SavableLoader(Pipeline(shards), seed=3, lanes=8, **settings) as loader:
+        return [digest(batch) for batch in islice(loader, count)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_of_the_same_shards_on_a_disk(server: ToyServer, tmp_path: Path, workers: int) -> None:
+    found = batches(f"{server.url}/shards/", num_workers=workers)
+    assert found == batches(str(tmp_path / "shards"))
+    (here,) = (tmp_path / "cache").glob("*/*/index")
+    assert here.read_bytes() == (tmp_path / "shards" / INDEX_NAME).read_bytes()
+
+
+def test_no_more_is_fetched_of_the_index_than_the_rows_of_what_is_read(server: ToyServer, tmp_path: Path) -> None:
+    size = (tmp_path / "shards" / INDEX_NAME).stat().st_size
+    dataset = open_dataset(f"{server.url}/shards/")
+    head = server.sent(INDEX_NAME)
+    rows = size - head
+    assert rows > 0.7 * size
+    dataset.locate(np.arange(5 * SAMPLES, 6 * SAMPLES))
+    assert 0 < server.sent(INDEX_NAME) - head < rows / 40
+    dataset.locate(np.arange(5 * SAMPLES, 6 * SAMPLES))
+    dataset.locate(np.arange(6 * SAMPLES, 9 * SAMPLES))
+    assert rows / 20 < server.sent(INDEX_NAME) - head < rows / 10
+
+
+def test_what_was_fetched_serves_the_next_run(server: ToyServer) -> None:
+    url = f"{server.url}/shards/"
+    first = batches(url)
+    sent = server.sent("")
+    assert batches(url) == first
+    assert server.sent("") == sent
+
+
+@pytest.mark.parametrize(("change", "on_error"), [("rows", "raise"), ("size", "skip"), ("version", "raise")])
+def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goes_on(
+    server: ToyServer, tmp_path: Path, change: str, on_error: Any
+) -> None:
+    index = tmp_path / "shards" / INDEX_NAME
+    whole, stat = index.read_bytes(), index.stat()
+    expected = batches(str(tmp_path / "shards"))
+    with sp.SavableLoader(Pipeline(f"{server.url}/shards/", on_error), seed=3, lanes=8) as loader:
+        given = [digest(next(loader)) for _ in range(3)]
+        zeros = whole[: len(whole) // 3].ljust(len(whole) + (8 if change == "size" else 0), b"\0")
+        index.write_bytes(whole if change == "version" else zeros)
+        if change == "rows":
+            os.utime(index, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the server takes it for the same
+        with pytest.raises(sp.RemoteError, match=rf"{INDEX_NAME}: .* replaced while this run reads by it"):
+            given.extend(digest(batch) for batch in loader)
+        state = loader.state_dict()
+    index.write_bytes(whole)
+    with sp.SavableLoader(Pipeline(f"{server.url}/shards/", on_error), seed=3, lanes=8) as loader:
+        loader.load_state_dict(state)
+        assert given + [digest(batch) for batch in loader] == expected
+
+
+def test_rows_that_a_crash_of_the_machine_has_taken_are_fetched_again(server: ToyServer, tmp_path: Path) -> None:
+    url = f"{server.url}/shards/"
+    first = batches(url)
+    (here,) = (tmp_path / "cache").glob("*/*/index")
+    raw = here.read_bytes()
+    with here.open("r+b") as file:  # as if the last rows had not reached the disk
+        file.seek(len(raw) - 200)
+        file.write(bytes(200))
+    with here.with_name("flags").open("r+b") as file:
+        file.write(b"another boot".ljust(56, b"\0"))
+    assert batches(url) == first
+    assert here.read_bytes() == raw
+
+
+@pytest.mark.parametrize("left", [0, 300])
+def test_a_cached_index_that_was_cut_short_is_fetched_again(server: ToyServer, tmp_path: Path, left: int) -> None:
+    url = f"{server.url}/shards/"
+    first = batches(url)
+    (here,) = (tmp_path / "cache").glob("*/*/index")
+    os.truncate(here, left)
+    assert batches(url) == first
+
+
+def test_marks_that_were_cut_short_are_forgotten(server: ToyServer, tmp_path: Path) -> None:
+    url = f"{server.url}/shards/"
+    first = batches(url)
+    (marks,) = (tmp_path / "cache").glob("*/*/parts")
+    marks.write_bytes(b"\1" * 5)
+    assert batches(url) == first
+    assert marks.read_bytes().count(b"\1") == SHARDS
+
+
+def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tmp_path: Path) -> None:
+    write_tar(tmp_path / "shards" / f"{SHARDS:04d}.tar", members(SHARDS, alike=False))
+    sent = server.sent()
+    dataset = open_dataset(f"{server.url}/shards/{{0000..{SHARDS:04d}}}.tar")
+    assert server.sent() - sent == (tmp_path / "shards" / f"{SHARDS:04d}.tar").stat().st_size
+    assert dataset.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+
+
+def test_sizes_of_parts_are_told_by_some_samples(server: ToyServer) -> None:
+    sizes, looked_at = open_dataset(f"{server.url}/shards/").part_sizes()
+    assert len(sizes["txt"]) == looked_at == SHARDS * SAMPLES
+    assert set(sizes) == {"txt", "cls"}
+
+
+def test_a_head_that_is_cut_short_or_forged_makes_another_index(server: ToyServer, tmp_path: Path) -> None:
+    index = tmp_path / "shards" / INDEX_NAME
+    raw = index.read_bytes()
+    for n, wrong in enumerate([raw[:60], raw[:16] + b"\xff" * 8 + raw[24:], raw[:30] + b"x" + raw[31:]]):
+        index.write_bytes(wrong)
+        dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar", cache=tmp_path / f"cache{n}")
+        assert dataset.count == 3 * SAMPLES

@@ -1,0 +1,88 @@
+"""A listing of a bucket: its objects in the order of their names, however the server orders and cuts them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.remote import object_store
+from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.object_store import ObjectStore
+from tests.conftest import write_tar
+from tests.support import toy_server
+from tests.support.toy_server import ToyServer, serving, use_as_s3
+
+OBJECTS = [("a-b.tar", 3, "one"), ("a.tar", 1 << 40, "two"), ("a/b.tar", 0, ""), ("z/\N{SNOWMAN}.tar", 7, "\xe9")]
+
+
+def test_objects_come_in_the_order_of_their_names_with_sizes_and_stamps() -> None:
+    mixed = random.Random(0).sample(OBJECTS, len(OBJECTS))
+    listing = Listing.of(mixed)
+    assert mixed != OBJECTS
+    assert list(listing) == OBJECTS
+    assert len(listing) == len(OBJECTS)
+    assert listing == Listing.of(OBJECTS)
+    assert list(listing.without_stamps()) == [(name, size, "") for name, size, _ in OBJECTS]
+    assert list(Listing.of([])) == []
+
+
+def test_those_to_keep_are_kept_with_their_sizes_and_stamps() -> None:
+    listing = Listing.of(OBJECTS)
+    assert listing.only(lambda name: True) is listing
+    assert list(listing.only(lambda name: "b" in name)) == [OBJECTS[0], OBJECTS[2]]
+    assert not listing.without_stamps().only(lambda name: "/" in name).stamps
+
+
+def test_a_name_with_a_zero_byte_is_an_error() -> None:
+    with pytest.raises(sp.ShardError, match="a name has no zero byte"):
+        Listing.of([("a\0b.tar", 1, "")])
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    """A bucket of 25 shards, which is listed 4 objects at a time, in an order of its own."""
+    for shard in range(25):
+        folder = tmp_path / "bucket" / ("a", "a-b", "")[shard % 3]
+        write_tar(folder / f"{shard:02d}.tar", [(f"{shard}.txt", b"x")])
+    monkeypatch.setattr(toy_server, "PAGE", 4)
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    with serving(tmp_path) as server:
+        use_as_s3(server, monkeypatch)
+        yield server
+
+
+def test_a_bucket_is_listed_page_by_page(server: ToyServer, tmp_path: Path) -> None:
+    files = {file.relative_to(tmp_path / "bucket").as_posix() for file in (tmp_path / "bucket").rglob("*.tar")}
+    names = [name for first in range(0, 25, 4) for name, _ in server.page("bucket", "", first)[0]]
+    assert sorted(names) == sorted(files) != names
+    assert [name for name, _, _ in ObjectStore(1.0).listing("s3://bucket")] == sorted(files)
+    assert open_dataset("s3://bucket").manifest() == open_dataset(str(tmp_path / "bucket")).manifest()
+
+
+def test_a_listing_that_fails_on_its_way_begins_again(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ObjectStore(1.0).listing("s3://bucket")
+    server.requests = 0
+    server.fault = lambda path, number: "reset" if number in (3, 8) else None
+    assert ObjectStore(5.0).listing("s3://bucket") == expected
+    assert server.requests == 3 + 5 + 7
+
+
+def test_a_listing_that_gets_farther_each_time_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    def listing(store: object) -> Iterator[list[dict[str, object]]]:
+        nonlocal tries
+        tries += 1
+        for number in range(min(tries, 30)):
+            yield [{"path": f"{number:02d}.tar", "size": 1, "e_tag": "x", "last_modified": 1}]
+        if tries < 30:
+            raise OSError("connection refused")
+
+    monkeypatch.setattr(object_store.obstore, "list", listing)
+    monkeypatch.setattr(object_store, "_FIRST_WAIT_S", 0.05)
+    assert len(ObjectStore(0.12).listing("http://127.0.0.1:1/")) == 30

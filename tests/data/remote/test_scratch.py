@@ -1,0 +1,138 @@
+"""The index of files behind a URL, read by other machines: the bytes of the index that is made here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.core.job_engine import Engine
+from savable_pipeline.data.dataset.kinds import FORMATS, open_any
+from savable_pipeline.data.remote.remote_index import index_remote
+from savable_pipeline.data.remote.scratch import RemoteObject, close_scratch, scratch, scratch_place
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.remote_indexing import index_remote_files
+from savable_pipeline.tools.convert import convert
+from tests.support.kills import run_until_killed
+from tests.support.toy_engine import ToyEngine
+from tests.support.toy_files import SMALL, fill
+from tests.support.toy_remote_stores import KINDS, WRITERS
+from tests.support.toy_server import ToyServer, serving_a_machine
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    """Five tars and a folder of each other kind, without an index; machines have a folder for what passes through."""
+    convert(fill(tmp_path / "in", 15), tmp_path / "www/tar", SMALL)
+    shutil.rmtree(tmp_path / "www/tar/.nv-meta")
+    for kind, write in WRITERS.items():
+        (tmp_path / "www" / kind).mkdir()
+        write(tmp_path / "www" / kind)
+    with serving_a_machine(tmp_path, monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bytes, list[ShardEntry]]]:
+    """Index what lies behind a URL in the cache of this name; gives the bytes of the index, and the faults."""
+
+    def make(url: str, cache: str, engine: Engine | None = None, progress: Sequence[object] = ()) -> object:
+        monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / cache))
+        told = list[tuple[int, int]]()
+        form = FORMATS.get(url.rstrip("/").rpartition("/")[2])
+        note = lambda done, total: told.append((done, total))  # noqa: E731
+        place, faults = index_remote(url, note, engine) if form is None else index_remote_files(url, form, note, engine)
+        assert told[0][0] <= told[-1][0] == told[-1][1]
+        return place.read_bytes(), faults
+
+    return make  # type: ignore[return-value]
+
+
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", *LONG])
+def test_machines_give_the_index_of_this_one_and_keep_nothing(
+    server: ToyServer, tmp_path: Path, kind: str, index: Callable[..., object]
+) -> None:
+    here = index(f"s3://{kind}/", "here")
+    engine = ToyEngine(tmp_path / "elsewhere")
+    assert index(f"s3://{kind}/", "far", engine) == here
+    assert engine.runs > 4
+    close_scratch()
+    assert not list((tmp_path / "node").iterdir())
+    sent = server.requests
+    dataset = open_any(f"s3://{kind}/")
+    assert dataset.count == open_any(str(tmp_path / "www" / kind)).count
+    assert server.requests < sent + 20, "what is indexed is not read again"
+
+
+def test_tars_are_read_whole_once_by_machines_and_damaged_ones_are_told(
+    server: ToyServer, tmp_path: Path, index: Callable[..., tuple[bytes, list[ShardEntry]]]
+) -> None:
+    damaged = tmp_path / "www/tar/000003.tar"
+    damaged.write_bytes(damaged.read_bytes()[:900])
+    here = index("s3://tar/", "here")
+    before, engine = server.sent(), ToyEngine(tmp_path / "elsewhere")
+    assert index("s3://tar/", "far", engine) == here
+    assert [entry.name for entry in here[1]] == ["000003.tar"]
+    size = sum(path.stat().st_size for path in (tmp_path / "www/tar").glob("*.tar"))
+    assert size <= server.sent() - before <= size * engine.runs / 5 + 30_000
+    assert not list((tmp_path / "far").rglob("*.tar")), "what machines read does not pass through this one"
+
+
+@pytest.mark.parametrize("moments", [[40], pytest.param(range(5, 80, 5), marks=pytest.mark.long)])
+def test_after_a_kill_only_the_rest_is_read_and_the_index_is_the_same(
+    server: ToyServer, tmp_path: Path, moments: Sequence[int], index: Callable[..., tuple[bytes, list[ShardEntry]]]
+) -> None:
+    here, killed, less = index("s3://tar/", "here"), 0, 0
+    for moment in moments:
+
+        def work() -> None:
+            index("s3://tar/", "far", ToyEngine(tmp_path / "elsewhere"))
+
+        killed += run_until_killed(work, tmp_path / "far", moment)
+        engine = ToyEngine(tmp_path / "elsewhere", seed=1)
+        assert index("s3://tar/", "far", engine) == here
+        less += engine.runs < 5
+        shutil.rmtree(tmp_path / "far")
+    assert killed > len(moments) // 2 and less
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl"])
+def test_what_machines_indexed_is_pinned_here(
+    server: ToyServer, tmp_path: Path, kind: str, index: Callable[..., object]
+) -> None:
+    name = {"tar": "000001.tar", "jsonl": "0001.jsonl"}[kind]
+    index(f"{server.url}/{kind}/{name}" if kind == "tar" else f"s3://{kind}/", "far", ToyEngine(tmp_path / "elsewhere"))
+    files = f"{server.url}/{kind}/{name}" if kind == "tar" else f"s3://{kind}/"
+    dataset = open_any(files)
+    path = tmp_path / "www" / kind / name
+    raw = path.read_bytes()
+    if kind == "tar":
+        path.write_bytes(raw.replace(b"caption", b"CAPTION"))
+    else:  # a line at which nothing looks before it is read
+        lines = raw.split(b"\n")
+        path.write_bytes(b"\n".join([*lines[:5], lines[5].replace(b"xxx", b"yyy"), *lines[6:]]))
+    with pytest.raises(sp.ShardError, match=r"the server has another version than when it was first read"):
+        for shard, row in zip(*(found.tolist() for found in dataset.locate(np.arange(dataset.count))), strict=True):
+            for extension in dataset.store.extensions(shard, row):
+                dataset.read(shard, row, extension)
+
+
+def test_a_file_that_grows_meanwhile_and_one_that_fails_are_told_by_name(
+    server: ToyServer, tmp_path: Path, index: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scratch() as (folder, downloader), pytest.raises(sp.ShardError, match=r"0001\.jsonl: \d+ bytes, but 5 when"):
+        scratch_place(RemoteObject("s3://jsonl", "0001.jsonl", 5), ("", ""), folder, downloader)
+    close_scratch()
+    monkeypatch.setenv("SAVABLE_RETRY_S", "0.2")
+    server.fault = lambda path, number: "503" if path.endswith("000002.tar") else None
+    with pytest.raises(sp.RemoteError, match=r"s3://tar/000002\.tar: tried"):
+        index("s3://tar/", "far", ToyEngine(tmp_path / "elsewhere"))
+    server.fault = lambda path, number: None
+    assert index("s3://tar/", "far", ToyEngine(tmp_path / "elsewhere")) == index("s3://tar/", "here")

@@ -1,0 +1,388 @@
+"""The cache gives a row's own bytes or none, keeps to its bound, and outlives processes and machines that end."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.remote import shard_cache
+from savable_pipeline.data.remote.cache_space import CacheSpace, bytes_in_use, cache_bytes, cache_folder, write_at
+from savable_pipeline.data.remote.shard_cache import USED, ShardCache, create_flags
+from savable_pipeline.data.remote.sparse_file import locked, punch_hole
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.errors import ShardError
+from tests.conftest import write_numbered_shards
+
+SIZES = [6, 1, 9]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of samples of 6 kB, which share blocks of the disk with their neighbours."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_numbered_shards(folder, SIZES, pad="x" * 5000)
+    open_dataset(str(folder))
+    return folder
+
+
+def version(shards: Path, cache: Path) -> ShardCache:
+    """An empty version of these shards in a cache."""
+    folder = cache / "dataset" / "version"
+    folder.mkdir(parents=True)
+    shutil.copy(shards / INDEX_NAME, folder / "index")
+    create_flags(folder)
+    return ShardCache(folder)
+
+
+def bring(cached: ShardCache, shards: Path, row: int, stop: int) -> None:
+    """Rows of one shard, as a downloader brings them."""
+    shard = cached.shard_of(row)
+    fd = cached.open(shard)
+    for first, end in cached.missing(row, stop):
+        start, past = cached.extent(first, end)
+        with locked(fd, start, past):
+            os.pwrite(fd, (shards / f"{shard:04d}.tar").read_bytes()[start:past], start)
+            cached.mark_present(first, end)
+    cached.sync_if_complete(shard, fd)
+    os.close(fd)
+
+
+def evict(cached: ShardCache, shard: int, *, wanted: bool) -> None:
+    fd = cached.open(shard)
+    cached.evict(shard, fd, wanted=wanted)
+    os.close(fd)
+
+
+def here(cached: ShardCache) -> list[int]:
+    return [row for row in range(cached.rows) if cached.present[row] & 1]
+
+
+def is_right(cached: ShardCache, shards: Path, row: int) -> bool:
+    shard = cached.shard_of(row)
+    start, past = cached.extent(row, row + 1)
+    whole = (shards / f"{shard:04d}.tar").read_bytes()
+    return cached.path(shard).read_bytes()[start:past] == whole[start:past]
+
+
+@example([("bring", 0, 5), ("use", 1, 1), ("use", 3, 1), ("evict used", 0, 0)])  # both neighbours stay
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("bring"), st.integers(0, 15), st.integers(1, 5)),
+            st.tuples(st.just("use"), st.integers(0, 15), st.integers(1, 5)),
+            st.tuples(st.just("evict used"), st.integers(0, 2), st.just(0)),
+            st.tuples(st.just("evict all"), st.integers(0, 2), st.just(0)),
+        ),
+        max_size=25,
+    )
+)
+def test_whatever_comes_and_goes_a_row_that_is_here_has_its_bytes(
+    shards: Path, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
+) -> None:
+    cached = version(shards, tmp_path_factory.mktemp("cache"))
+    expected: dict[int, bool] = {}  # rows that should be here, and whether they were used
+    ends = [6, 7, 16]
+    for what, number, count in steps:
+        if what in ("bring", "use"):
+            rows = range(number, min(number + count, next(end for end in ends if end > number)))
+            if what == "bring":
+                bring(cached, shards, rows.start, rows.stop)
+                expected.update({row: False for row in rows if row not in expected})
+            else:
+                cached.used[rows.start : rows.stop] = USED
+                expected.update({row: True for row in rows if row in expected})
+        else:
+            evict(cached, number, wanted=what == "evict all")
+            gone = [row for row, used in expected.items() if cached.shard_of(row) == number]
+            for row in gone:
+                if what == "evict all" or expected[row]:
+                    del expected[row]
+        assert here(cached) == sorted(expected)
+        assert all(is_right(cached, shards, row) for row in expected)
+    for shard in range(3):
+        evict(cached, shard, wanted=True)
+    assert bytes_in_use(cached.folder.parent.parent) == 0
+
+
+def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_now(
+    shards: Path, tmp_path: Path
+) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 7, 16)
+    cached.used[[1, 2, 3, 9, 10, 11, 12]] = USED
+    cached.touch(np.array([0, 5, 6]))  # shard 2 is the one used least recently
+    os.utime(cached.path(0), (1, 1))  # which says nothing
+    limit = bytes_in_use(tmp_path)
+    space = CacheSpace(tmp_path, limit)
+    space.reserve(1000)
+    assert here(cached) == [0, 1, 2, 3, 4, 5, 7, 8, 13, 14, 15]
+    assert not space.try_reserve(limit // 2)  # 1, 2 and 3 make no room for so much
+    assert here(cached) == [0, 4, 5, 7, 8, 13, 14, 15]
+    space.reserve(limit // 2)
+    assert here(cached) == [0, 4, 5]
+
+
+def test_what_no_reader_is_left_to_want_leaves_like_what_was_used(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 7, 16)
+    assert CacheSpace(tmp_path, bytes_in_use(tmp_path)).try_reserve(1000)
+    assert here(cached) == []
+
+
+def test_a_file_that_grows_while_room_is_made_is_counted_as_it_is_then(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    bring(cached, shards, 7, 9)
+    space = CacheSpace(tmp_path, 1)
+    open_now, grown = os.open, []
+
+    def written_before(path: Path, *flags: int) -> int:
+        if path.suffix == ".tar" and not grown:
+            grown.append(True)
+            bring(cached, shards, 9, 16)
+        return open_now(path, *flags)
+
+    monkeypatch.setattr(os, "open", written_before)
+    space.reserve(100)
+    assert here(cached) == []
+    assert int.from_bytes((tmp_path / "room").read_bytes(), "little") == 100
+
+
+def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 7, 16)
+    fd = cached.open(2)
+    with locked(fd, *cached.extent(9, 10)):
+        evict(cached, 2, wanted=True)
+    assert 9 in here(cached)
+    assert is_right(cached, shards, 9)
+    os.close(fd)
+
+
+def test_a_lock_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    told, tell = os.pipe()
+    holder = os.fork()
+    if not holder:
+        with locked(os.open(path, os.O_RDWR), 0, 50):
+            os.write(tell, b"held")
+            time.sleep(60)
+    assert os.read(told, 4) == b"held"
+    fd = os.open(path, os.O_RDWR)
+    with locked(fd, 50, 100, wait=False):
+        pass
+    with pytest.raises(BlockingIOError), locked(fd, 49, 51, wait=False):
+        pass
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    with locked(fd, 0, 100, wait=False):
+        pass
+    os.close(fd)
+
+
+def test_an_eviction_takes_rows_away_then_counts_then_drops_their_bytes(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 7, 16)
+    seen: list[tuple[str, bool, int]] = []
+
+    class Count:
+        """Stands in for the counter."""
+
+        value = 0
+
+        def __getitem__(self, at: int) -> int:
+            return self.value
+
+        def __setitem__(self, at: int, value: int) -> None:
+            seen.append(("counts", is_right(cached, shards, 8), len(here(cached))))
+            self.value = value
+
+    def punch(fd: int, start: int, stop: int) -> None:
+        seen.append(("drops", is_right(cached, shards, 8), len(here(cached))))
+
+    counter = Count()
+    monkeypatch.setattr(cached, "evictions", counter)
+    monkeypatch.setattr(shard_cache, "punch_hole", punch)
+    evict(cached, 2, wanted=True)
+    assert seen == [("counts", True, 0), ("drops", True, 0)]
+    assert counter.value == 1
+
+
+def test_rows_that_lie_in_holes_are_forgotten_and_no_others(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 8, 15)  # the first and the last row of the shard are holes, and should be
+    for shard in (0, 2):
+        fd = cached.open(shard)
+        cached.forget_holes(shard, fd)
+        os.close(fd)
+    assert here(cached) == [0, 1, 2, 3, 4, 5, *range(8, 15)]
+    fd = cached.open(2)
+    start, stop = cached.extent(9, 13)
+    punch_hole(fd, start + 4096, stop - 4096)
+    cached.forget_holes(2, fd)
+    os.close(fd)
+    assert {0, 1, 2, 3, 4, 5, 8, 13, 14} <= set(here(cached))
+    assert not {10, 11} & set(here(cached))
+    assert cached.evictions[0] == 1
+
+
+@pytest.mark.parametrize("size", [None, 0, 9000, 100_000])
+def test_the_rows_of_a_file_that_was_deleted_cut_or_lengthened_are_forgotten(
+    shards: Path, tmp_path: Path, size: int | None
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    bring(cached, shards, 8, 12)
+    if size is None:
+        cached.path(0).unlink()
+    else:
+        os.truncate(cached.path(0), size)
+    os.close(cached.open(0))
+    assert here(cached) == [8, 9, 10, 11]
+    assert cached.evictions[0] == 1
+    bring(cached, shards, 0, 6)
+    assert [row for row in here(cached) if not is_right(cached, shards, row)] == []
+    assert len(here(cached)) == 10
+
+
+def test_shards_are_all_present_only_if_each_of_their_rows_is(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    for shard, first, last in ((0, 0, 6), (1, 6, 7), (2, 7, 16)):
+        bring(cached, shards, first, last - 1) if last - 1 > first else None
+        assert not cached.all_present(np.array([shard]))
+        bring(cached, shards, first, last)
+        assert cached.all_present(np.array([shard]))
+        assert cached.all_present(np.arange(3)) == (shard == 2)
+    evict(cached, 1, wanted=True)
+    assert [cached.all_present(np.array(some)) for some in ([0, 2], [0, 1], [1], [2])] == [True, False, False, True]
+    assert ShardCache(cached.folder).evictions[0] == 1
+
+
+def test_after_a_start_of_the_machine_only_synced_shards_are_trusted(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)  # complete, and so synced
+    bring(cached, shards, 8, 12)
+    create_flags(cached.folder)
+    assert here(ShardCache(cached.folder)) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+    monkeypatch.setattr(shard_cache, "boot_id", lambda: b"another".ljust(56, b"\0"))
+    create_flags(cached.folder)
+    assert here(ShardCache(cached.folder)) == [0, 1, 2, 3, 4, 5]
+    assert not cached.path(2).exists()
+
+
+@pytest.mark.parametrize("size", [0, 10, 64, 100_000])
+def test_flags_of_a_wrong_size_are_made_anew_and_nothing_they_told_of_is_trusted(
+    shards: Path, tmp_path: Path, size: int
+) -> None:
+    cached = version(shards, tmp_path)
+    bring(cached, shards, 0, 6)
+    space = CacheSpace(tmp_path, 1 << 30)
+    assert space._cached(cached.folder) is not None
+    (cached.folder / "other").write_bytes(bytes(size))
+    (cached.folder / "other").replace(cached.folder / "flags")
+    with pytest.raises((ValueError, OSError)):
+        ShardCache(cached.folder)
+    assert not space.release(1000)  # nobody knows what that version holds
+    create_flags(cached.folder)
+    again = ShardCache(cached.folder)
+    assert here(again) == []
+    assert not again.path(0).exists()
+    bring(again, shards, 0, 6)
+    assert space.release(1000)
+    assert here(again) == []
+
+
+def test_flags_of_a_wrong_size_that_a_reader_holds_are_an_error(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    with (cached.folder / "flags").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ShardError, match="this cache is damaged; end the runs that read from it, and remove it"):
+        create_flags(cached.folder)
+
+
+def test_a_full_disk_is_given_room_and_is_an_error_when_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    pwrite, freed = os.pwrite, [0]
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if freed[0] < 2:
+            raise OSError(errno.ENOSPC, "no space left")
+        return pwrite(fd, data[:3], offset)
+
+    def free(size: int) -> bool:
+        freed[0] += 1
+        return True
+
+    monkeypatch.setattr(os, "pwrite", full)
+    write_at(fd, memoryview(b"12345678"), 2, free)
+    assert os.pread(fd, 20, 0) == b"\0\00012345678"
+    freed[0] = 0
+    with pytest.raises(OSError, match="no space left"):
+        write_at(fd, memoryview(b"1"), 0, lambda size: False)
+    os.close(fd)
+
+
+def test_room_is_freed_on_a_full_disk_as_long_as_there_is_something(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    cached.hold()
+    bring(cached, shards, 0, 6)
+    space = CacheSpace(tmp_path, 1 << 30)
+    assert space.release(1000)
+    assert here(cached) == []
+    assert not space.release(1000)
+
+
+def test_where_the_cache_lies_and_how_large_it_may_be_come_from_arguments_then_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SAVABLE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(None) == tmp_path / "savable_pipeline" / "shards"
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "b"))
+    assert cache_folder(None) == tmp_path / "b"
+    assert cache_folder(tmp_path / "a") == tmp_path / "a"
+    monkeypatch.delenv("SAVABLE_CACHE_BYTES", raising=False)
+    assert 0 < cache_bytes(None, tmp_path / "a") <= 256 << 30
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", "12")
+    assert cache_bytes(None, tmp_path) == 12
+    assert cache_bytes(5, tmp_path) == 5
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", "12 GB")
+    with pytest.raises(ValueError, match="SAVABLE_CACHE_BYTES must be a number of bytes, not '12 GB'"):
+        cache_bytes(None, tmp_path)
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        cache_bytes(0, tmp_path)
+
+
+def test_a_version_is_held_as_long_as_its_reader_lives(shards: Path, tmp_path: Path) -> None:
+    cached = version(shards, tmp_path)
+    reader = ShardCache(cached.folder)
+    assert not cached.is_held()
+    reader.hold()
+    assert cached.is_held()
+    fcntl.flock(reader._file, fcntl.LOCK_UN)
+    assert not cached.is_held()

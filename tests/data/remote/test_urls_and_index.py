@@ -1,0 +1,249 @@
+"""Which shards a URL means, and where their index comes from."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.remote import remote_index
+from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.urls import find_remote, is_remote
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from tests.conftest import MakeShards, write_numbered_shards, write_tar
+from tests.support.toy_server import ToyServer, serving, use_as_s3
+
+
+class FakeDownloader:
+    """Knows one bucket."""
+
+    def call(self, kind: str, root: str, stamps: bool) -> Listing:
+        assert (kind, root) in [("listing", "s3://b/p"), ("listing", "s3://b/p/x")]
+        names = ["a.tar", "x/b.tar", "x/b.tar.idx", ".nv-meta/c.tar", ".hidden.tar", "d.txt"]
+        found = Listing.of((name.removeprefix("x/") if root.endswith("/x") else name, 9, "v1") for name in names)
+        return found if stamps else found.without_stamps()
+
+
+def found(shards: Any, stamps: bool = False) -> tuple[str, list[str], list[int], list[str]]:
+    there = find_remote(shards, FakeDownloader(), stamps=stamps)  # type: ignore[arg-type]
+    return there.root, list(there.names), there.sizes.tolist(), list(there.stamps)
+
+
+def test_a_folder_in_a_bucket_means_the_tars_below_it() -> None:
+    assert found("s3://b/p/") == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], [])
+    assert found("s3://b/p/", stamps=True) == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], ["v1", "v1"])
+
+
+def test_a_brace_pattern_is_spelled_out_without_asking() -> None:
+    names = ["a/08.tar", "a/09.tar", "a/10.tar", "b/08.tar", "b/09.tar", "b/10.tar"]
+    assert found("http://h/p/{a,b}/{08..10}.tar") == ("http://h/p", names, [-1] * 6, [""] * 6)
+
+
+def test_a_glob_and_a_list_are_looked_up_in_buckets() -> None:
+    assert found("s3://b/p/*.tar") == ("s3://b/p", ["a.tar"], [9], [""])
+    assert found("s3://b/p/*/b.*", stamps=True) == ("s3://b/p/x", ["b.tar"], [9], ["v1"])
+    assert found("s3://b/p/**/[ab].tar")[1] == ["a.tar", "x/b.tar"]
+    assert found(["s3://b/p/q.tar", "s3://b/p/a.tar"]) == ("s3://b/p", ["a.tar", "q.tar"], [-1, -1], ["", ""])
+    names = ["a.tar", "x/a.tar", "x/b.tar"]
+    assert found(["s3://b/p/x/", "s3://b/p/a.tar"], stamps=True) == ("s3://b/p", names, [-1, 9, 9], ["", "v1", "v1"])
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        (["s3://b/a.tar", "/c.tar"], "need a reader each"),
+        ("ftp://h/a.tar", "from s3, gs, az, http, https, not"),
+        ("https://h/a.tar?token=1", "a URL with a query"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(shards: Any, message: str) -> None:
+    with pytest.raises(sp.ShardError, match=message):
+        is_remote(shards)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        (["s3://b/a.tar", "s3://b/{a,c}.tar"], "s3://b/a.tar: the same shard is named twice"),
+        (["s3://b/a.tar", "s3://c/a.tar"], "lie in one bucket"),
+        (["http://h/a/", "http://h/b/"], "a web server cannot be listed"),
+        ("s3://b/p/z*.tar", "no shard matches"),
+    ],
+)
+def test_shards_that_are_not_there_are_an_error(shards: Any, message: str) -> None:
+    with pytest.raises(sp.ShardError, match=message):
+        found(shards)
+
+
+def test_without_obstore_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(sp.RemoteError, match=r"pip install 'savable_pipeline\[cloud\]'"):
+        open_dataset("s3://b/p/", cache=tmp_path)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_shards: MakeShards) -> Iterator[ToyServer]:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
+    monkeypatch.setenv("SAVABLE_RETRY_S", "1")
+    make_shards([3, 4, 5])
+    with serving(tmp_path) as server:
+        yield server
+
+
+def keys(dataset: Dataset) -> list[str]:
+    return [dataset.key(shard, row) for shard in range(3) for row in range(*dataset.firsts[shard : shard + 2])]
+
+
+def test_without_an_index_the_shards_are_fetched_once_to_make_one_and_stay(server: ToyServer, tmp_path: Path) -> None:
+    url = f"{server.url}/shards/{{0000..0002}}.tar"
+    dataset_bytes = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.tar"))
+    dataset = open_dataset(url)
+    assert server.sent() == dataset_bytes
+    again = open_dataset(url)
+    assert keys(dataset) == keys(again) == [f"s{i:06d}" for i in range(12)]
+    assert server.sent() == dataset_bytes
+    assert again.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+
+
+def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tmp_path: Path) -> None:
+    open_dataset(f"{server.url}/shards/{{0000..0001}}.tar")
+    sent = server.sent()
+    dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar")
+    assert server.sent() - sent == (tmp_path / "shards" / "0002.tar").stat().st_size
+    assert dataset.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+    assert keys(dataset) == [f"s{i:06d}" for i in range(12)]
+
+
+def test_what_the_cache_holds_is_fetched_again_once_for_an_index_with_more_shards(
+    server: ToyServer, tmp_path: Path
+) -> None:
+    """A limit that docs/growing-and-joining.md tells of: the cache belongs to a version of the index."""
+    two, three = (f"{server.url}/shards/{{0000..{last}}}.tar" for last in ("0001", "0002"))
+    bytes_of_two = sum((tmp_path / "shards" / f"{shard:04d}.tar").stat().st_size for shard in (0, 1))
+    open_dataset(two), open_dataset(three)
+    sent = server.sent()
+    keys(open_dataset(three))
+    assert 0 < server.sent() - sent <= bytes_of_two
+    sent = server.sent()
+    keys(open_dataset(three))
+    assert server.sent() == sent
+
+
+def test_a_shard_that_has_another_size_now_is_indexed_again_beside_those_that_were_added(
+    server: ToyServer, tmp_path: Path
+) -> None:
+    open_dataset(f"{server.url}/shards/{{0000..0001}}.tar")
+    write_tar(tmp_path / "shards" / "0000.tar", [(f"s{i}.json", b"{}") for i in range(30)])
+    dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar")
+    assert dataset.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+
+
+def test_an_index_is_made_of_shards_that_the_cache_cannot_hold(server: ToyServer) -> None:
+    dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar", cache_size=5000)
+    assert keys(dataset) == [f"s{i:06d}" for i in range(12)]
+
+
+def test_what_was_fetched_for_an_index_that_was_not_finished_is_not_fetched_again(
+    server: ToyServer, tmp_path: Path
+) -> None:
+    url = f"{server.url}/shards/{{0000..0002}}.tar"
+    bad, good = tmp_path / "shards" / "0002.tar", tmp_path / "good.tar"
+    good.write_bytes(bad.read_bytes())
+    bad.write_bytes(b"x" * len(good.read_bytes()))
+    with pytest.raises(sp.ShardError, match=rf"{server.url}/shards/0002.tar: no tar header at byte 0"):
+        open_dataset(url)
+    sent = server.sent()
+    shutil.copy(good, bad)
+    assert len(keys(open_dataset(url))) == 12
+    assert server.sent() == sent + bad.stat().st_size
+
+
+def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_holds_no_shard(
+    server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{server.url}/shards/{{0000..0002}}.tar"
+    scan, told = remote_index.scan, list[tuple[int, int]]()
+
+    def killed_at_the_last(root: Path, name: str) -> Any:
+        if name == "0002.tar":
+            raise KeyboardInterrupt
+        return scan(root, name)
+
+    monkeypatch.setattr(remote_index, "scan", killed_at_the_last)
+    with pytest.raises(KeyboardInterrupt):
+        remote_index.open_remote(url, tmp_path / "cache", 5000, tolerant=False)
+    monkeypatch.setattr(remote_index, "scan", scan)
+    (scanned,) = (tmp_path / "cache").glob("*/scan")
+    assert [path.name for path in sorted(scanned.iterdir())] == ["0000.tar.table", "0001.tar.table", "0002.tar"]
+    sent = server.sent()
+    remote_index.open_remote(
+        url, tmp_path / "cache", 5000, tolerant=False, progress=lambda *numbers: told.append(numbers)
+    )
+    assert server.sent() == sent
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert not scanned.exists()
+    assert open_dataset(url, cache_size=5000).manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+
+
+def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToyServer, tmp_path: Path) -> None:
+    url = f"{server.url}/shards/{{0000..0002}}.tar"
+    truncated = (tmp_path / "shards" / "0002.tar").read_bytes()
+    (tmp_path / "shards" / "0002.tar").write_bytes(truncated[:100])
+    with pytest.raises(sp.ShardError, match=r"0002\.tar"):
+        open_dataset(url, cache_size=5000)
+    (scanned,) = (tmp_path / "cache").glob("*/scan")
+    (scanned / "0001.tar.table").write_bytes(b"damaged")
+    write_numbered_shards(tmp_path / "shards", [30, 4, 5])
+    assert open_dataset(url, cache_size=5000).manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+
+
+def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(server: ToyServer, tmp_path: Path) -> None:
+    with pytest.raises(sp.ShardError, match=r"neither .nv-meta/savable.index nor .nv-meta/.info.json; name the shards"):
+        open_dataset(f"{server.url}/shards/")
+    info = tmp_path / "shards" / ".nv-meta" / ".info.json"
+    info.parent.mkdir()
+    info.write_text(json.dumps({"energon_version": "7", "shard_counts": {"0001.tar": 4, "0000.tar": 3}}))
+    assert open_dataset(f"{server.url}/shards/").count == 7
+    open_dataset(str(tmp_path / "shards"))
+    assert open_dataset(f"{server.url}/shards/").count == 12
+    (tmp_path / "shards" / INDEX_NAME).unlink()
+    info.write_text(json.dumps({"shard_counts": {"../../../0001.tar": 4}}))
+    with pytest.raises(sp.ShardError, match="lies outside of the dataset"):
+        open_dataset(f"{server.url}/shards/")
+    info.write_text("[]")
+    with pytest.raises(sp.ShardError, match=r".info.json: expected names with values, found list"):
+        open_dataset(f"{server.url}/shards/")
+
+
+def test_an_index_that_was_replaced_on_the_server_is_fetched_again(
+    server: ToyServer, tmp_path: Path, make_shards: MakeShards
+) -> None:
+    open_dataset(str(tmp_path / "shards"))
+    url = f"{server.url}/shards/"
+    assert open_dataset(url).count == open_dataset(url).count == 12
+    assert len([path for path, _, _ in server.ranges if path.endswith(".index")]) == 1
+    make_shards([3, 4, 60])
+    open_dataset(str(tmp_path / "shards"))
+    dataset = open_dataset(url)
+    assert dataset.count == 67
+    assert dataset.key(2, 12) == "s000012"
+
+
+def test_an_index_that_does_not_fit_the_bucket_is_made_again(
+    server: ToyServer, tmp_path: Path, make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_as_s3(server, monkeypatch)
+    open_dataset(str(tmp_path / "shards"))
+    index = (tmp_path / "shards" / INDEX_NAME).read_bytes()
+    make_shards([3, 4, 60])
+    (tmp_path / "shards" / INDEX_NAME).write_bytes(index)
+    assert open_dataset("s3://shards/").count == 67

@@ -1,0 +1,199 @@
+"""What a user may write for "these shards"."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from savable_pipeline.data.remote.urls import is_remote
+from savable_pipeline.data.shards.paths import find_shards, spelled_out
+from savable_pipeline.errors import ShardError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three shards in two folders, and what lies beside them."""
+    for name in ("b/000.tar", "b/001.tar", "a.tar", "a.tar.idx", "notes.txt", ".hidden.tar", ".nv-meta/x.tar"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).touch()
+    return tmp_path / "data"
+
+
+def test_a_folder_is_searched_below_and_sorted_by_name(root: Path) -> None:
+    assert find_shards(root) == find_shards(str(root)) == find_shards([root])
+    assert find_shards(root) == (root, ["a.tar", "b/000.tar", "b/001.tar"])
+
+
+def test_a_tar_a_glob_braces_and_lists_name_shards_below_their_deepest_folder(root: Path) -> None:
+    assert find_shards(root / "a.tar") == (root, ["a.tar"])
+    assert find_shards(str(root / "b/*.tar")) == (root / "b", ["000.tar", "001.tar"])
+    assert find_shards(str(root / "b/{000..001}.tar")) == (root / "b", ["000.tar", "001.tar"])
+    assert find_shards(str(root / "**/0*.tar")) == (root / "b", ["000.tar", "001.tar"])
+    assert find_shards([root / "b", root / "a.tar"]) == (root, ["a.tar", "b/000.tar", "b/001.tar"])
+    assert find_shards(root / "b" / name for name in ["001.tar", "000.tar"]) == (
+        root / "b",
+        ["000.tar", "001.tar"],
+    )
+
+
+def test_a_relative_path_keeps_its_meaning_when_the_working_folder_changes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root.parent)
+    assert find_shards("data") == (root, ["a.tar", "b/000.tar", "b/001.tar"])
+    assert find_shards("data/b/*.tar") == (root / "b", ["000.tar", "001.tar"])
+    assert find_shards(["data/a.tar"]) == (root, ["a.tar"])
+
+
+def test_a_glob_is_not_disturbed_by_brackets_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run[1]").mkdir()
+    (tmp_path / "run[1]" / "a.tar").touch()
+    monkeypatch.chdir(tmp_path / "run[1]")
+    assert find_shards("*.tar") == (tmp_path / "run[1]", ["a.tar"])
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "a[1].tar").touch()
+    assert find_shards(tmp_path / "a[1].tar") == (tmp_path, ["a[1].tar"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "reason"),
+    [
+        ("missing", "no such shard or folder", "no such path"),
+        ("b/*.jpg", "no file matches", "no such path"),
+        ("{0..3}.tar", "no such shard or folder", "no such path"),
+        ("empty", "no .tar file in this folder", "no shard"),
+        ("s3://bucket/x.tar", "URL", "damaged shard"),
+    ],
+)
+def test_what_is_not_there_is_an_error_that_names_it(root: Path, name: str, message: str, reason: str) -> None:
+    (root / "empty").mkdir()
+    with pytest.raises(ShardError, match=message) as caught:
+        find_shards(name if "://" in name else str(root / name))
+    assert caught.value.reason == reason
+
+
+def test_a_shard_named_twice_is_an_error(root: Path) -> None:
+    with pytest.raises(ShardError, match=r"a\.tar: the same shard is named twice"):
+        find_shards([root, root / "a.tar"])
+
+
+def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="the list of shards is empty"):
+        find_shards([])
+    with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it$"):
+        find_shards(tmp_path)
+
+
+def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x.tar.gz").touch()
+    with pytest.raises(ShardError, match="`savable convert` re-packs it"):
+        find_shards(tmp_path / "x.tar.gz")
+    (tmp_path / "x.tar.gz").rename(root / "x.tgz")
+    with caplog.at_level(logging.WARNING):
+        assert "x.tgz" not in find_shards(root)[1]
+    assert "1 compressed tars are left out" in caplog.text
+    (root.parent / "only").mkdir()
+    (root / "x.tgz").rename(root.parent / "only" / "x.tgz")
+    with pytest.raises(ShardError, match="1 compressed tars are there"):
+        find_shards(root.parent / "only")
+
+
+@pytest.fixture
+def unlistable(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder below `root` that may not be listed (whoever runs the tests may list any)."""
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path) == str(root / "b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    return root / "b"
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_or_told(root: Path, unlistable: Path) -> None:
+    for shards in (root, [root], str(root)):
+        with pytest.raises(ShardError, match=f"{unlistable}: Permission denied: the folder cannot be listed"):
+            find_shards(shards)
+    told: list[ShardError] = []
+    assert find_shards(root, unlistable=told.append) == (root, ["a.tar"])
+    assert [error.reason for error in told] == ["unlistable folder"]
+
+
+def test_a_link_to_a_folder_is_left_out_with_a_warning(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (root / "more").symlink_to(tmp_path / "elsewhere")
+    find_shards(root)
+    assert "more: a link to a folder is left out" in caplog.text
+
+
+def test_a_home_a_variable_a_file_url_and_two_in_one_are_spelled_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(root.parent))
+    monkeypatch.setenv("SHARDS", str(root))
+    two = ["b/000.tar", "b/001.tar"]
+    for name in ("~/data/b", "$SHARDS/b", "${SHARDS}/b", f"file://{root}/b", f"file://localhost{root}/b"):
+        assert find_shards(name) == find_shards([name]) == (root / "b", ["000.tar", "001.tar"])
+        assert is_remote(name) is False
+    assert find_shards("~/data/a.tar::$SHARDS/b/00{0..1}.tar") == (root, ["a.tar", *two])
+    assert find_shards(Path("~/data")) == (root, ["a.tar", *two])
+    assert spelled_out("s3://$USER_/x::https://h/y") == ["s3://$USER_/x", "https://h/y"]
+    assert spelled_out("http://[::1]:80/x::http://[::1]/y") == ["http://[::1]:80/x", "http://[::1]/y"]
+    (root.parent / "a b").mkdir()
+    (root.parent / "a b" / "x.tar").touch()
+    assert find_shards(f"file://{root.parent}/a%20b") == (root.parent / "a b", ["x.tar"])
+
+
+@pytest.mark.parametrize("name", ["$HOME", "~", "a::b"])
+def test_a_folder_of_such_a_name_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "x.tar").touch()
+    monkeypatch.chdir(tmp_path)
+    assert find_shards(name) == (tmp_path / name, ["x.tar"])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pipe:aws s3 cp s3://bucket/{0..9}.tar -", "write s3://bucket/{0..9}.tar instead"),
+        ("pipe:cat x.tar", "write the paths of the tars, or their URL instead"),
+        (
+            "hf://datasets/user/name/data/*.tar",
+            "write https://huggingface.co/datasets/user/name/resolve/main/data/*.tar",
+        ),
+        (
+            "hf://datasets/user/name@v2/x.tar",
+            "write https://huggingface.co/datasets/user/name/resolve/v2/x.tar instead",
+        ),
+        ("file://server/x.tar", "names a file of the machine 'server'"),
+        ("$NO_SUCH_VARIABLE/x", "no such shard or folder; the environment has no such variable"),
+    ],
+)
+def test_what_only_other_loaders_read_is_an_error_that_says_what_to_write(name: str, told: str) -> None:
+    with pytest.raises(ShardError, match=re.escape(told)):
+        find_shards(name)
+    if not name.startswith("$"):
+        with pytest.raises(ShardError, match=re.escape(told)):
+            is_remote(name)
+
+
+def test_a_folder_of_lance_is_told_with_what_to_do(tmp_path: Path) -> None:
+    for name in ("data/a.lance", "_versions/1.manifest", "_transactions/0.txn"):
+        (tmp_path / "x.lance" / name).parent.mkdir(parents=True)
+        (tmp_path / "x.lance" / name).write_bytes(b"LANC")
+    for folder in (tmp_path / "x.lance", tmp_path):
+        with pytest.raises(ShardError, match=r"x\.lance/data has files of Lance, .*write it as Parquet, `pyarrow.*`"):
+            find_shards(folder)

@@ -1,0 +1,189 @@
+"""Arrow IPC files as others write them: the footer says where the batches lie; one that lies is a named error."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+import savable_pipeline as sp
+from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
+from savable_pipeline.data.stores.file_bytes import opened
+from savable_pipeline.tools.cli.main import app
+
+ROWS = 20
+BLOCK = struct.Struct("<qi4xq")
+
+
+def written(path: Path, compression: str | None = None) -> bytes:
+    """A file by pyarrow, of four batches, with views as Polars writes texts."""
+    texts = [f"text {n}, which is too long to lie inside of a view" if n % 3 else None for n in range(ROWS)]
+    table = pa.table({"id": range(ROWS), "txt": pa.array(texts, pa.string_view())})
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_file(path, table.schema, options=options) as file:
+        file.write_table(table, max_chunksize=ROWS // 4)
+    return path.read_bytes()
+
+
+def blocks_of(path: Path) -> list[bytes]:
+    """The entries of the batches in the footer of a file by pyarrow."""
+    with opened(path) as file:
+        batches = batches_of(read_table(file, path.name).array())
+        messages = [read_message(file, begin) for begin in batches.begins.tolist()]
+    return [BLOCK.pack(message.offset, message.head, message.body) for message in messages]
+
+
+def as_polars(path: Path, *, gap: int = 0, shuffled: bool = False, schema: bool = False) -> None:
+    """Writes a file of pyarrow anew: no message of the schema, gaps before batches, which lie in any order."""
+    raw, blocks = path.read_bytes(), blocks_of(path)
+    first = BLOCK.unpack(blocks[0])[0]
+    length = struct.unpack("<i", raw[-10:-6])[0]
+    footer = bytearray(raw[-10 - length : -10])
+    places = {block: footer.index(block) for block in blocks}
+    out = b"ARROW1\0\0" + b"\x04\0\0\0\xf2\xff\xff\xff" + bytes(48)  # a flatbuffer by itself, where a message begins
+    out = raw[:first] if schema else out
+    for block in random.Random(7).sample(blocks, len(blocks)) if shuffled else blocks:
+        begin, head, body = BLOCK.unpack(block)
+        out += b"\xaa" * gap
+        BLOCK.pack_into(footer, places[block], len(out), head, body)
+        out += raw[begin : begin + head + body]
+    path.write_bytes(out + b"\xff\xff\xff\xff\0\0\0\0" + footer + raw[-10:])
+
+
+def samples(path: Path, **settings: Any) -> list[dict[str, bytes]]:
+    reader = sp.ArrowReader(str(path), sp.Lane(), shuffle=False, epochs=1, **settings)
+    return [dict(sample.items()) for sample in reader]
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"gap": 24}, {"gap": 8, "shuffled": True}, {"schema": True, "shuffled": True}],
+    ids=["plain", "gaps", "shuffled", "with a schema"],
+)
+def test_batches_lie_where_the_footer_says(tmp_path: Path, compression: str | None, layout: dict[str, Any]) -> None:
+    path = tmp_path / "a.arrow"
+    written(path, compression)
+    expected = samples(path)
+    assert len(expected) == ROWS and expected[1]["txt"].startswith(b"text 1,") and "txt" not in expected[0]
+    as_polars(path, **layout)
+    assert pa.ipc.open_file(path).read_all().num_rows == ROWS
+    assert samples(path) == expected
+    assert samples(path, columns=["id"]) == [{"id": each["id"]} for each in expected]
+
+
+def test_a_file_whose_schema_lies_in_the_footer_is_pinned(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    written(path)
+    as_polars(path)
+    with opened(path) as file:
+        table = read_table(file, path.name)
+        assert is_as_indexed(file, table)
+    raw = path.read_bytes()
+    place = raw.rindex(b"txt")
+    path.write_bytes(raw[:place] + b"TXT" + raw[place + 3 :])
+    with opened(path) as file:
+        assert not is_as_indexed(file, table)
+
+
+def test_every_command_takes_such_a_file(tmp_path: Path) -> None:
+    path, target = tmp_path / "a.arrow", tmp_path / "tars"
+    written(path)
+    as_polars(path, gap=8)
+    for command in (["info"], ["check"], ["preview", "-o", str(tmp_path / "page.html")], ["convert", str(target)]):
+        name, *more = command
+        result = CliRunner().invoke(app, [name, str(path), *more], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert "text 1," in (tmp_path / "page.html").read_text()
+    given = {sample["txt"] for sample in sp.TarShardReader(str(target), sp.Lane(), epochs=1) if "txt" in sample}
+    assert given == {each["txt"] for each in samples(path) if "txt" in each}
+
+
+@pytest.mark.parametrize(
+    ("begin", "told"),
+    [(-8, "byte -8"), (1 << 40, "byte 1099511627776"), (0, "byte 0"), (72, "overlap"), (68, "no Arrow message")],
+)
+@pytest.mark.parametrize("polars", [True, False])
+def test_a_footer_that_lies_is_a_named_error(tmp_path: Path, begin: int, told: str, polars: bool) -> None:
+    path = tmp_path / "a.arrow"
+    written(path)
+    if polars:
+        as_polars(path)
+    with opened(path) as file:
+        first = int(batches_of(read_table(file, path.name).array()).begins[0])
+    raw, last = path.read_bytes(), blocks_of(path)[-1]
+    where = first + begin - 72 if begin in (72, 68) else begin
+    path.write_bytes(raw.replace(last, BLOCK.pack(where, *BLOCK.unpack(last)[1:])))
+    with pytest.raises(sp.ShardError, match=told) as error:
+        samples(path)
+    assert "a.arrow" in str(error.value) and "copy it again" in str(error.value)
+
+
+def test_a_footer_of_any_bytes_is_read_right_or_refused(tmp_path: Path) -> None:
+    path, chance = tmp_path / "a.arrow", random.Random(7)
+    written(path)
+    as_polars(path)
+    raw = path.read_bytes()
+    footer, right = len(raw) - 10 - struct.unpack("<i", raw[-10:-6])[0], 0
+    (tmp_path / "b.arrow").write_bytes(raw)
+    for number in range(150):
+        forged = bytearray(raw)
+        for _ in range(chance.choice([1, 1, 3])):
+            forged[chance.randrange(footer, len(raw) - 6)] = chance.choice(
+                [0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)]
+            )
+        path = tmp_path / f"{number}.arrow"
+        path.write_bytes(forged)
+        try:
+            with opened(path) as file:
+                if not read_table(file, path.name).entry.fault:
+                    right += bool(samples(path))
+        except sp.ShardError as error:
+            assert path.name in str(error) or "no sample in" in str(error)
+    assert right > 10
+
+
+def test_a_batch_that_the_footer_leaves_out_is_not_lost_silently(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    raw = written(path)
+    vector = raw.index(struct.pack("<I", 4) + blocks_of(path)[0], len(raw) // 2)
+    for count in range(4):
+        path.write_bytes(raw[:vector] + struct.pack("<I", count) + raw[vector + 4 :])
+        with pytest.raises(sp.ShardError, match="the footer does not name the record batch at byte"):
+            samples(path)
+
+
+@pytest.mark.parametrize("length", [-1, 0, 1, 1 << 30])
+def test_a_footer_of_a_length_that_cannot_be_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "a.arrow"
+    raw = written(path)
+    path.write_bytes(raw[:-10] + struct.pack("<i", length) + raw[-6:])
+    with pytest.raises(sp.ShardError, match=r"a\.arrow: a.* footer .*copy it again"):
+        samples(path)
+
+
+def test_feather_of_version_1_is_told_with_its_cure(tmp_path: Path) -> None:
+    path = tmp_path / "a.feather"
+    path.write_bytes(b"FEA1" + bytes(40) + b"FEA1")
+    with pytest.raises(sp.ShardError, match=r"a\.feather: Feather version 1, .*feather\.write_feather"):
+        samples(path)
+
+
+def test_what_polars_writes_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
+    pl = pytest.importorskip("polars")
+    frame = pl.DataFrame({"id": range(300), "txt": [f"text {n}" if n % 7 else None for n in range(300)]})
+    for compression in ("uncompressed", "lz4", "zstd"):
+        for level in (pl.CompatLevel.oldest(), pl.CompatLevel.newest()):
+            for rows in (None, 1, 70):
+                path = tmp_path / f"{compression}-{rows}-{level is pl.CompatLevel.oldest()}.arrow"
+                frame.write_ipc(path, compression=compression, record_batch_size=rows, compat_level=level)
+                found = [each.get("txt", b"").decode() or None for each in samples(path)]
+                assert found == pa.ipc.open_file(path).read_all()["txt"].to_pylist()
+            path = tmp_path / f"{compression}-{level}.stream.arrow"
+            frame.write_ipc_stream(path, compression=compression, compat_level=level)
+            assert len(samples(path)) == 300

@@ -1,0 +1,378 @@
+"""Parquet and Arrow: rows as parts, a bounded cache of row groups, and damage that is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.parquet_store import ParquetStore
+from tests.support.toy_samples import plain_png
+
+ROWS: list[dict[str, Any]] = [
+    {"id": 7, "txt": "a ü", "raw": b"\xff\0", "score": 1.5, "tags": ["x", None], "when": datetime(2026, 1, 2)},
+    {"id": None, "txt": "", "raw": None, "score": None, "tags": [], "when": None},
+]
+PARTS: list[dict[str, bytes]] = [
+    {"id": b"7", "txt": "a ü".encode(), "raw": b"\xff\0", "score": b"1.5", "tags": b'["x", null]',
+     "when": b'"2026-01-02T00:00:00"'},
+    {"txt": b"", "tags": b"[]"},
+]  # fmt: skip
+
+
+def write(path: Path, table: Any, rows: int = 1000, **how: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows, **how)
+        return path
+    with pa.ipc.new_stream(path, table.schema, **how) as stream:
+        stream.write_table(table, max_chunksize=rows)
+    return path
+
+
+STORES: dict[str, Any] = {"a.parquet": ParquetStore, "a.arrow": ArrowStore}
+every_store = pytest.mark.parametrize("name", STORES)
+
+
+def parts_of(store: Any, row: int) -> dict[str, bytes]:
+    return {part: store.read(0, row, part) for part in store.extensions(0, row)}
+
+
+@every_store
+def test_each_column_is_a_part_and_a_null_is_none(tmp_path: Path, name: str) -> None:
+    store = STORES[name](write(tmp_path / name, pa.Table.from_pylist(ROWS)))
+    assert [parts_of(store, row) for row in range(2)] == PARTS
+    with pytest.raises(KeyError, match="no part 'raw'; the sample has txt, tags"):
+        store.read(0, 1, "raw")
+    assert store.read(0, 0, "TXT") == PARTS[0]["txt"]
+
+
+@every_store
+def test_large_and_viewed_strings_are_read_alike(tmp_path: Path, name: str) -> None:
+    kinds = [pa.large_string(), *([pa.string_view()] if name == "a.arrow" else []), pa.large_binary()]
+    for number, kind in enumerate(kinds):
+        table = pa.table({"txt": pa.array(["one", None, "a text that is longer than twelve bytes"]).cast(kind)})
+        store = STORES[name](write(tmp_path / str(number) / name, table))
+        assert [parts_of(store, row).get("txt") for row in (0, 1)] == [b"one", None]
+        assert len(store.read(0, 2, "txt")) == 39
+
+
+@every_store
+def test_images_are_parts_named_by_their_path_or_by_their_bytes(tmp_path: Path, name: str) -> None:
+    png = plain_png(2, 3)
+    rows = [
+        {"image": {"bytes": png, "path": "a/b.v2.PNG"}},
+        {"image": {"bytes": png, "path": None}},
+        {"image": None},
+        {"image": {"bytes": b"?", "path": "folder.d/name"}},
+    ]
+    write(tmp_path / name, pa.Table.from_pylist(rows))
+    reader = {"a.parquet": sp.ParquetReader, "a.arrow": sp.ArrowReader}[name]
+    samples = list(reader(tmp_path / name, sp.Lane(), shuffle=False, epochs=1))
+    assert [list(sample) for sample in samples] == [["PNG"], ["png"], [], ["bin"]]
+    assert samples[1].image().size == samples[0].image("image").size == (2, 3)
+
+
+@every_store
+def test_several_images_are_named_by_column_too(tmp_path: Path, name: str) -> None:
+    image = {"bytes": b"b", "path": "x.jpg"}
+    store = STORES[name](write(tmp_path / name, pa.Table.from_pylist([{"left": image, "right": image}])))
+    assert store.extensions(0, 0) == ["left.jpg", "right.jpg"]
+    assert store.read(0, 0, "left") == store.read(0, 0, "right.jpg") == b"b"
+
+
+@every_store
+def test_columns_are_chosen_partitions_are_parts_and_a_column_is_the_key(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "lang=d%C3%A9" / name, pa.table({"a": [1, 2], "b": [3, 4], "c": ["k", "l"]}))
+    store = STORES[name](tmp_path, columns=("b",), key="c")
+    assert parts_of(store, 1) == {"b": b"4", "lang": "dé".encode()}
+    assert store.key(0, 1) == "l"
+    assert STORES[name](tmp_path).key(0, 1) == f"lang=d%C3%A9/{name}:1"
+    with pytest.raises(ValueError, match="no column x; it has a, b, c"):
+        STORES[name](tmp_path, columns=("x",))
+
+
+@every_store
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        (pa.array(["a", None]), "is missing or null"),
+        (pa.array([b"a", b"\xff"]), "holds bytes that are no UTF-8"),
+        (pa.array([1, None]), "is missing or null"),
+    ],
+)
+def test_a_row_without_a_key_that_is_text_is_an_error_that_names_it(
+    tmp_path: Path, name: str, keys: Any, fault: str
+) -> None:
+    store = STORES[name](write(tmp_path / name, pa.table({"k": keys, "b": [3, 4]})), columns=("b",), key="k")
+    assert store.key(0, 0) in ("a", "1")
+    with pytest.raises(sp.ShardError, match=rf"{name}: row 1: 'k', which key= names, {fault}; .*leave out key="):
+        store.key(0, 1)
+
+
+@every_store
+def test_a_later_file_without_the_column_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"0{name}", pa.table({"k": ["a"], "b": [3]}))
+    write(tmp_path / name, pa.table({"b": [4]}))
+    store = STORES[name](tmp_path, key="k")
+    assert store.key(0, 0) == "a"
+    for ask in (lambda: store.key(1, 0), lambda: store.read(1, 0, "b")):
+        with pytest.raises(sp.ShardError, match=rf"/{name}: .*no column k; it has b"):
+            ask()
+
+
+def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
+    whole = DecodedBlocks[Any]()
+    store = ParquetStore(path, blocks=whole)
+    for row in [*range(400), *range(0, 400, 7)]:
+        store.read(0, row, "txt")
+    assert whole.decoded == 4
+    small = DecodedBlocks[Any](limit=whole.bytes // 4 + 1)
+    store = ParquetStore(path, blocks=small)
+    for row in [0, 100, 0, 300]:
+        store.read(0, row, "txt")
+        assert small.bytes <= small.limit
+    assert small.decoded == 4
+
+
+def test_lanes_of_a_process_share_the_decoded_row_groups(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", pa.table({"id": range(400)}), rows=100)
+    shared: dict[Any, Any] = {}
+    readers = [sp.ParquetReader(path, sp.Lane(i, 4, shared=shared), epochs=1) for i in range(4)]
+    assert sorted(sample.json("id") for reader in readers for sample in reader) == list(range(400))
+    assert readers[0].dataset is readers[3].dataset
+    assert readers[0].dataset.store.blocks.decoded == 4  # type: ignore[attr-defined]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 9)
+
+
+def other_footer(path: Path) -> None:
+    """A footer whose length is a lie."""
+    with path.open("r+b") as file:
+        file.seek(-8, io.SEEK_END)
+        file.write((1 << 30).to_bytes(4, "little"))
+
+
+def no_footer(path: Path) -> None:
+    path.write_bytes(b"PAR1" + bytes(100))
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (cut, "no Parquet footer at its end"),
+        (other_footer, "a footer of 1073741824 bytes in a file of"),
+        (no_footer, "no Parquet footer"),
+    ],
+)
+def test_a_damaged_footer_is_named_and_under_skip_the_other_files_are_read(
+    tmp_path: Path, damage: Any, fault: str
+) -> None:
+    for name in ("a.parquet", "b.parquet"):
+        write(tmp_path / name, pa.table({"id": range(10)}))
+    damage(tmp_path / "a.parquet")
+    with pytest.raises(sp.ShardError, match=rf"a\.parquet: .*{fault}"):
+        sp.ParquetReader(tmp_path, sp.Lane())
+    reader = sp.ParquetReader(tmp_path, sp.Lane(), epochs=1, on_error="skip")
+    assert len(list(reader)) == 10
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
+
+
+class Ids(sp.TaskEncoder):
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json("id")
+
+
+def flipped(path: Path) -> None:
+    """A byte of the second row group's page is another; checksums of pages are in the file."""
+    data = bytearray(path.read_bytes())
+    column = pq.read_metadata(path).row_group(1).column(0)
+    data[column.data_page_offset + column.total_compressed_size - 3] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_page_is_named_and_its_samples_are_counted_under_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(
+        tmp_path / "a.parquet", pa.table({"id": range(30)}), 10, write_page_checksum=True, use_dictionary=False
+    )
+    flipped(path)
+    reader = sp.ParquetReader(path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
+    items = sp.Encode(reader, Ids())
+    store: Any = reader.dataset.store
+    decode, decoded = store.decode, []
+    monkeypatch.setattr(store, "decode", lambda *place: decoded.append(place) or decode(*place))
+    assert list(items) == [*range(10), *range(20, 30)]
+    assert decoded == [(0, 0), (0, 1), (0, 2)]  # the damaged one is not tried again for each of its rows
+    assert items.counts["skipped/damaged shard"] == 10
+    with pytest.raises(sp.ShardError, match=r"a\.parquet: row group 1: .*CRC.*put a good copy in its place"):
+        reader.dataset.store.read(0, 10, "id")
+
+
+def test_a_file_rewritten_under_a_run_is_an_error(tmp_path: Path) -> None:
+    for name, kind in STORES.items():
+        path = write(tmp_path / name, pa.table({"id": range(30)}), 10)
+        store = kind(path)
+        write(path, pa.table({"id": range(5, 35)}), 15)
+        with pytest.raises(sp.ShardError, match=r"since|was rewritten") as error:
+            store.read(0, 0, "id")
+        assert error.value.reason == "changed shard"
+
+
+def test_an_arrow_stream_that_is_cut_gives_the_batches_before_it_under_skip(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", pa.table({"id": range(30)}), 10)
+    os.truncate(path, path.stat().st_size - 30)
+    with pytest.raises(sp.ShardError, match=r"the message at byte \d+ should end at byte \d+ of \d+"):
+        sp.ArrowReader(path, sp.Lane())
+    reader = sp.ArrowReader(path, sp.Lane(), epochs=1, shuffle=False, on_error="skip")
+    assert [sample.json("id") for sample in reader] == list(range(20))
+
+
+def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", pa.table({"txt": ["one", "two", "three"]}))
+    data = bytearray(path.read_bytes())
+    place = data.index(b"\0\0\0\0\3\0\0\0\6\0\0\0\x0b\0\0\0")
+    data[place + 8 : place + 12] = (1 << 30).to_bytes(4, "little")
+    path.write_bytes(data)
+    store = ArrowStore(path)
+    assert store.read(0, 0, "txt") == b"one"
+    keyed = ArrowStore(path, key="txt")
+    assert keyed.key(0, 0) == "one"
+    for ask in (lambda: store.read(0, 1, "txt"), lambda: store.extensions(0, 1), lambda: keyed.key(0, 1)):
+        with pytest.raises(sp.ShardError, match=r"row 1: row 1 is said to lie at the bytes 3 to 1073741824 of"):
+            ask()
+
+
+@pytest.mark.parametrize("column", ["image", "viewed"])
+def test_a_column_of_images_or_of_views_that_lies_does_not_kill_the_process(tmp_path: Path, column: str) -> None:
+    """Whatever lies in its buffers: Arrow itself follows them, and ends the process or reads what is not there."""
+    code = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(Path(__file__).parents[3])!r}]
+import tests.data.stores.test_columnar_store as toys
+toys.read_with_lies(Path({str(tmp_path)!r}), {column!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def read_with_lies(folder: Path, column: str) -> None:
+    """Each 4 bytes of a batch are, in turn, a very large number; then its rows are read."""
+    names = [f"a rather long name {n}.png" for n in range(4)]
+    if column == "image":
+        table = pa.table({"image": pa.array([{"bytes": b"?", "path": name} for name in names])})
+    else:
+        table = pa.table({"viewed": pa.array(names).cast(pa.string_view())})
+    path = write(folder / "a.arrow", table)
+    raw, errors = path.read_bytes(), 0
+    for place in range(raw.index(b"a rather") - 120, len(raw) - 4, 4):
+        path.write_bytes(raw[:place] + b"\xf0\xff\xff\x7e" + raw[place + 4 :])
+        try:
+            store = ArrowStore(path)
+            for row in range(4):
+                parts_of(store, row)
+        except sp.ShardError:
+            errors += 1
+    assert errors > 5
+
+
+def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path) -> None:
+    table = pa.table({"txt": ["x" * 1000] * 100})
+    path = write(tmp_path / "a.arrow", table, 50, options=pa.ipc.IpcWriteOptions(compression="zstd"))
+    store = ArrowStore(path)
+    assert {store.read(0, row, "txt") for row in range(100)} == {b"x" * 1000}
+    assert store.blocks.decoded == 2 and store.blocks.bytes > 100_000
+
+
+def test_dictionaries_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", pa.table({"a": pa.array(["x"]).dictionary_encode()}))
+    with pytest.raises(sp.ShardError, match=r"dictionary-encoded .*`column\.dictionary_decode\(\)`"):
+        ArrowStore(path)
+
+
+def save_to_disk(folder: Path, names: list[str]) -> None:
+    """What HF's `Dataset.save_to_disk` leaves."""
+    for number, name in enumerate(names):
+        write(folder / name, pa.table({"id": [number]}))
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+
+
+def test_a_folder_of_save_to_disk_is_read_and_only_the_files_that_it_names(tmp_path: Path) -> None:
+    names = [f"data-0000{i}-of-00002.arrow" for i in range(2)]
+    save_to_disk(tmp_path / "saved", names)
+    write(tmp_path / "saved" / "cache-12ab.arrow", pa.table({"other": [1]}))
+    write(tmp_path / "saved" / "data-00000-of-00009.arrow", pa.table({"old": [1]}))
+    assert [entry.name for entry in ArrowStore(tmp_path / "saved").entries] == names
+
+
+def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(sp.ShardError, match=r"holds the splits test, train; read one of them, such as .*/saved/train"):
+        ArrowStore(tmp_path / "saved")
+    write(tmp_path / "cache" / "x-train.arrow", pa.table({"id": [1]}))
+    (tmp_path / "cache" / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
+    with pytest.raises(sp.ShardError, match=r"side by side; name the files of one, such as '.*/\*-train\*\.arrow'"):
+        ArrowStore(tmp_path / "cache")
+
+
+def test_an_address_of_the_hub_is_refused_with_the_command_that_downloads() -> None:
+    with pytest.raises(sp.ShardError, match=r"`hf download u/n --repo-type dataset --include 'data/\*\.parquet'"):
+        sp.ParquetReader("hf://datasets/u/n/data/*.parquet", sp.Lane())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_flipped_byte_does_worse_than_an_error_or_another_value(tmp_path: Path, seed: int) -> None:
+    """A byte anywhere: the parts are read, or it is a `ShardError`; nothing else is raised, and no process dies."""
+    import random
+
+    draw = random.Random(seed)
+    rows = [
+        {"id": n, "txt": f"text {n}", "tags": ["a", str(n)], "image": {"bytes": b"x", "path": "a.jpg"}}
+        for n in range(20)
+    ]
+    name = draw.choice(list(STORES))
+    path = write(tmp_path / name, pa.Table.from_pylist(rows), 10)
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.choice([1, 1, 3])):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+    try:
+        store = STORES[name](path)
+        for row in range(store.entries[0].samples):
+            parts_of(store, row)
+    except sp.ShardError as error:
+        assert name in str(error)
+
+
+@every_store
+def test_two_columns_of_one_name_are_told_as_that_and_others_are_read(tmp_path: Path, name: str) -> None:
+    table = pa.table([[1, 2], ["a", "b"], ["c", "d"]], names=["id", "txt", "txt"])
+    store = STORES[name](write(tmp_path / name, table))
+    told = r"2 columns are named 'txt', .*: write each under a name of its own .*, or take others with columns="
+    with pytest.raises(sp.ShardError, match=rf"^[^ ]*/{name}: {told}$") as error:
+        store.read(0, 0, "id")
+    assert error.value.reason == "columns of one name"
+    with pytest.raises(sp.ShardError, match=told):
+        STORES[name](tmp_path / name, columns=("txt",))
+    with pytest.raises(sp.ShardError, match=told):
+        STORES[name](tmp_path / name, key="id")
+    assert parts_of(STORES[name](tmp_path / name, columns=("id",)), 1) == {"id": b"2"}

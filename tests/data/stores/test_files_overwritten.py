@@ -1,0 +1,208 @@
+"""Files read in place that are overwritten under a run are an error, as tars are: of each format, and of a Join."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.core.open_files import keep_below
+from savable_pipeline.data.stores import pins
+from savable_pipeline.data.stores.arrow_store import ArrowStore
+from tests.conftest import write_numbered_shards
+
+ROWS = 400
+NAMES = [f"row {row:03d}" for row in range(ROWS)]
+TABLE = pa.table({"txt": NAMES})
+
+
+def write_parquet(path: Path) -> None:
+    pq.write_table(TABLE, path, row_group_size=10, compression="none", use_dictionary=False)
+
+
+def write_arrow(path: Path) -> None:
+    with pa.ipc.new_file(path, TABLE.schema) as file:
+        file.write_table(TABLE, max_chunksize=10)
+
+
+def write_jsonl(path: Path) -> None:
+    path.write_text("".join(f'{{"txt": "{name}"}}\n' for name in NAMES))
+
+
+def write_tokens(path: Path) -> None:
+    path.write_bytes("".join(NAMES).encode())
+    lengths, pointers = np.full(ROWS, 7, "<i4"), np.arange(ROWS, dtype="<i8") * 7
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 1, ROWS, ROWS + 1)
+    path.with_suffix(".idx").write_bytes(
+        b"".join([head, *map(bytes, (lengths, pointers, np.arange(ROWS + 1, dtype="<i8")))])
+    )
+
+
+class Texts(sp.TaskEncoder):
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> bytes:
+        return sample[list(sample)[-1]]  # of a Join: a joined one
+
+
+FORMATS: dict[str, tuple[Callable[[Path], None], Any]] = {
+    "a.parquet": (write_parquet, sp.ParquetReader),
+    "a.arrow": (write_arrow, sp.ArrowReader),
+    "a.jsonl": (write_jsonl, sp.JsonlReader),
+    "a.bin": (write_tokens, sp.TokenReader),
+}
+
+
+@pytest.fixture(autouse=True)
+def look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
+    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
+
+
+def overwrite(path: Path) -> None:
+    """The same bytes, in place, for a few that lie far behind."""
+    raw = path.read_bytes()
+    time.sleep(0.02)  # a tick of the clock that stamps files
+    with path.open("r+b") as file:
+        file.write(raw[: len(raw) // 2] + raw[len(raw) // 2 :].replace(b"row", b"ROW"))
+
+
+def put_back(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Other bytes of the same size in place, and the time of writing put back."""
+    stat, raw = path.stat(), path.read_bytes()
+    time.sleep(0.02)  # a tick of the clock that stamps files
+    with path.open("r+b") as file:
+        file.write(change(raw))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+
+
+def in_the_middle(raw: bytes) -> bytes:
+    """Other bytes that are not among those compared: the first, middle and last row, nor in statistics."""
+    return raw.replace(b"row 105", b"ROW 105")
+
+
+CHANGES: dict[str, Callable[[bytes], bytes]] = {  # of what is compared: the footer, a message, a line, some bytes
+    "a.parquet": lambda raw: raw[:-30] + bytes([raw[-30] ^ 1]) + raw[-29:],
+    "a.arrow": lambda raw: raw[:40] + bytes([raw[40] ^ 1]) + raw[41:],
+    "a.jsonl": lambda raw: raw.replace(b"row 399", b"ROW 399"),
+    "a.bin": lambda raw: raw.replace(b"row 399", b"ROW 399"),
+}
+
+
+def expect_error(pipeline: Callable[[sp.Lane], sp.Stage], path: Path, then: Callable[[], None] = lambda: None) -> None:
+    with sp.SavableLoader(pipeline, seed=0, lanes=1) as loader:
+        given = [next(loader) for _ in range(3)]
+        overwrite(path)
+        then()
+        with pytest.raises(sp.ShardError, match=rf"{path.name}: it was (overwritten|replaced) while") as caught:
+            given += [next(loader) for _ in range(ROWS)]
+        assert caught.value.reason == "changed shard"
+        assert len(given) == 3
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Path, name: str, closed: bool) -> None:
+    write, reader = FORMATS[name]
+    write(tmp_path / name)
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(reader(str(tmp_path / name), lane, shuffle=False), Texts()), size=2)
+
+    expect_error(pipeline, tmp_path / name, then=lambda: keep_below(0) if closed else None)
+
+
+def pipeline_of(path: Path, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(FORMATS[path.name][1](str(path), lane, shuffle=False), Texts()), size=2)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_puts_the_time_of_writing_back_is_an_error_where_the_bytes_compared_are_others(
+    tmp_path: Path, name: str, closed: bool
+) -> None:
+    path = tmp_path / name
+    FORMATS[name][0](path)
+    with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
+        next(loader)
+        put_back(path, CHANGES[name])
+        if closed:
+            keep_below(0)
+        with pytest.raises(sp.ShardError, match=rf"{name}: it was (overwritten|replaced) while"):
+            for _ in range(ROWS):
+                next(loader)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl"])
+def test_where_the_bytes_compared_are_equal_a_warning_says_so_once(tmp_path: Path, name: str, caplog: Any) -> None:
+    path = tmp_path / name
+    FORMATS[name][0](path)
+    with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
+        next(loader)
+        for _ in range(3):
+            put_back(path, in_the_middle)
+            next(loader)
+            keep_below(0)
+            next(loader)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"{name}: its inode changed while this run read from it" in told
+
+
+def test_the_idx_of_tokens_whose_time_was_put_back_is_looked_at_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    write_tokens(path)
+    with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
+        next(loader)
+        put_back(tmp_path / "a.idx", lambda raw: raw[:-8] + (ROWS - 1).to_bytes(8, "little"))
+        with pytest.raises(sp.ShardError, match=r"a\.idx: it was overwritten while this run read from it"):
+            next(loader)
+
+
+def test_the_idx_of_tokens_is_looked_at_too(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a.bin")
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.TokenReader(str(tmp_path / "a.bin"), lane, shuffle=False), Texts()), size=2)
+
+    expect_error(pipeline, tmp_path / "a.idx")
+
+
+def test_views_of_an_arrow_file_are_right_only_as_long_as_it_is(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow")
+    store = ArrowStore(tmp_path / "a.arrow")
+    store.read(0, ROWS - 1, "txt")
+    store.verify(0)
+    keep_below(0)  # the batch is still mapped
+    store.verify(1)
+    overwrite(tmp_path / "a.arrow")
+    assert store.read(0, ROWS - 1, "txt") == b"ROW 399"
+    with pytest.raises(sp.ShardError, match=r"a\.arrow: it was overwritten while this run read from it"):
+        store.verify(2)
+
+
+@pytest.mark.parametrize("name", [None, *FORMATS])
+def test_the_store_of_a_join_is_looked_at_too(tmp_path: Path, name: str | None) -> None:
+    reader: Any = sp.TarShardReader if name is None else FORMATS[name][1]
+    for folder in ("own", "other"):
+        if name is None:
+            write_numbered_shards(tmp_path / folder, [ROWS])
+        else:
+            (tmp_path / folder).mkdir()
+            FORMATS[name][0](tmp_path / folder / name)
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        joined = sp.Join(reader(str(tmp_path / "own"), lane, shuffle=False), {"other": tmp_path / "other"})
+        return sp.Batcher(sp.Encode(joined, Texts()), size=2)
+
+    expect_error(pipeline, tmp_path / "other" / (name or "0000.tar"))

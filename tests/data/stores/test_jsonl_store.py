@@ -1,0 +1,192 @@
+"""JSONL: lines and their fields, blank lines, lines that are cut, files that are compressed."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+import savable_pipeline as sp
+from savable_pipeline.data.stores import jsonl_file
+from savable_pipeline.data.stores.jsonl_store import JsonlStore
+
+LINES = (
+    b'{"id": 0, "caption": "\xc3\xbc", "n": [1, 2]}\n\n{"id": 1, "caption": null}\r\n\r\n[3]\n{"id": 4, "json": "?"}'
+)
+
+
+class Texts(sp.TaskEncoder):
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> str:
+        return sample.text()
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    return tmp_path / "a.jsonl"
+
+
+def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
+    samples = list(sp.JsonlReader(lines, sp.Lane(), shuffle=False, epochs=1))
+    assert [sample.json() for sample in samples] == [
+        {"id": 0, "caption": "ü", "n": [1, 2]},
+        {"id": 1, "caption": None},
+        [3],
+        {"id": 4, "json": "?"},
+    ]
+    first, second, third, fourth = samples
+    assert (list(first), first.text(), first.json("n"), first["ID"]) == (["json", "caption"], "ü", [1, 2], b"0")
+    assert (list(second), second["caption"], list(third), list(fourth)) == (["json"], b"null", ["json"], ["json"])
+    assert (second.key, second.place) == ("a.jsonl:1", "byte offset 41")
+    with pytest.raises(KeyError, match="no part 'txt'; the sample has json, id, caption"):
+        second["txt"]
+
+
+def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_null(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"caption": "", "tags": [], "note": null}\n')
+    store = JsonlStore(tmp_path)
+    assert [store.read(0, 0, name) for name in ("caption", "tags", "note")] == [b"", b"[]", b"null"]
+    assert store.extensions(0, 0) == ["json", "caption"]
+
+
+def test_the_key_may_be_a_field(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 0}\n{"id": "a \u00fc"}\n{"id": true}\n{"id": NaN}\n{"id": ""}\n')
+    store = JsonlStore(tmp_path, key="id")
+    assert [store.key(0, row) for row in range(5)] == ["0", "a ü", "true", "NaN", ""]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"ID": 1}', "'id', which key= names, is missing or null"),
+        ('{"id": null}', "'id', which key= names, is missing or null"),
+        ("[3]", "'id', which key= names, is missing or null"),
+        ('{"id": "\\ud800"}', "'id', which key= names, holds bytes that are no UTF-8"),
+        ('{"id": 1', "no JSON: "),
+    ],
+)
+def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
+    tmp_path: Path, line: str, fault: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"id": 0}}\n{line}\n')
+    store = JsonlStore(tmp_path, key="id")
+    assert store.key(0, 0) == "0"
+    with pytest.raises(sp.ShardError, match=rf"a\.jsonl: row 1\b.*: {fault}"):
+        store.key(0, 1)
+
+
+def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 5, "x": NaN, "y": -Infinity, "txt": "\\ud83d?"}\n{"id": 6, "x": NaN}')
+    first, second = sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, key="id")
+    assert (first.key, second.key) == ("5", "6")
+    assert (list(first), list(second)) == (["json", "txt"], ["json"])
+    assert (first["x"], first["y"], first["txt"]) == (b"NaN", b"-Infinity", b"\xed\xa0\xbd?")
+
+
+def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b\n{"txt": "c"}\n')
+    reader = sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
+    broken = reader.dataset.open_samples(reader.take_refs(2))[1]
+    assert broken["json"] == b'{"txt": "b'
+    for ask in (list, sp.Sample.text):
+        with pytest.raises(sp.ShardError, match=r"a\.jsonl: row 1, at byte 13: no JSON: Unterminated string"):
+            ask(broken)  # type: ignore[operator]
+    items = sp.Encode(sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip"), Texts())
+    assert list(items) == ["a", "c"]
+    assert items.counts["skipped/malformed JSON"] == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = jsonl_file.scan(lines.parent, lines.name)
+    monkeypatch.setattr(jsonl_file, "_CHUNK", chunk)
+    assert jsonl_file.scan(lines.parent, lines.name) == expected
+    assert expected.array().tolist() == [0, 41, 71, 75, len(LINES)]
+
+
+def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": NaN}')
+    assert JsonlStore(tmp_path).entries[0].fault == ""
+
+
+def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it_are_read(lines: Path) -> None:
+    lines.write_bytes(LINES[:-3])
+    with pytest.raises(sp.ShardError, match=r"a\.jsonl: the last line, at byte 75, was cut: .*copy the file again"):
+        sp.JsonlReader(lines, sp.Lane())
+    reader = sp.JsonlReader(lines, sp.Lane(), epochs=1, on_error="skip")
+    assert len(list(reader)) == 3
+    assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
+
+
+def test_a_file_cut_or_rewritten_under_a_run_is_an_error(lines: Path) -> None:
+    store = JsonlStore(lines)
+    lines.write_bytes(LINES[:60])
+    with pytest.raises(sp.ShardError, match="60 bytes, but 97 when it was indexed"):
+        store.read(0, 0, "json")
+    lines.write_bytes(LINES)
+    store = JsonlStore(lines)
+    lines.write_bytes(LINES.replace(b'"id": 0', b'"ip": 0'))
+    with pytest.raises(sp.ShardError, match="was rewritten since"):
+        store.read(0, 1, "json")
+
+
+def test_compressed_files_are_refused_with_the_command_that_unpacks(lines: Path) -> None:
+    packed = lines.with_name("b.jsonl.gz")
+    packed.write_bytes(b"")
+    with pytest.raises(sp.ShardError, match="a compressed JSONL file cannot be read at an offset; `gzip -dk` or"):
+        sp.JsonlReader(packed, sp.Lane())
+    lines.unlink()
+    with pytest.raises(sp.ShardError, match=r"no \.jsonl or \.ndjson file .*1 compressed JSONL files are there"):
+        sp.JsonlReader(lines.parent, sp.Lane())
+
+
+def test_a_file_of_no_lines_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n")
+    with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
+        sp.JsonlReader(tmp_path, sp.Lane())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_lines_of_blanks_are_no_samples_and_no_part_of_one(
+    tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl_file, "_CHUNK", chunk)
+    lines = [b" ", b'  {"id": 0} ', b"", b" \t ", b" " * 200, b'{"id": 1}\r', b"\r", b'{"id": 2}', b"\t", b"  "]
+    for number, end in enumerate((b"", b"\n")):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(b"\n".join(lines) + end)
+        samples = list(sp.JsonlReader(path, sp.Lane(), shuffle=False, epochs=1))
+        assert [sample["json"] for sample in samples] == [b'  {"id": 0} ', b'{"id": 1}', b'{"id": 2}']
+        assert [sample.json("id") for sample in samples] == [0, 1, 2]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    for number, text in enumerate((b'{"id": 0, "txt": "a"}\n{"id": 1}\n', b'{"id": 0, "txt": "a"}')):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + text)
+        first = next(sp.JsonlReader(path, sp.Lane(), shuffle=False, key="id"))
+        assert (first.key, first["json"]) == ("0", text.strip().split(b"\n")[0])
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (gzip.compress, r"compressed by gzip, .*`gzip -dc < a\.jsonl > NEW` .*`savable convert a\.jsonl DST`"),
+        (zstandard.compress, r"compressed by zstd, .*`zstd -dc < a\.jsonl > NEW`"),
+        (lambda raw: raw.decode().encode("utf-16"), r"text in UTF-16, .*`iconv -f UTF-16 -t UTF-8 a\.jsonl > NEW`"),
+        (lambda raw: raw.decode().encode("utf-16-be"), "text in UTF-16BE, where UTF-8 is read"),
+        (lambda raw: raw.decode().encode("utf-32"), "text in UTF-32, where UTF-8 is read"),
+        (lambda raw: b"PAR1" + bytes(9), "a first line that is no JSON: .*; JSONL is one JSON value a line"),
+        (lambda raw: b'{\n  "id": 1\n}', "a first line that is no JSON: .*; JSONL is one JSON value a line"),
+        (lambda raw: raw[:-3], "the last line, at byte .*, was cut"),
+        (lambda raw: b'{"id": ', "the last line, at byte 0, was cut"),
+    ],
+)
+def test_what_is_no_jsonl_is_called_what_it_is(tmp_path: Path, written: Callable[[bytes], bytes], told: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(written(LINES))
+    with pytest.raises(sp.ShardError, match=rf"/a\.jsonl: {told}"):
+        sp.JsonlReader(path, sp.Lane())

@@ -1,0 +1,206 @@
+"""Columns of images: what a row names without its bytes is an error, and a list of images is a part for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.stores.arrow_columns import BrokenColumnError
+from savable_pipeline.data.stores.arrow_rows import ArrowRows
+from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.stores.media_columns import MediaListColumn, NamedFile
+from savable_pipeline.data.stores.parquet_store import ParquetStore
+
+MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+STORES: dict[str, Any] = {"a.parquet": ParquetStore, "a.arrow": ArrowStore}
+READERS: dict[str, Any] = {"a.parquet": sp.ParquetReader, "a.arrow": sp.ArrowReader}
+every_store = pytest.mark.parametrize("name", STORES)
+
+
+def named(path: str | None, data: bytes | None = None) -> dict[str, Any]:
+    return {"bytes": data, "path": path}
+
+
+def table(images: list[Any], kind: Any = MEDIA, column: str = "image") -> Any:
+    return pa.table({column: pa.array(images, kind), "caption": [f"c{i}" for i in range(len(images))]})
+
+
+def write(path: Path, rows: Any, group: int = 1000) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(rows, path, row_group_size=group)
+        return path
+    with pa.ipc.new_stream(path, rows.schema) as stream:
+        stream.write_table(rows, max_chunksize=group)
+    return path
+
+
+def parts_of(store: Any, row: int) -> dict[str, bytes]:
+    return {part: store.read(0, row, part) for part in store.extensions(0, row)}
+
+
+@every_store
+def test_a_row_with_a_path_and_no_bytes_is_an_error_by_column_that_names_the_command(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, table([named(f"{i}.png") for i in range(6)]))
+    said = r"row 0: the column 'image' holds '0.png' and no bytes \(6 of 6 rows have a path and no bytes\); .*"
+    said += rf"`savable convert {path} DST --files FOLDER`"
+    with pytest.raises(sp.ShardError, match=said) as error:
+        list(next(READERS[name](path, sp.Lane(), shuffle=False)))
+    assert error.value.reason == "path without bytes"
+    with pytest.raises(sp.ShardError, match="6 of 6 rows"):  # of any part: the row is not whole
+        sp.open_dataset(path)[3].text("caption")
+    assert sp.open_dataset(path, columns=["caption"])[3].text("caption") == "c3"
+
+
+@every_store
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_a_file_in_which_no_row_has_bytes_may_have_no_type_for_them(tmp_path: Path, name: str, in_lists: bool) -> None:
+    images: list[Any] = [named("0.png"), named("1.png")]
+    rows = pa.Table.from_pylist([{"image": [image] if in_lists else image} for image in images])
+    with pytest.raises(sp.ShardError, match=r"'1\.png' and no bytes \(2 of 2 rows"):
+        STORES[name](write(tmp_path / name, rows)).extensions(0, 1)
+
+
+@every_store
+def test_under_skip_only_the_rows_without_bytes_are_left_out_and_counted(tmp_path: Path, name: str) -> None:
+    images = [named("0.png", b"0"), named("1.png"), None, named(None), named(""), named("5.png", b"5")]
+    path = write(tmp_path / name, table(images), group=4)
+
+    def pipeline(lane: sp.Lane) -> Any:
+        return sp.Batcher(sp.Encode(READERS[name](path, lane, epochs=1, on_error="skip"), Names()), size=1)
+
+    with sp.SavableLoader(pipeline, seed=1, lanes=1) as loader:
+        found = sorted(row for batch in loader for row in batch)
+        skipped = {key: value for key, value in loader.stats().items() if "path without bytes" in key}
+    assert found == [("c0", ["png", "caption"]), ("c2", ["caption"]), ("c3", ["caption"]), ("c4", ["caption"]),
+                     ("c5", ["png", "caption"])]  # fmt: skip
+    assert 1 in skipped.values()
+
+
+class Names(sp.TaskEncoder):
+    """The caption and the parts of a sample."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.text("caption"), list(sample)
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+@every_store
+def test_a_partial_store_tells_nulls_and_named_files(tmp_path: Path, name: str) -> None:
+    rows = table([named("d/0.png"), None, named(None), named("noend"), named("e.jpg", b"e")])
+    store = STORES[name](write(tmp_path / name, rows), partial=True)
+    assert [list(store.extensions(0, row)) for row in range(5)] == [["caption"]] * 4 + [["jpg", "caption"]]
+    assert [store.nulls(0, row) for row in range(5)] == [[], ["image"], ["image"], [], []]
+    assert [store.named_files(0, row) for row in range(5)] == [
+        [NamedFile("image", "d/0.png", "png")], [], [], [NamedFile("image", "noend", "")], []
+    ]  # fmt: skip
+
+
+LISTS = [[named("a.PNG", b"a"), named(None, b"GIF8b")], [], None, [named("c.jpg", b"c"), None, named("d.jpg", b"d")]]
+
+
+@every_store
+@pytest.mark.parametrize("kind", [pa.list_(MEDIA), pa.large_list(MEDIA)])
+def test_a_list_of_images_is_a_part_for_each(tmp_path: Path, name: str, kind: Any) -> None:
+    store = STORES[name](write(tmp_path / name, table(LISTS, kind), group=3))
+    assert [parts_of(store, row) for row in range(4)] == [
+        {"0.PNG": b"a", "1.gif": b"GIF8b", "caption": b"c0"},
+        {"caption": b"c1"},
+        {"caption": b"c2"},
+        {"0.jpg": b"c", "2.jpg": b"d", "caption": b"c3"},
+    ]
+    assert [store.nulls(0, row) for row in range(4)] == [[], [], ["image"], ["image"]]
+    with pytest.raises(KeyError, match=r"no part 'image'; the sample has 0\.PNG, 1\.gif, caption"):
+        store.read(0, 0, "image")
+
+
+@every_store
+def test_several_lists_are_named_by_column_and_one_image_beside_them_is_not(tmp_path: Path, name: str) -> None:
+    images = pa.array([[named("a.png", b"a")]], pa.list_(MEDIA))
+    rows = pa.table({"left": images, "right": images, "mask": pa.array([named("m.png", b"m")], MEDIA)})
+    store = STORES[name](write(tmp_path / name, rows))
+    assert store.extensions(0, 0) == ["left.0.png", "right.0.png", "png"]
+
+
+@every_store
+def test_an_element_without_bytes_is_an_error_too(tmp_path: Path, name: str) -> None:
+    lists = [[named("a.png", b"a")], [named("b.png", b"b"), named("c.png")]]
+    path = write(tmp_path / name, table(lists, pa.list_(MEDIA)))
+    store = STORES[name](path)
+    assert store.extensions(0, 0) == ["0.png", "caption"]
+    with pytest.raises(sp.ShardError, match=r"row 1: .*'c\.png' and no bytes \(1 of 2 rows"):
+        store.read(0, 1, "0.png")
+    partial = STORES[name](path, partial=True)
+    assert parts_of(partial, 1) == {"0.png": b"b", "caption": b"c1"}
+    assert partial.named_files(0, 1) == [NamedFile("image", "c.png", "1.png")]
+
+
+def test_rows_that_are_kept_have_the_same_parts_and_faults() -> None:
+    lists = [[named("a.png", b"a"), named("b.png", b"b")], [named("c.png")]]
+    rows = ArrowRows(table(lists, pa.list_(MEDIA)).to_batches(), constants={"year": b"2"})
+    kept = rows.kept(0)
+    assert kept.extensions(0) == ["0.png", "1.png", "caption", "year"]
+    assert [kept.read(0, part) for part in kept.extensions(0)] == [b"a", b"b", b"c0", b"2"]
+    with pytest.raises(ValueError, match=r"'c\.png' and no bytes"):
+        rows.kept(1).read(0, "caption")
+
+
+def test_sliced_and_fixed_lists_are_found_at_their_place() -> None:
+    fixed = pa.array([[named("a.png", b"a"), named("b.png", b"b")], [named("c.png", b"c"), None]], pa.list_(MEDIA, 2))
+    column = MediaListColumn(fixed[1:])
+    assert [column.items.value(place) for place in column.places(0)] == [b"c", None]
+    column = MediaListColumn(pa.array(LISTS, pa.list_(MEDIA))[3:])
+    assert [column.items.value(place) for place in column.places(0)] == [b"c", None, b"d"]
+
+
+@pytest.mark.parametrize("ends", [[0, 5], [2, 1], [-1, 1]])
+def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
+    items = pa.array([named("a.png", b"a"), named("b.png", b"b")], MEDIA)
+    offsets = bytearray(8)
+    buffers = [None, pa.py_buffer(offsets)]
+    column = MediaListColumn(pa.Array.from_buffers(pa.list_(MEDIA), 1, buffers, children=[items]))
+    offsets[:] = b"".join(end.to_bytes(4, "little", signed=True) for end in ends)  # pyarrow has looked at it before
+    with pytest.raises(BrokenColumnError):
+        column.places(0)
+    with pytest.raises(BrokenColumnError, match="lies outside"):
+        column.places(1)
+
+
+@every_store
+def test_lists_that_the_first_file_does_not_have_are_an_error(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"0{name}", pa.table({"image": ["text"]}))
+    write(tmp_path / f"1{name}", table([[named("a.png", b"a")]], pa.list_(MEDIA)))
+    data = sp.open_dataset(tmp_path)
+    assert data[0].text("image") == "text"
+    with pytest.raises(sp.ShardError, match=r"1a\.\w+: the column 'image' holds lists of images, and something else"):
+        list(data[1])
+
+
+@every_store
+def test_only_files_with_lists_of_images_have_another_number_and_their_old_states_are_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = write(tmp_path / "without" / name, table([named("a.png", b"a")] * 8))
+    lists = write(tmp_path / "lists" / name, table([[named("a.png", b"a")]] * 8, pa.list_(MEDIA)))
+    reader = READERS[name]
+    assert "parts" not in reader(without, sp.Lane()).settings()
+    assert "parts" not in reader(lists, sp.Lane(), columns=["caption"]).settings()
+    assert reader(lists, sp.Lane()).settings()["parts"] == 2
+
+    def loader() -> sp.SavableLoader:
+        return sp.SavableLoader(lambda lane: sp.Batcher(reader(lists, lane), size=2), seed=1, lanes=1)
+
+    settings = reader.settings
+    monkeypatch.setattr(reader, "settings", lambda self: {k: v for k, v in settings(self).items() if k != "parts"})
+    with loader() as before:
+        state = before.state_dict()
+    monkeypatch.undo()
+    with loader() as after, pytest.raises(sp.CheckpointMismatchError, match="lists of images, which were JSON, are"):
+        after.load_state_dict(state)

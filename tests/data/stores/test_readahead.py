@@ -1,0 +1,106 @@
+"""What is announced to the kernel: exactly the bytes of the samples that will be read, and nothing of small ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.stores import readahead
+from savable_pipeline.data.stores.readahead import in_memory
+from tests.conftest import write_tar
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Name of the shard, first byte and end of each announcement."""
+    found: list[tuple[str, int, int]] = []
+
+    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        found.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, offset, offset + length))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    return found
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two shards, of 3 and 2 samples of 1,024 bytes each."""
+    for shard, count in enumerate([3, 2]):
+        write_tar(tmp_path / f"{shard}.tar", [(f"k{i}.txt", b"x" * 500) for i in range(count)])
+    monkeypatch.setattr(readahead, "SMALL", 100)
+    monkeypatch.setattr(readahead, "in_memory", lambda files, runs: False)
+    return tmp_path
+
+
+def test_runs_of_samples_are_announced_each_at_once(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    open_dataset(shards).store.prefetch(np.array([1, 2, 3, 4, 0, 4, 2]))
+    end = (shards / "0.tar").stat().st_size
+    assert told == [
+        ("0.tar", 1024, end),  # the last of a shard: to the shard's end
+        ("1.tar", 0, (shards / "1.tar").stat().st_size),
+        ("0.tar", 0, 1024),
+        ("1.tar", 1024, (shards / "1.tar").stat().st_size),
+        ("0.tar", 2048, end),
+    ]
+
+
+def test_a_reader_announces_what_enters_the_buffer(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    next(sp.ShuffleBuffer(sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1), size=2))
+    assert [name for name, _, _ in told] == ["0.tar", "1.tar"]
+
+
+def test_a_source_of_a_blend_announces_its_own_bytes(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    next(sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1))
+    alone = told.copy()
+    told.clear()
+    next(sp.Blend({"web": sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1)}, weights={"web": 1}))
+    assert told == alone != []
+
+
+def test_a_restored_buffer_announces_nothing_of_a_disk(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    saved = sp.ShuffleBuffer(sp.TarShardReader(shards, sp.Lane()), size=3)
+    next(saved)
+    told.clear()
+    sp.ShuffleBuffer(sp.TarShardReader(shards, sp.Lane()), size=3).restore_state(saved.save_state())
+    assert told == []
+
+
+def test_small_samples_and_shards_that_are_gone_are_not_announced(
+    shards: Path, told: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(shards)
+    (shards / "0.tar").unlink()
+    dataset.store.prefetch(np.arange(5))
+    assert [name for name, _, _ in told] == ["1.tar"]
+    told.clear()
+    monkeypatch.setattr(readahead, "SMALL", 1_000_000)
+    dataset.store.prefetch(np.arange(5))
+    assert told == []
+
+
+def test_what_is_in_memory_is_not_announced(shards: Path, told: list[tuple[str, int, int]]) -> None:
+    dataset = open_dataset(shards)
+    runs = [(0, 0, 1024), (1, 1024, 2048)]
+    dataset.read(0, 0, "txt")
+    dataset.read(1, 3, "txt")
+    assert in_memory(dataset.store.files, runs) == hasattr(os, "RWF_NOWAIT")
+    assert not in_memory(dataset.store.files, [*runs, (1, 0, 1 << 30)])  # beyond the end there is nothing
+
+
+def test_one_block_on_the_disk_has_all_announced(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [("k.txt", b"x" * (16 << 20))])
+    dataset = open_dataset(tmp_path)
+    descriptor = dataset.store.files[0]
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_memory(dataset.store.files, [(0, 0, 16 << 20)]):
+        pytest.skip("this file system keeps files in memory")
+    os.pread(descriptor, 4096, 0)
+    assert in_memory(dataset.store.files, [(0, 0, 4096)])
+    assert not in_memory(dataset.store.files, [(0, 0, 4096), (0, 4096, 8 << 20)])  # a look may bring what it looks at

@@ -1,0 +1,341 @@
+"""Parquet, Arrow, JSONL and token files behind a URL give the batches that they give from a disk."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.kinds import FORMATS, kind_of, open_any
+from savable_pipeline.data.stores import jsonl_file
+from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+from savable_pipeline.data.stores.file_indexing import index_files
+from tests.support.toy_remote_stores import KINDS, PAD, READERS, SIZES, WRITERS, ids_pipeline, names_of, urls_of
+from tests.support.toy_server import ToyServer, serving, use_as_s3
+
+STEPS = 40
+
+
+@pytest.fixture
+def www(tmp_path: Path) -> Path:
+    for kind, write in WRITERS.items():
+        (tmp_path / "www" / kind).mkdir(parents=True)
+        write(tmp_path / "www" / kind)
+    return tmp_path / "www"
+
+
+@pytest.fixture
+def server(www: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
+    monkeypatch.setenv("SAVABLE_RETRY_S", "20")  # a busy machine is no fault
+    with serving(www) as server:
+        yield server
+
+
+def loader_of(
+    kind: str, files: Any, *, num_workers: int = 0, method: str | None = None, **settings: Any
+) -> sp.SavableLoader:
+    pipeline = functools.partial(ids_pipeline, kind, files, **settings)
+    return sp.SavableLoader(pipeline, seed=5, lanes=6, num_workers=num_workers, multiprocessing_context=method)
+
+
+def batches(loader: sp.SavableLoader, steps: int = STEPS) -> list[Any]:
+    return [batch for _, batch in zip(range(steps), loader, strict=False)]
+
+
+def local(www: Path, kind: str, **settings: Any) -> list[Any]:
+    with loader_of(kind, str(www / kind), **settings) as loader:
+        return batches(loader)
+
+
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that holds a part of the files, of which as little is read at a time."""
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", "40000")
+    monkeypatch.setattr(jsonl_file, "_CHUNK", 4096)
+
+
+def samples(kind: str, files: Any, **settings: Any) -> list[tuple[str, dict[str, bytes]]]:
+    """Key and parts of every sample of an epoch."""
+    reader = READERS[kind](files, sp.Lane(seed=3), epochs=1, **settings)
+    return [(sample.key, {part: sample[part] for part in sample}) for sample in reader]
+
+
+def bytes_of(www: Path, kind: str) -> int:
+    return sum((www / kind / name).stat().st_size for name in names_of(kind))
+
+
+def sent(server: ToyServer, kind: str) -> int:
+    return sum(server.sent(f"/{kind}/{name}") for name in names_of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_that_of_the_folder_and_each_byte_is_fetched_once(
+    server: ToyServer, www: Path, kind: str
+) -> None:
+    there = samples(kind, urls_of(server.url, kind))
+    assert there == samples(kind, str(www / kind))
+    assert len(there) == sum(SIZES)
+    assert sent(server, kind) <= bytes_of(www, kind)
+    assert samples(kind, urls_of(server.url, kind)) == there  # of the cache
+    assert sent(server, kind) <= bytes_of(www, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((kind, "fork") for kind in KINDS), ("parquet", "forkserver"), ("tokens", "spawn")]
+)
+def test_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
+    server: ToyServer, www: Path, kind: str, method: str
+) -> None:
+    expected = local(www, kind)
+    urls = urls_of(server.url, kind)
+    with loader_of(kind, urls) as loader:
+        assert batches(loader, 3) == expected[:3]
+        with loader_of(kind, urls, num_workers=2, method=method) as workers:
+            assert batches(workers) == expected
+    assert sent(server, kind) <= bytes_of(www, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_that_holds_a_part_changes_nothing(
+    server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_cache(monkeypatch)
+    with loader_of(kind, urls_of(server.url, kind)) as loader:
+        assert batches(loader) == local(www, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_run_saved_from_a_disk_resumes_over_a_server_and_back(
+    server: ToyServer, www: Path, tmp_path: Path, kind: str, empty: bool
+) -> None:
+    expected = local(www, kind)
+    got: list[Any] = []
+    state = None
+    for files in (str(www / kind), urls_of(server.url, kind), str(www / kind)):
+        with loader_of(kind, files, num_workers=2) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            got += batches(loader, 11)
+            state = loader.state_dict()
+        if empty:
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    assert got == expected[:33]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        *(("parquet", fault) for fault in ("503", "reset", "cut", "less", "more")),
+        *((kind, "cut") for kind in KINDS if kind != "parquet"),
+    ],
+)
+def test_a_server_that_fails_now_and_then_changes_nothing(server: ToyServer, www: Path, kind: str, fault: str) -> None:
+    failed = set[str]()
+
+    def once_a_path(path: str, number: int) -> str | None:
+        failing = number % 3 == 0 and path not in failed
+        failed.update([path] if failing else [])
+        return fault if failing else None
+
+    server.fault = once_a_path
+    with loader_of(kind, urls_of(server.url, kind)) as loader:
+        assert batches(loader) == local(www, kind)
+    assert failed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_downloader_that_is_killed_is_replaced(
+    server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_cache(monkeypatch)
+    killed = set[int]()
+    with loader_of(kind, urls_of(server.url, kind)) as loader:
+        got = batches(loader, 3)
+        for _ in range(4):
+            dataset = next(one for one in loader._run.local._shared.values() if isinstance(one, Dataset))
+            child = files_of(dataset)._connected()._child.process
+            child.kill()
+            child.wait()
+            killed.add(child.pid)
+            got += batches(loader, 3)
+        assert len(killed) > 1
+        assert got + batches(loader, STEPS - len(got)) == local(www, kind)
+
+
+def files_of(dataset: Dataset) -> CachedBlocks:
+    files = dataset.store.files  # type: ignore[attr-defined]
+    assert isinstance(files, CachedBlocks)
+    return files
+
+
+def test_an_epoch_of_chosen_columns_fetches_these_columns_and_the_footers(server: ToyServer, www: Path) -> None:
+    needed = 0
+    for name in names_of("parquet"):
+        path = www / "parquet" / name
+        metadata = pq.read_metadata(path)
+        columns = [metadata.row_group(i).column(1) for i in range(metadata.num_row_groups)]
+        needed += sum(column.total_compressed_size for column in columns) + metadata.serialized_size
+    found = samples("parquet", urls_of(server.url, "parquet"), columns=["json"])
+    assert found == samples("parquet", str(www / "parquet"), columns=["json"])
+    groups = sum(-(-size // 20) for size in SIZES)
+    assert sent(server, "parquet") <= needed + 4096 * (groups + len(SIZES))  # a block at the end of each
+    assert sent(server, "parquet") < bytes_of(www, "parquet") * 0.7
+
+
+def test_large_columns_that_are_not_chosen_are_not_fetched(server: ToyServer, www: Path) -> None:
+    for kind in ("parquet", "arrow"):
+        table = pa.table({"pad": pa.array([bytes(PAD)] * 5000), "txt": pa.array([f"{i:0400d}" for i in range(5000)])})
+        path = www / kind / "large"
+        if kind == "parquet":
+            pq.write_table(
+                table, path.with_suffix(".parquet"), row_group_size=1250, compression="none", use_dictionary=False
+            )
+        else:
+            with pa.ipc.new_file(path.with_suffix(".arrow"), table.schema) as file:
+                file.write_table(table, max_chunksize=1250)
+        url = f"{server.url}/{kind}/large.{kind}"
+        assert samples(kind, url, columns=["txt"]) == samples(kind, str(path.with_suffix(f".{kind}")), columns=["txt"])
+        assert 400 * 5000 <= server.sent(f"large.{kind}") <= 1.03 * 404 * 5000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_rewritten_under_a_run_is_an_error_and_another_run_is_of_it(
+    server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_cache(monkeypatch)
+    urls = urls_of(server.url, kind)
+    with loader_of(kind, urls) as loader:
+        batches(loader, 2)
+        for name in names_of(kind):
+            (www / kind / name).write_bytes((www / kind / name).read_bytes())  # another version, of the same size
+        with pytest.raises(sp.ShardError, match="another version") as caught:
+            batches(loader)
+        assert caught.value.reason == "changed shard"
+    with loader_of(kind, urls) as loader:
+        assert batches(loader) == local(www, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_rewritten_is_skipped_and_counted_where_that_is_asked(
+    server: ToyServer, www: Path, tmp_path: Path, kind: str
+) -> None:
+    def run() -> tuple[set[str], int]:
+        stage = ids_pipeline(kind, urls_of(server.url, kind), sp.Lane(), on_error="skip", epochs=1)
+        keys = {key for batch in stage for _, key, _ in batch}
+        return keys, sum(value for name, value in stage.source.counts.items() if name.startswith("skipped/"))
+
+    whole, _ = run()
+    (www / kind / names_of(kind)[1]).write_bytes((www / kind / names_of(kind)[1]).read_bytes())
+    for blocks in (tmp_path / "cache").rglob("*.bytes"):
+        blocks.unlink()  # nothing of them is in the cache any more
+    assert run() == ({key for key in whole if not key.startswith("0001")}, SIZES[1])
+
+
+def test_a_damaged_file_is_an_error_or_skipped_as_on_a_disk(server: ToyServer, www: Path) -> None:
+    os.truncate(www / "parquet" / "0001.parquet", 9000)
+    with pytest.raises(sp.ShardError, match=r"/parquet/0001\.parquet: no Parquet footer at its end"):
+        sp.ParquetReader(urls_of(server.url, "parquet"), sp.Lane())
+    assert samples("parquet", urls_of(server.url, "parquet"), on_error="skip") == samples(
+        "parquet", str(www / "parquet"), on_error="skip"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_in_a_bucket_is_listed(
+    server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_as_s3(server, monkeypatch)
+    assert kind_of(f"s3://{kind}/") == kind
+    with loader_of(kind, f"s3://{kind}/") as loader:
+        assert batches(loader) == local(www, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_scanned(
+    server: ToyServer, www: Path, kind: str
+) -> None:
+    with pytest.raises(sp.ShardError, match="a web server cannot be listed"):
+        READERS[kind](f"{server.url}/{kind}/", sp.Lane())
+    index_files(www / kind, FORMATS[kind])
+    READERS[kind](f"{server.url}/{kind}/", sp.Lane())
+    assert not sent(server, kind)
+    assert open_any(f"{server.url}/{kind}/").manifest() == open_any(str(www / kind)).manifest()
+    with loader_of(kind, f"{server.url}/{kind}/") as loader:
+        assert batches(loader) == local(www, kind)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
+def test_files_that_are_not_those_of_the_index_beside_them_are_an_error(
+    server: ToyServer, www: Path, kind: str
+) -> None:
+    index_files(www / kind, FORMATS[kind])
+    path = www / kind / names_of(kind)[0]
+    old, new = (b'"id": 0', b'"xx": 0') if kind == "jsonl" else (b"json", b"jsXn")
+    path.write_bytes(path.read_bytes().replace(old, new))
+    with pytest.raises(sp.ShardError, match="not as its index says") as caught:
+        samples(kind, f"{server.url}/{kind}/")
+    assert caught.value.reason == "changed shard"
+
+
+def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:
+    (www / "jsonl" / ".nv-meta").mkdir()
+    (www / "jsonl" / ".nv-meta" / "split.yaml").write_text('{"split_parts": {"train": ["000{1..2}.jsonl"]}}')
+    assert samples("jsonl", urls_of(server.url, "jsonl"), split="train") == samples(
+        "jsonl", str(www / "jsonl"), split="train"
+    )
+
+
+def test_an_object_that_is_not_there_is_an_error(server: ToyServer) -> None:
+    with pytest.raises(sp.ShardError, match=r"/jsonl/0009\.jsonl: no such object"):
+        sp.JsonlReader(f"{server.url}/jsonl/0009.jsonl", sp.Lane())
+    with pytest.raises(sp.ShardError, match=r"a compressed JSONL file cannot be read at an offset; `gzip -dk`"):
+        sp.JsonlReader(f"{server.url}/jsonl/0.jsonl.gz", sp.Lane())
+
+
+def test_a_process_killed_while_it_fetches_leaves_nothing_broken(server: ToyServer, www: Path) -> None:
+    for kind in KINDS:
+        for kill_at in (2, 5, 9):
+            seen = server.requests
+            child = os.fork()
+            if not child:
+                with contextlib.suppress(BaseException):
+                    samples(kind, urls_of(server.url, kind))
+                os._exit(0)
+
+            def kill(path: str, number: int, child: int = child, after: int = seen + kill_at) -> str | None:
+                if number >= after:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                return None
+
+            server.fault = kill
+            os.waitpid(child, 0)
+            server.fault = lambda path, number: None
+        assert samples(kind, urls_of(server.url, kind)) == samples(kind, str(www / kind))
+
+
+def test_windows_of_flat_tokens(server: ToyServer, www: Path) -> None:
+    read: Callable[[Any], Any] = lambda files: samples("tokens", files, length=33, stride=32, dtype="int32")  # noqa: E731
+    (www / "tokens" / "0000.idx").unlink()
+    (www / "tokens" / "0002.idx").unlink()
+    assert read(urls_of(server.url, "tokens")) == read(str(www / "tokens"))
+
+
+def test_a_folder_of_several_splits_is_refused(server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_as_s3(server, monkeypatch)
+    (www / "arrow" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(sp.ShardError, match="holds several splits; read one of them, such as s3://arrow/train/"):
+        sp.ArrowReader("s3://arrow/", sp.Lane())

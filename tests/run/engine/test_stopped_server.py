@@ -1,0 +1,93 @@
+"""The process that starts workers, stopped for good: the loader closes all the same, or goes on with another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from itertools import islice
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.engine import launchers, pool
+from tests.support.toy_faults import number_pipeline
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_loader_whose_server_is_stopped_is_closed_and_leaves_nothing(make_shards: Any, caplog: Any) -> None:
+    before = set(children(os.getpid()))
+    loader = sp.SavableLoader(partial(number_pipeline, str(make_shards([40]))), seed=1, lanes=4, num_workers=2)
+    next(loader)
+    (server,) = set(children(os.getpid())) - before
+    os.kill(server, signal.SIGSTOP)
+    loader.close()
+    assert not set(children(os.getpid())) - before
+    assert "the process that starts workers does not answer; it is replaced" in caplog.text
+
+
+def stop_server_and_kill_workers(loader: sp.SavableLoader, before: set[int]) -> None:
+    (server,) = set(children(os.getpid())) - before
+    workers = children(server)
+    os.kill(server, signal.SIGSTOP)
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    assert len(workers) == 2
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "method"),
+    [(0.3, "fork"), pytest.param(None, "fork", marks=LONG), pytest.param(None, "forkserver", marks=LONG)],
+)
+def test_a_loader_whose_server_is_stopped_and_whose_workers_are_killed_goes_on_with_others(
+    make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, wait_s: float | None, method: str
+) -> None:
+    if wait_s is not None:
+        monkeypatch.setattr(launchers, "_SILENT_S", wait_s)
+        monkeypatch.setattr(pool, "EXIT_WAIT_S", wait_s)
+    before = set(children(os.getpid()))
+    pipeline = partial(number_pipeline, str(make_shards([40])))
+    expected = list(islice(sp.SavableLoader(pipeline, seed=1, lanes=4), 30))
+    with sp.SavableLoader(pipeline, seed=1, lanes=4, num_workers=2, multiprocessing_context=method) as loader:
+        got = [next(loader) for _ in range(8)]
+        before |= tracker()
+        stop_server_and_kill_workers(loader, before)
+        begin = time.monotonic()
+        got += [next(loader) for _ in range(22)]
+        assert time.monotonic() - begin < 45
+    assert got == expected
+    assert caplog.text.count("does not answer; it is replaced") == 1
+    assert not set(children(os.getpid())) - before
+
+
+def tracker() -> set[int]:
+    """Python's own process that tracks resources, where there is one."""
+    pid = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return set() if pid is None else {pid}
+
+
+def test_a_server_that_is_only_slow_to_begin_is_left_alone(
+    make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "_SILENT_S", 0.05)
+    monkeypatch.setattr(pool, "EXIT_WAIT_S", 0.02)
+    pipeline = partial(slow_to_build, str(make_shards([40])), os.getpid())
+    with sp.SavableLoader(pipeline, seed=1, lanes=4, num_workers=1) as loader:
+        next(loader)
+    assert "does not answer" not in caplog.text
+
+
+def slow_to_build(shards: str, trainer: int, lane: sp.Lane) -> sp.Stage:
+    if os.getpid() != trainer:
+        time.sleep(0.4)
+    return number_pipeline(shards, lane)

@@ -1,0 +1,208 @@
+"""Finite passes in which every sample counts: the uneven end is filled up and masked, and the length is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.testing import _take_step, assert_exact_resume
+from tests.support.toy_pipelines import ToyEncoder
+
+
+class Ids(sp.TaskEncoder):
+    """A batch is a dict of the ids, and of numbers drawn for the batch."""
+
+    global_rng = False
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"id": torch.tensor(items), "drawn": rng.random()}
+
+
+class Listed(Ids):
+    """Batches that are no dicts."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+class Marked(Ids):
+    """Batches with a key of that name."""
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"valid": 1}
+
+
+class SkipsMost(Ids):
+    """Items of the samples from 40 on only."""
+
+    one_to_one = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = super().encode(sample, rng)
+        return number if number >= 40 else sp.Skip("early")
+
+
+class Packs(ToyEncoder):
+    """The toy encoder, whose batches are dicts already."""
+
+
+def evaluation(
+    shards: str, lane: sp.Lane, *, encoder: sp.TaskEncoder | None = None, size: int = 4, packed: bool = False
+) -> sp.Stage:
+    stage: sp.Stage = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1)
+    stage = sp.Encode(stage, encoder or Ids())
+    if packed:
+        stage = sp.OnlinePacker(stage, max_length=20, open_packs=2)
+    return sp.Batcher(stage, size=size)
+
+
+def loader(pipeline: Any, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 4, "tail": "pad", **settings})
+
+
+def valid_ids(batches: list[Any]) -> list[int]:
+    return [number for batch in batches for number in batch["id"][batch["valid"]].tolist()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("samples", [1, 3, 16, 50, 61])
+def test_every_sample_comes_exactly_once_and_every_batch_has_the_same_shape(
+    make_shards: Any, samples: int, num_workers: int
+) -> None:
+    with loader(partial(evaluation, str(make_shards([samples]))), num_workers=num_workers) as own:
+        length = len(own)
+        batches = list(own)
+        assert own.epoch == 1
+        assert Counter(valid_ids(batches)) == Counter(range(samples))
+        assert {(batch["id"].shape, batch["valid"].shape) for batch in batches} == {((4,), (4,))}
+        assert len(batches) == length
+        assert Counter(valid_ids(list(own))) == Counter(range(samples)), "the next epoch"
+
+
+def blended(shards: str, lane: sp.Lane, *, packed: bool) -> sp.Stage:
+    """Two branches with an encoder, in packs of their own or not."""
+    branches: dict[str, sp.Stage] = {}
+    for name in "ab":
+        samples = sp.TarShardReader(shards, lane, epochs=1, shuffle=False, block_size=1)
+        branches[name] = sp.Encode(samples, Packs() if packed else Ids())
+        if packed:
+            branches[name] = sp.OnlinePacker(branches[name], max_length=20, open_packs=2)
+    blend = sp.Blend(branches, weights={"a": 1, "b": 1})
+    return sp.Batcher(blend, size=4, encoder=Packs() if packed else Ids())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lanes_to_which_a_blend_gives_nothing_are_filled_up_too(make_shards: Any, packed: bool) -> None:
+    with loader(partial(blended, str(make_shards([2])), packed=packed)) as own:
+        batches = list(own)
+    assert 1 <= len(batches) <= 4
+    assert 1 <= sum(int(batch["valid"].sum()) for batch in batches) <= 4
+
+
+@pytest.mark.parametrize("samples", [3, 50])
+def test_ranks_together_give_what_one_gives(make_shards: Any, samples: int) -> None:
+    pipeline = partial(evaluation, str(make_shards([samples])))
+    expected = [digest(batch) for batch in loader(pipeline)]
+    for world_size in (1, 2, 4):
+        assert_ranks(pipeline, world_size, expected)
+
+
+def assert_ranks(pipeline: Any, world_size: int, expected: list[str]) -> None:
+    assert len(loader(pipeline, rank=0, world_size=world_size)) == -(-len(expected) // world_size)
+    settings = LoaderSettings(pipeline, seed=3, lanes=4, tail="pad", world_size=world_size)
+    runs = [Run(replace(settings, rank=rank)) for rank in range(world_size)]
+    found = [entry for _ in range(-(-len(expected) // world_size)) for entry in _take_step(runs)]
+    assert [digest(batch) for _, _, batch in found][: len(expected)] == expected
+    assert not any(batch["valid"].any() for _, _, batch in found[len(expected) :])
+    assert [next(own, None) for own in runs] == [None] * world_size
+
+
+def test_it_resumes_exactly(make_shards: Any) -> None:
+    shards = str(make_shards([50]))
+    settings: dict[str, Any] = {"lanes": 4, "steps": 34, "world_sizes": [1, 2, 4], "tail": "pad"}
+    assert assert_exact_resume(partial(evaluation, shards), workers=[0, 2], **settings) > 30
+    assert assert_exact_resume(partial(evaluation, shards, encoder=SkipsMost()), **settings) > 20
+    assert assert_exact_resume(partial(evaluation, shards, encoder=Packs(), packed=True, size=2), **settings) > 20
+
+
+def steps_of_four(pipeline: Any, steps: int) -> list[list[Any]]:
+    """The first batches of four ranks, by step."""
+    settings = LoaderSettings(pipeline, seed=3, lanes=4, tail="pad", world_size=4)
+    runs = [Run(replace(settings, rank=rank)) for rank in range(4)]
+    return [[entry.batch for entry in _take_step(runs)] for _ in range(steps)]
+
+
+def test_a_lane_without_a_sample_of_its_own_takes_what_the_first_samples_give(make_shards: Any) -> None:
+    (batches,) = steps_of_four(partial(evaluation, str(make_shards([1]))), 1)
+    assert [batch["id"].tolist() for batch in batches] == [[0, 0, 0, 0]] * 4
+    assert [batch["valid"].tolist() for batch in batches] == [[True, False, False, False]] + [[False] * 4] * 3
+    assert len(list(loader(partial(evaluation, str(make_shards([1])))))) == 1
+
+
+def test_a_batch_that_only_fills_up_was_made_of_no_sample(make_shards: Any) -> None:
+    own = loader(partial(evaluation, str(make_shards([1]))), rank=2, world_size=4)
+    assert (next(own)["valid"].sum().item(), len(own.trace().samples)) == (0, 0)
+
+
+def test_where_no_sample_gives_an_item_that_is_an_error(make_shards: Any) -> None:
+    with pytest.raises(sp.SavableError):
+        list(loader(partial(evaluation, str(make_shards([30])), encoder=SkipsMost())))
+
+
+@pytest.mark.parametrize("encoder", [Listed(), Marked()])
+def test_batches_that_cannot_be_marked_are_an_error(make_shards: Any, encoder: Any) -> None:
+    with pytest.raises(sp.EncodeError, match=r"must give a dict without one"):
+        next(loader(partial(evaluation, str(make_shards([30])), encoder=encoder)))
+
+
+def test_what_ends_in_no_batcher_cannot_be_filled_up(make_shards: Any) -> None:
+    shards = str(make_shards([30]))
+    with pytest.raises(ValueError, match=r"needs a last stage with filler\(\)"):
+        next(loader(lambda lane: sp.Encode(sp.TarShardReader(shards, lane, epochs=1), Ids())))
+    with pytest.raises(ValueError, match="tail must be 'stop' or 'pad', not 'drop'"):
+        loader(partial(evaluation, shards), tail="drop")
+
+
+# Lengths.
+
+
+def test_a_length_is_what_an_epoch_has(make_shards: Any) -> None:
+    shards = str(make_shards([103]))
+    for settings in ({"tail": "stop"}, {"tail": "pad"}, {"tail": "stop", "lanes": 3}):
+        own = loader(partial(evaluation, shards), **settings)
+        for _ in range(3):  # lanes have other shares in other epochs
+            assert len(own) == len(list(own)) > 0
+
+
+def test_where_it_cannot_be_known_there_is_none(make_shards: Any) -> None:
+    shards = str(make_shards([40]))
+    endless = loader(lambda lane: sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Ids()), size=2), tail="stop")
+    for own in (
+        loader(partial(evaluation, shards, encoder=SkipsMost())),
+        loader(partial(evaluation, shards, encoder=Packs(), packed=True)),
+        endless,
+    ):
+        with pytest.raises(TypeError, match="not known: it is for a finite pipeline"):
+            len(own)
+        assert own, "it is true, as things without a length are"
+
+
+def test_an_encoder_that_breaks_its_word_is_an_error(make_shards: Any) -> None:
+    class Liar(SkipsMost):
+        one_to_one = True
+
+    with pytest.raises(sp.EncodeError, match="one_to_one"):
+        list(loader(partial(evaluation, str(make_shards([60])), encoder=Liar())))

@@ -1,0 +1,152 @@
+"""An epoch ends when its last batch is given; workers live on into the next one."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader import run
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.testing import _take_step
+from tests.support.processes import workers
+from tests.support.streams import take, through_a_file
+from tests.support.toy_numbers import counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+def loader(pipeline: Any, num_workers: int = 0, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": 6, "num_workers": num_workers, **settings})
+
+
+@pytest.fixture
+def counted(make_shards: Any) -> Any:
+    """A pipeline whose length is known: 120 samples, 60 batches."""
+    return partial(counted_pipeline, str(make_shards([60, 60])))
+
+
+@pytest.fixture
+def packed(make_shards: Any) -> Any:
+    """One whose length is not."""
+    return partial(toy_pipeline, str(make_shards([60, 60])), epochs=1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("tail", ["stop", "pad"])
+def test_a_trainer_that_takes_as_many_batches_as_the_length_says_gets_every_epoch_whole(
+    counted: Any, num_workers: int, tail: str
+) -> None:
+    """As HF Trainer, Lightning and Composer do. They never hear of the end."""
+    with loader(counted, num_workers, tail=tail) as own:
+        passes = [take(islice(own, len(own)), 1000) for _ in range(4)]
+    assert [len(one) for one in passes] == [60] * 4
+    alone = loader(counted, tail=tail)
+    assert passes == [take(alone, 1000) for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["counted", "packed"])
+def test_the_body_of_the_loop_at_the_last_batch_sees_its_epoch_and_its_trace(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    own = loader(request.getfixturevalue(kind))
+    for epoch in range(3):
+        seen = [(own.epoch, own.trace().slot, len(own.trace().samples) > 0) for _ in own]
+        assert seen == [(epoch, slot, True) for slot in range(len(seen))] and len(seen) >= 6
+        assert own.epoch == epoch + 1
+    assert next(own, None) is None and next(own, None) is None, "an iterator that has ended stays so"
+
+
+@pytest.mark.parametrize("kind", ["counted", "packed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_state_after_the_last_batch_is_the_start_of_the_next_epoch_for_any_ranks(
+    kind: str, world_size: int, request: pytest.FixtureRequest
+) -> None:
+    pipeline = request.getfixturevalue(kind)
+    alone = loader(pipeline)
+    first, second = take(alone, 1000), take(alone, 1000)
+    own = loader(pipeline)
+    assert take(islice(own, len(first)), 1000) == first
+    state = own.state_dict()
+    assert (state["epoch"], state["slot"]) == (1, 0)
+    settings: dict[str, Any] = {"seed": 3, "lanes": 6, "world_size": world_size}
+    runs = [Run(LoaderSettings(pipeline, rank=rank, **settings)) for rank in range(world_size)]
+    for one in runs:
+        one.load_state_dict(through_a_file(state))
+    found = [digest(entry.batch) for _ in range(len(second) // world_size) for entry in _take_step(runs)]
+    assert found == second
+
+
+@pytest.mark.parametrize(
+    ("on_iter", "method"),
+    [
+        ("continue", "fork"),
+        ("restart", "fork"),
+        ("restart", "spawn"),
+        pytest.param("continue", "spawn", marks=pytest.mark.long),
+    ],
+)
+def test_workers_live_from_pass_to_pass(packed: Any, method: str, on_iter: str) -> None:
+    with loader(packed, 2, multiprocessing_context=method, on_iter=on_iter) as own:
+        pids = []
+        for _ in range(3):
+            assert len(take(own, 1000)) >= 6
+            pids.append(workers(own))
+        take(own, 2)
+        assert pids == [workers(own)] * 3 and own.stats()["restarts"] == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_vote_once_a_round_and_once_more_though_every_step_fails_and_is_taken_again(
+    packed: Any, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = loader(packed)
+    rounds = [len(take(alone, 1000)) // 6 for _ in range(3)]
+    settings: dict[str, Any] = {"seed": 3, "lanes": 6, "world_size": world_size, "pin_memory": True}
+    runs = [Run(LoaderSettings(packed, rank=rank, **settings)) for rank in range(world_size)]
+    for epoch in range(3):
+        votes = 0
+        for one in runs:
+            iter(one)
+        while runs[0].position.previous is None:
+            votes += votes_of_step(runs, monkeypatch)
+        assert votes == rounds[epoch] + 1
+
+
+def votes_of_step(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often the ranks vote in a step that fails at first; taken again, they do not vote."""
+    monkeypatch.setattr(run, "pinned", fails)
+    steps = [one.taking() for one in runs]
+    sent, votes = None, 0
+    while asked := [vote for step in steps if (vote := asked_by(step, sent)) is not None]:
+        assert len(asked) == len(runs), "all ranks vote or none"
+        sent, votes = min(asked), votes + 1
+    monkeypatch.setattr(run, "pinned", lambda batch: batch)
+    for one in runs:
+        assert asked_by(one.taking(), None) is None, "the ranks would not be in step"
+    return votes
+
+
+def fails(batch: Any) -> Any:
+    raise RuntimeError("no memory")
+
+
+def asked_by(step: Any, sent: int | None) -> int | None:
+    """The vote that a step asks for; None if it has been taken or has failed."""
+    try:
+        return step.send(sent)  # type: ignore[no-any-return]
+    except (StopIteration, RuntimeError):
+        return None
+
+
+def test_a_known_length_needs_no_vote(counted: Any) -> None:
+    def refuse(vote: int) -> int:
+        raise AssertionError("no one to talk to")
+
+    for tail in ("stop", "pad"):
+        own = Run(LoaderSettings(counted, seed=3, lanes=6, rank=1, world_size=2, tail=tail), refuse)  # type: ignore[arg-type]
+        assert [len(list(own)) for _ in range(2)] == [30, 30]

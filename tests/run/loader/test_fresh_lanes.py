@@ -1,0 +1,227 @@
+"""An epoch that goes on with batches of another size, before each lane has given its first batch of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import UNSET
+from msgspec.structs import replace
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
+from savable_pipeline.run.state.state_dict import lane_name, lane_numbers
+from savable_pipeline.testing import _take_step
+from tests.conftest import write_numbered_shards
+from tests.support.streams import through_a_file
+
+Given = list[tuple[int, int]]  # epoch and number of each sample that counts
+
+
+class Numbers(sp.TaskEncoder):
+    """A batch is a dict of the numbers and the epochs of its samples."""
+
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": sample.json()["id"], "epoch": sample.epoch}
+
+
+def pipeline(
+    shards: str, lane: sp.Lane, *, size: int, buffer: int | None = None, blend: bool = False, **how: Any
+) -> sp.Stage:
+    def reader(folder: str) -> sp.SampleStage:
+        return sp.TarShardReader(folder, lane, **how)
+
+    samples = sp.Blend({"a": reader(shards)}, weights={"a": 1}) if blend else reader(shards)
+    mixed = samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer)
+    return sp.Batcher(sp.Encode(mixed, Numbers()), size=size)
+
+
+def loader(make: Any, **more: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(make, **{"seed": 3, **more})
+
+
+def counted(batch: dict[str, Any]) -> Given:
+    pairs = zip(batch["epoch"].tolist(), batch["id"].tolist(), strict=True)
+    valid = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["id"])
+    return [pair for pair, counts in zip(pairs, valid, strict=True) if counts]
+
+
+def run_of_sizes(make: Any, sizes: list[int], steps: list[int], **more: Any) -> Given:
+    """What a run gives in its first pass, with so many batches of each size, and as many as there are of the last."""
+    found: Given = []
+    state: dict[str, Any] | None = None
+    for leg, size in enumerate(sizes):
+        with loader(partial(make, size=size), **more) as own:
+            if state is not None:
+                own.load_state_dict(state, allow={"batch_size"})
+            for batch in islice(own, steps[leg] if leg + 1 < len(sizes) else None):
+                found += counted(batch)
+            state = through_a_file(own.state_dict())
+        if state["epoch"]:
+            break
+    return found
+
+
+ORDERS: list[dict[str, Any]] = [
+    {"shuffle": True},
+    {"shuffle": True, "block_size": 1},
+    {"shuffle": True, "buffer": 7},
+    {"shuffle": True, "blend": True},
+    {"shuffle": False},
+    {"shuffle": False, "block_size": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples in shards of several sizes, by their number."""
+    folder = tmp_path_factory.mktemp("numbered")
+    for samples in (1, 17, 60, 96):
+        write_numbered_shards(
+            folder / str(samples), [samples // 2, samples - samples // 2 - samples // 5, samples // 5]
+        )
+    return folder
+
+
+@given(
+    samples=st.sampled_from([17, 60, 96]),
+    order=st.sampled_from(ORDERS),
+    epochs=st.sampled_from([1, 2, 1.5]),
+    lanes=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    steps=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+)
+@settings(max_examples=60)
+def test_each_sample_of_a_padded_pass_comes_once(
+    shards: Path, samples: int, order: dict[str, Any], epochs: float, lanes: int, sizes: list[int], steps: list[int]
+) -> None:
+    make = partial(pipeline, str(shards / str(samples)), epochs=epochs, **order)
+    found = Counter(run_of_sizes(make, sizes, steps, lanes=lanes, tail="pad"))
+    assert set(found.values()) == {1} and len(found) == int(epochs * samples)
+
+
+@given(
+    order=st.sampled_from(ORDERS),
+    lanes=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
+    steps=st.lists(st.integers(0, 9), min_size=2, max_size=2),
+)
+@settings(max_examples=20)
+def test_no_sample_comes_twice_before_the_first_lane_is_dry(
+    shards: Path, order: dict[str, Any], lanes: int, sizes: list[int], steps: list[int]
+) -> None:
+    make = partial(pipeline, str(shards / "96"), epochs=1, **order)
+    found = Counter(run_of_sizes(make, sizes, steps, lanes=lanes, tail="stop"))
+    assert set(found.values()) <= {1}
+
+
+@given(
+    block_size=st.sampled_from([None, 3]),
+    lanes=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=2),
+    steps=st.integers(0, 12),
+)
+@settings(max_examples=20)
+def test_an_endless_run_in_file_order_gives_each_sample_once_an_epoch(
+    shards: Path, block_size: int | None, lanes: int, sizes: list[int], steps: int
+) -> None:
+    make = partial(pipeline, str(shards / "60"), shuffle=False, block_size=block_size)
+    with loader(partial(make, size=sizes[0]), lanes=lanes) as own:
+        found = [pair for _ in range(steps) for pair in counted(next(own))]
+        state = own.state_dict()
+    with loader(partial(make, size=sizes[1]), lanes=lanes) as own:
+        own.load_state_dict(state, allow={"batch_size"})
+        found += [pair for _ in range(2 * 60) for pair in counted(next(own))]
+    assert set(Counter(found).values()) == {1}
+    assert {number for epoch, number in found if epoch == 0} == set(range(60))
+
+
+@pytest.mark.parametrize(("tail", "shuffle"), [("pad", True), ("pad", False), ("stop", True)])
+def test_all_of_96_samples_come_after_5_batches_of_4_and_then_8(shards: Path, tail: str, shuffle: bool) -> None:
+    make = partial(pipeline, str(shards / "96"), epochs=1, shuffle=shuffle)
+    found = run_of_sizes(make, [4, 8], [5], lanes=8, tail=tail)
+    assert len(set(found)) == len(found) and len(found) >= (96 if tail == "pad" else 84)
+
+
+@pytest.mark.parametrize("first", ["given", "skipped"])
+def test_a_rank_that_was_given_fresh_lanes_alone_knows_how_they_are_cut(shards: Path, first: str) -> None:
+    """As after DCP has resharded a state over more ranks."""
+    make = partial(pipeline, str(shards / "96"), epochs=1)
+    with loader(partial(make, size=4), lanes=8, tail="pad") as own:
+        found = counted(next(own)) if first == "given" else own.skip(1) or []
+        state = own.state_dict()
+    runs = []
+    for rank in range(2):
+        runs.append(Run(LoaderSettings(partial(make, size=8), seed=3, lanes=8, tail="pad", rank=rank, world_size=2)))
+        held = {lane_name(lane) for lane in range(1 - rank, 8, 2)}
+        runs[rank].load_state_dict({k: v for k, v in state.items() if k not in held}, allow={"batch_size"})
+    while (taken := _take_step(runs))[0].epoch == 0:
+        found += [pair for entry in taken for pair in counted(entry.batch)]
+    assert set(Counter(found).values()) == {1} and len(found) == (96 if first == "given" else 92)
+
+
+def test_at_the_start_of_an_epoch_the_new_size_cuts_the_shares(shards: Path) -> None:
+    make = partial(pipeline, str(shards / "96"), epochs=1)
+    with loader(partial(make, size=4), lanes=8) as own:
+        start = own.state_dict()
+        next(own)
+        assert own.state_dict(lag=1) == start
+        later = own.state_dict()
+    with loader(partial(make, size=6), lanes=8) as own, loader(partial(make, size=6), lanes=8) as resumed:
+        resumed.load_state_dict(start, allow={"batch_size"})
+        assert list(map(counted, resumed)) == list(map(counted, own))
+        resumed.load_state_dict(later, allow={"batch_size"})
+        assert sum(1 for _ in resumed) and list(map(counted, resumed)) == list(map(counted, own)), "the next epoch"
+
+
+def without_cuts(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state as earlier releases saved it."""
+    read = {name: unpack_state(state[name], LaneState, name) for name in map(lane_name, lane_numbers(state))}
+    assert any(lane.cuts is not UNSET or lane.stages is not None for lane in read.values())
+    return {**state, **{name: pack_state(replace(lane, cuts=UNSET)) for name, lane in read.items()}}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_state_of_an_earlier_release_says_it_by_its_begun_lanes(
+    shards: Path, order: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    make = partial(pipeline, str(shards / "96"), epochs=1, **order)
+    with loader(partial(make, size=4), lanes=8, tail="pad") as own:
+        found = [pair for batch in islice(own, 5) for pair in counted(batch)]
+        state = without_cuts(own.state_dict())
+    with loader(partial(make, size=8), lanes=8, tail="pad") as own, caplog.at_level(logging.WARNING):
+        own.load_state_dict(state, allow={"batch_size"})
+        found += [pair for batch in own for pair in counted(batch)]
+    assert sorted(found) == [(0, number) for number in range(96)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "restoring although batch_size differs: saved 4, here 8"
+    ]
+
+
+def test_where_such_a_state_holds_fresh_lanes_alone_a_warning_says_what_may_be_lost(
+    shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = partial(pipeline, str(shards / "96"), epochs=1)
+    with loader(partial(make, size=4), lanes=8) as own:
+        next(own)
+        state = without_cuts(own.state_dict())
+    del state["lane_00000"], state["lane_00002"], state["lane_00004"], state["lane_00006"]
+    for size, warns in ((4, False), (8, True)):
+        run = Run(LoaderSettings(partial(make, size=size), seed=3, lanes=8, rank=1, world_size=2))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            run.load_state_dict(state, allow={"batch_size"})
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == 2 * warns
+        assert not warns or ("4 lanes have given no batch of this epoch yet" in told[1] and "come twice" in told[1])

@@ -1,0 +1,49 @@
+"""Ctrl-C at any moment: a batch that the trainer has not got comes again, and none comes twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader import run, savable_loader
+from savable_pipeline.stages.batch_difference import digest
+from tests.support.signals import SignalAt, got
+from tests.support.toy_numbers import counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.mark.parametrize(
+    ("epochs", "before", "batches"),
+    [
+        pytest.param(None, 0, 1, id="the first batch"),
+        pytest.param(None, 3, 1, id="without end"),
+        pytest.param(1, 5, 1, id="the ranks vote"),
+        pytest.param(0, 4, 1, id="a length"),
+    ],
+)
+def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
+    make_shards: Any, epochs: int | None, before: int, batches: int
+) -> None:
+    shards = str(make_shards([30, 30]))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return counted_pipeline(shards, lane) if epochs == 0 else toy_pipeline(shards, lane, epochs=epochs)
+
+    def made() -> sp.SavableLoader:
+        return sp.SavableLoader(pipeline, seed=3, lanes=3)
+
+    whole = made()
+    expected = [digest(next(whole)) for _ in range(before + batches + 1)]
+    for at in range(1, 100_000):
+        own = made()
+        assert not before or got(own, before) == before
+        signal = SignalAt(at, [run, savable_loader])
+        count = got(own, batches, signal)
+        if signal.left > 0:
+            break
+        assert own.state_dict()["slot"] == before + count, at
+        assert digest(next(own)) == expected[before + count], at
+        own.close()
+    assert at > 100

@@ -1,0 +1,151 @@
+"""What is hardly meant is said when a pipeline is built or first looked at, in an error or in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from tests.support.toy_faults import NumberEncoder
+
+
+def said_of(pipeline: Callable[[sp.Lane], Any], caplog: pytest.LogCaptureFixture, **settings: Any) -> list[str]:
+    """What is said of a pipeline in the log, from its loader's first batch on."""
+    caplog.clear()
+    with (
+        caplog.at_level(logging.INFO, "savable_pipeline.run.loader.pipeline_hints"),
+        sp.SavableLoader(pipeline, seed=0, lanes=1, **settings) as own,
+    ):
+        next(own)
+        own.close()
+        next(own)
+    return [f"{record.levelname} {record.message}" for record in caplog.records if "hints" in record.name]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_pipeline_with_all_stages_is_no_matter(
+    make_shards: Any, caplog: pytest.LogCaptureFixture, num_workers: int
+) -> None:
+    root = str(make_shards([20]))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=4)
+        return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=4)
+
+    assert said_of(pipeline, caplog, num_workers=num_workers) == []
+
+
+def test_a_pipeline_without_a_batcher_is_told_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+    root = str(make_shards([20]))
+    (told,) = said_of(lambda lane: sp.Encode(sp.TarShardReader(root, lane, shuffle=False), NumberEncoder()), caplog)
+    assert told.startswith("WARNING the pipeline ends with Encode, which gives items, so each step gives a single one")
+
+
+def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+    root = str(make_shards([20]))
+
+    def pipeline(lane: sp.Lane, epochs: int | None = None) -> sp.Stage:
+        samples = sp.TarShardReader(root, lane, shuffle=False, epochs=epochs)
+        return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=21)
+
+    (told,) = said_of(pipeline, caplog)
+    assert told.startswith(
+        "WARNING Batcher(size=21): the shards hold only 20 samples, so of the batches each holds samples several times"
+    )
+    caplog.clear()
+    with sp.SavableLoader(lambda lane: pipeline(lane, 1), seed=0, lanes=1) as own:
+        next(own)
+    assert "so of the batches none is full, unless" in caplog.text
+
+
+def test_a_shuffled_pipeline_without_a_buffer_is_told_as_information(
+    make_shards: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = str(make_shards([20]))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.TarShardReader(root, lane), NumberEncoder()), size=2)
+
+    (told,) = said_of(pipeline, caplog)
+    assert told.startswith(
+        "INFO no ShuffleBuffer: blocks of 8 samples that lie side by side in a shard come as they lie"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "lanes", "epochs", "told"),
+    [
+        (200, 96, None, "lanes gives each lane 6.25, so the buffer mixes those of 32 epochs: a sample may"),
+        (200, 96, 8, "so the buffer mixes those of 8 epochs"),
+        (200, 96, 2, ""),
+        (200, 96, 1, ""),
+        (200, 6, None, ""),
+        (6, 96, None, ""),
+        (700, 4, None, "begin with size=150 or less"),
+        (10, 700, None, "begin with lanes=60 or fewer"),
+        (700, 700, None, "begin with lanes=1 and size=600"),
+    ],
+)
+def test_a_buffer_of_many_epochs_is_told_with_lanes_and_size_that_fit(
+    make_shards: Any, caplog: pytest.LogCaptureFixture, size: int, lanes: int, epochs: int | None, told: str
+) -> None:
+    root = str(make_shards([600]))
+
+    def pipeline(lane: sp.Lane, size: int = size) -> sp.Stage:
+        samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane, epochs=epochs), size=size)
+        return sp.Batcher(sp.Encode(samples, NumberEncoder()), size=1)
+
+    with caplog.at_level(logging.WARNING), sp.SavableLoader(pipeline, seed=0, lanes=lanes) as own:
+        repr(own)
+    found = [record.message for record in caplog.records if "hints" in record.name]
+    assert bool(found) == bool(told) and all(told in each for each in found), found
+
+
+class Unpacked(sp.TaskEncoder):
+    """Has no `pack`."""
+
+
+def test_an_encoder_that_cannot_pack_is_refused_by_a_packer(make_shards: Any) -> None:
+    items = sp.Encode(sp.TarShardReader(make_shards([4]), sp.Lane()), Unpacked())
+    with pytest.raises(ValueError, match=r"OnlinePacker: Unpacked has no pack\(items, rng\)"):
+        sp.OnlinePacker(items, max_length=8)
+    sp.OnlinePacker(items, max_length=8, encoder=NumberEncoder())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cure"),
+    [
+        (len, "write class Encoder"),
+        (NumberEncoder, "make one of this class"),
+        (7, "7$"),
+    ],
+)
+def test_what_is_no_encoder_is_refused_with_what_to_write(make_shards: Any, wrong: Any, cure: str) -> None:
+    samples = sp.TarShardReader(make_shards([4]), sp.Lane())
+    with pytest.raises(ValueError, match=f"Encode takes a TaskEncoder, not .*{cure}"):
+        sp.Encode(samples, wrong)
+    items = sp.Encode(samples, NumberEncoder())
+    with pytest.raises(ValueError, match=f"Batcher takes a TaskEncoder, not .*{cure}"):
+        sp.Batcher(items, size=2, encoder=wrong)
+    with pytest.raises(ValueError, match=f"OnlinePacker takes a TaskEncoder, not .*{cure}"):
+        sp.OnlinePacker(items, max_length=2, encoder=wrong)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_a_loader_in_a_loader_is_refused(make_shards: Any, num_workers: int, epochs: int | None) -> None:
+    class OneToOne(NumberEncoder):
+        one_to_one = True
+
+    root = str(make_shards([20]))
+    own = sp.SavableLoader(
+        lambda lane: sp.Batcher(sp.Encode(sp.TarShardReader(root, lane, epochs=epochs), OneToOne()), size=2),
+        seed=0,
+        lanes=1,
+    )
+    with pytest.raises(TypeError, match=r"iterate over (it|this loader) itself"):
+        next(iter(torch.utils.data.DataLoader(own, batch_size=2, num_workers=num_workers)))  # type: ignore[arg-type]

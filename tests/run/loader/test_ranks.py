@@ -1,0 +1,259 @@
+"""Which rank has which lanes and slots, and where rank and world size come from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader.ranks import Ranks, find_ranks
+from tests.support.streams import take
+from tests.support.toy_numbers import Numbers, counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    """torch.distributed with a single rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def found(**given: Any) -> tuple[int, int]:
+    ranks = find_ranks(**{"rank": None, "world_size": None, "group": None, "mesh": None, "lanes": 12, **given})
+    return ranks.rank, ranks.world_size
+
+
+# Lanes and slots.
+
+
+def test_ranks_and_lanes_are_those_of_the_drawing() -> None:
+    first, second = Ranks(0, 2, None), Ranks(1, 2, None)
+    assert (list(first.lanes(4)), list(second.lanes(4))) == ([0, 2], [1, 3])
+    assert [(first.slot(start), second.slot(start)) for start in (0, 2, 4)] == [(0, 1), (2, 3), (4, 5)]
+    assert [(first.slot(start), second.slot(start)) for start in (1, 3)] == [(2, 1), (4, 3)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_each_lane_and_each_slot_of_a_step_belongs_to_one_rank(world_size: int) -> None:
+    ranks = [Ranks(rank, world_size, None) for rank in range(world_size)]
+    assert sorted(lane for rank in ranks for lane in rank.lanes(12)) == list(range(12))
+    for start in range(30):
+        slots = [rank.slot(start) for rank in ranks]
+        assert sorted(slots) == list(range(start, start + world_size))
+        assert all(slot % 12 in rank.lanes(12) for rank, slot in zip(ranks, slots, strict=True))
+
+
+# Where they come from.
+
+
+def test_without_anything_there_is_one_rank() -> None:
+    assert found() == (0, 1)
+
+
+def test_rank_and_world_size_are_taken_as_given() -> None:
+    assert found(rank=2, world_size=3) == (2, 3)
+
+
+def test_they_come_from_the_process_group_or_a_mesh(one_process_group: None) -> None:
+    assert found() == found(group=dist.group.WORLD) == (0, 1)
+    assert found(mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))) == (0, 1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert found(mesh=mesh["dp"]) == (0, 1)
+    with pytest.raises(ValueError, match=r"one dimension.*mesh\['dp'\]"):
+        found(mesh=mesh)
+    with pytest.raises(ValueError, match="no group"):
+        found(mesh=mesh["dp"], group=dist.group.WORLD)
+    assert found(rank=1, world_size=4) == (1, 4)
+
+
+def test_a_loader_of_a_group_gathers_and_ends_as_alone(one_process_group: None, make_shards: Any) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
+    alone = sp.SavableLoader(pipeline, seed=3, lanes=12, rank=0, world_size=1)
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=12)
+    assert take(loader, 5) == take(alone, 5)
+    assert loader.global_state_dict() == loader.state_dict() == loader.global_state_dict(dist.group.WORLD)
+    assert loader.global_state_dict(lag=2) == loader.state_dict(lag=2) != loader.state_dict()
+    assert take(loader, 1000) == take(alone, 1000)
+
+
+@pytest.mark.parametrize("given", [{"rank": 0}, {"world_size": 1}, {"rank": 3}])
+def test_one_of_rank_and_world_size_alone_is_an_error(given: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="give both rank and world_size, or neither"):
+        found(**given)
+
+
+@pytest.mark.parametrize("rank,world_size", [(2, 2), (-1, 2), (0, 0), (0, -1), (1, 1)])
+def test_a_rank_outside_the_world_is_an_error(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"rank {rank} does not lie in 0 … {world_size - 1}"):
+        found(rank=rank, world_size=world_size)
+
+
+def test_a_world_size_that_does_not_divide_the_lanes_is_an_error_that_lists_those_that_do() -> None:
+    with pytest.raises(ValueError, match="5 ranks do not divide 12 lanes; world sizes that do: 1, 2, 3, 4, 6, 12"):
+        found(rank=0, world_size=5)
+    with pytest.raises(ValueError, match="24 ranks do not divide 12 lanes"):
+        found(rank=0, world_size=24)
+
+
+def test_a_world_that_is_announced_but_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sets WORLD_SIZE; without init_process_group each rank would take itself for the only one."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=4 .* call init_process_group before making the loader"):
+        found()
+    assert found(rank=1, world_size=4) == (1, 4)
+    for alone in ("1", ""):
+        monkeypatch.setenv("WORLD_SIZE", alone)
+        assert found() == (0, 1)
+
+
+@pytest.mark.parametrize("lanes", [0, -12])
+def test_a_number_of_lanes_below_one_is_an_error(lanes: int) -> None:
+    with pytest.raises(ValueError, match=f"lanes must be at least 1, not {lanes}"):
+        found(lanes=lanes)
+
+
+# A world that comes later.
+
+
+def ranks_now(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    """As if torch.distributed had been initialised with other ranks, by another process's fork or `mp.spawn`."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: world_size)
+
+
+def test_a_loader_that_was_made_before_its_ranks_were_there_is_an_error_at_the_first_batch(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
+    early = [sp.SavableLoader(pipeline, seed=3, lanes=12) for _ in range(3)]
+    given = sp.SavableLoader(pipeline, seed=3, lanes=12, rank=0, world_size=1)
+    ranks_now(monkeypatch, 1, 4)
+    told = r"made for rank 0 of 1, .* says rank 1 of 4: make it after init_process_group"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=told):
+            next(early[0])
+    with pytest.raises(ValueError, match=told):
+        early[1].skip(4)
+    next(given)
+    ranks_now(monkeypatch, 0, 1)
+    next(early[0])
+
+
+def test_a_loader_that_found_its_ranks_is_an_error_where_they_are_others(
+    one_process_group: None, make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was made in a process that was forked later."""
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
+    found, of_a_group = (
+        sp.SavableLoader(pipeline, seed=3, lanes=12, group=group) for group in (None, dist.group.WORLD)
+    )
+    ranks_now(monkeypatch, 2, 3)
+    with pytest.raises(ValueError, match=r"made for rank 0 of 1, .* says rank 2 of 3"):
+        next(found)
+    next(of_a_group)
+
+
+def test_a_world_that_is_announced_by_the_first_batch_but_not_there_is_an_error(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = sp.SavableLoader(partial(toy_pipeline, str(make_shards([40]))), seed=3, lanes=12)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 says that there are several"):
+        next(own)
+
+
+# Agreeing.
+
+
+def test_ranks_given_as_numbers_cannot_agree_on_an_end_and_say_so(make_shards: Any) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=12, rank=0, world_size=2)
+    with pytest.raises(ValueError, match=r"the 2 ranks of a finite run must agree on its end.*init_process_group"):
+        next(loader)
+    with pytest.raises(ValueError, match="merge_states"):
+        loader.global_state_dict()
+
+
+def test_ranks_given_as_numbers_talk_through_torch_distributed_where_it_has_the_same(
+    one_process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(dist, "all_reduce", lambda value, op, group: asked.append((op, group)))
+    ranks_now(monkeypatch, 1, 2)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    assert Ranks(1, 2, None).agree(7, smallest=True) == Ranks(1, 2, None).agree(7, smallest=False) == 7
+    assert asked == [(dist.ReduceOp.MIN, dist.group.WORLD), (dist.ReduceOp.MAX, dist.group.WORLD)]
+    for other in (Ranks(0, 2, None), Ranks(1, 4, None)):
+        with pytest.raises(ValueError, match="must agree on its end"):
+            other.agree(7, smallest=True)
+
+
+def test_ranks_given_as_numbers_need_no_agreement_where_the_length_is_known(make_shards: Any) -> None:
+    pipeline = partial(counted_pipeline, str(make_shards([50])))
+    alone = sp.SavableLoader(pipeline, seed=3, lanes=4, rank=0, world_size=1)
+    expected = take(alone, 1000) + take(alone, 1000)
+    ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, rank=rank, world_size=2) for rank in range(2)]
+    found = [take(rank, 1000) + take(rank, 1000) for rank in ranks]
+    assert [batch for step in zip(*found, strict=True) for batch in step] == expected
+
+
+def test_a_skip_where_the_length_was_known_is_an_error(make_shards: Any) -> None:
+    class Skips(Numbers):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            number, drawn = super().encode(sample, rng)
+            return sp.Skip("odd") if number == 31 else (number, drawn)
+
+    def pipeline(lane: sp.Lane, on_error: Any = "raise") -> sp.Stage:
+        samples = sp.TarShardReader(shards, lane, epochs=1)
+        return sp.Batcher(sp.Encode(samples, Skips(), on_error=on_error), size=2)
+
+    shards = str(make_shards([50]))
+    ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, rank=rank, world_size=2) for rank in range(2)]
+    with pytest.raises(sp.EncodeError, match="one_to_one"):
+        [take(rank, 1000) for rank in ranks]
+    with pytest.raises(ValueError, match="must agree on its end"):
+        next(sp.SavableLoader(partial(pipeline, on_error="skip"), seed=3, lanes=4, rank=0, world_size=2))
+
+
+def test_an_endless_run_needs_no_one_to_agree_with(make_shards: Any) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
+    assert "WORLD_SIZE" not in os.environ
+    assert len(take(sp.SavableLoader(pipeline, seed=3, lanes=12, rank=1, world_size=2), 30)) == 30
+
+
+ALONE = """
+import os, sys
+import torch.distributed as dist
+import savable_pipeline as sp
+
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+loader = sp.SavableLoader(lambda lane: sp.Batcher(sp.TarShardReader(sys.argv[1], lane), size=4), seed=3, lanes=4)
+loader.global_state_dict()  # on both
+if rank == 0:
+    try:
+        loader.global_state_dict()
+    except sp.SavableError as error:
+        print(error)
+os._exit(0) if rank else os.wait()
+"""
+
+
+def test_a_state_of_all_ranks_that_only_rank_0_asks_for_says_that_each_must(make_shards: Any) -> None:
+    folder = make_shards([40])
+    run = subprocess.run([sys.executable, "-c", ALONE, str(folder)], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    assert "rank 0 could not gather the states of all 2 ranks" in run.stdout
+    assert "ask for it on every rank (not on rank 0 alone)" in run.stdout

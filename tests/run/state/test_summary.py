@@ -1,0 +1,111 @@
+"""`savable state`: what it shows of a checkpoint, and of two."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import savable_pipeline as sp
+from savable_pipeline.run.state.summary import differences, read_checkpoint, summarize
+from savable_pipeline.tools.cli.main import app
+from tests.support.toy_pipelines import toy_pipeline
+
+
+@pytest.fixture
+def checkpoints(make_shards: Any, tmp_path: Path) -> list[Path]:
+    """Written after 4 and after 5 steps: the fifth was lane 4's first."""
+    paths = []
+    with sp.SavableLoader(partial(toy_pipeline, str(make_shards([40, 60]))), seed=3, lanes=12) as loader:
+        for step, _ in enumerate(loader, start=1):
+            if step >= 4:
+                paths.append(tmp_path / f"step{step}.pt")
+                torch.save({"model": {"w": torch.zeros(2)}, "more": [{"data": loader.state_dict()}]}, paths[-1])
+            if step == 5:
+                break
+    return paths
+
+
+def test_finds_the_state_in_a_checkpoint_and_reads_where_each_lane_stands(checkpoints: list[Path]) -> None:
+    summary = summarize(read_checkpoint(checkpoints[0]))
+    assert summary.numbers == {"epoch": 0, "slot": 4, "lanes": 12}
+    assert summary.settings["ShuffleBuffer.size"] == 10
+    assert [lane for lane, row in summary.lanes.items() if row] == [0, 1, 2, 3]
+    row = summary.lanes[2]
+    assert list(row) == [
+        "batches", "TarShardReader.epoch", "TarShardReader.position", "TarShardReader.lane", "ShuffleBuffer.refs",
+        "ShuffleBuffer.draws", "Encode.refs", "Encode.part", "Encode.samples",
+        "Encode.errors", "Encode.avoided", "OnlinePacker.packs", "OnlinePacker.count",
+        "OnlinePacker.taken", "Batcher.held", "Batcher.count",
+    ]  # fmt: skip
+    assert (row["batches"], row["Batcher.count"], len(row["ShuffleBuffer.refs"])) == (1, 1, 120)
+
+
+def test_two_states_differ_in_the_slot_and_in_the_lane_that_ran_between(checkpoints: list[Path]) -> None:
+    first, second = (summarize(read_checkpoint(path)) for path in checkpoints)
+    assert differences(first, first) == []
+    assert differences(first, second) == [("slot", "4", "5"), ("lane 4", "not begun", "begun")]
+
+
+def test_the_command_prints_the_run_and_its_lanes(checkpoints: list[Path]) -> None:
+    result = CliRunner().invoke(app, ["state", str(checkpoints[0])], env={"COLUMNS": "140"})
+    assert result.exit_code == 0
+    assert "slot 4 of epoch 0; 12 of 12 lanes, 4 have begun" in result.output
+    assert "2 shards, 100 samples" in result.output
+    assert "refs 10" in result.output and "draws" in result.output
+
+
+def test_the_command_compares_two_files_and_says_so_by_its_exit_code(checkpoints: list[Path]) -> None:
+    paths = [str(path) for path in checkpoints]
+    differing = CliRunner().invoke(app, ["state", *paths])
+    assert differing.exit_code == 1 and "lane 4" in differing.output and "not begun" in differing.output
+    same = CliRunner().invoke(app, ["state", paths[0], paths[0]])
+    assert same.exit_code == 0 and "continue alike" in same.output
+
+
+def test_the_first_ref_that_differs_is_named() -> None:
+    row = {"ShuffleBuffer.refs": (5).to_bytes(8, "little") + (0).to_bytes(4, "little")}
+    other = {"ShuffleBuffer.refs": (7).to_bytes(8, "little") + (1).to_bytes(4, "little")}
+    from savable_pipeline.run.state.summary import StateSummary
+
+    left, right = (StateSummary({}, {}, {}, {3: lane}, {3: 12}) for lane in (row, other))
+    assert differences(left, right) == [
+        ("lane 3 ShuffleBuffer.refs", "1 refs, [0] = index 5 epoch 0", "1 refs, [0] = index 7 epoch 1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [({"model": 1}, "holds no state"), (None, "cannot read it"), ("damaged", "checksum does not match")],
+)
+def test_what_is_no_state_is_one_clear_line(checkpoints: list[Path], tmp_path: Path, content: Any, said: str) -> None:
+    path = tmp_path / "other.pt"
+    if content is None:
+        path.write_bytes(b"no checkpoint")
+    elif content == "damaged":
+        state = read_checkpoint(checkpoints[0])
+        state["lane_00001"] = state["lane_00001"][:-1] + b"\0"
+        torch.save(state, path)
+    else:
+        torch.save(content, path)
+    result = CliRunner().invoke(app, ["state", str(path)])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_blend_is_shown_with_each_of_its_sources(make_shards: Any, tmp_path: Path) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([40])), blend="nested", buffer=None)
+    with sp.SavableLoader(pipeline, seed=3, lanes=2) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        torch.save(state, tmp_path / "state.pt")
+    row = summarize(state).lanes[0]
+    places = [name for name in row if name.endswith(".position")]
+    assert places == [f"{branch}/TarShardReader.position" for branch in ("c", "x/a", "x/b")]
+    assert row["x/Blend.turns"]["names"] == ["a", "b"]
+    result = CliRunner().invoke(app, ["state", str(tmp_path / "state.pt")], env={"COLUMNS": "140"})
+    assert result.exit_code == 0, result.output

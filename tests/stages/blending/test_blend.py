@@ -1,0 +1,517 @@
+"""Blend: what comes from where, sources that end, refs that name their source, and what may change at a restore."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, tag_of, untagged
+from savable_pipeline.stages.blending.blend_counts import LaneCounts
+from savable_pipeline.testing import assert_exact_resume
+from tests.conftest import write_numbered_shards
+from tests.support.streams import take, through_a_file
+from tests.support.toy_dataset import NumberDataset, drained, first, pairs
+
+
+def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, sp.Stage]:
+    """Readers of datasets that are only numbers, of so many samples each."""
+    shared: dict[Any, Any] = {
+        ("dataset", name, "raise", None, None, None): NumberDataset([size]) for name, size in sizes.items()
+    }
+    lane = lane or sp.Lane(shared=shared)
+    lane._shared.update(shared)
+    return {name: sp.TarShardReader(name, lane, **how) for name in sizes}
+
+
+def tag(name: str) -> int:
+    return 1 + derive_key("branch", name) % 32767
+
+
+def named(refs: list[tuple[int, int]], names: list[str]) -> list[str]:
+    """Which of some sources each ref is of."""
+    by_tag = {tag(name): name for name in names}
+    return [by_tag[tag_of(index)] for index, _ in refs]
+
+
+def test_each_source_has_its_share_and_its_own_order() -> None:
+    readers = make_readers({"a": 100, "b": 50}, shuffle=False)
+    refs = first(sp.Blend(readers, weights={"a": 3, "b": 1}), 40)
+    names = named(refs, ["a", "b"])
+    assert Counter(names) == {"a": 30, "b": 10}
+    of_b = [untagged(index) for (index, _), name in zip(refs, names, strict=True) if name == "b"]
+    assert of_b == list(range(10))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_what_is_given_does_not_depend_on_how_many_are_taken_at_a_time(chunk: int) -> None:
+    how = {"weights": {"a": 5, "b": 2, "c": 0.1}}
+    sizes = {"a": 40, "b": 30, "c": 1}
+    stage = sp.Blend(make_readers(sizes, epochs=1), **how)  # type: ignore[arg-type]
+    assert drained(stage, chunk) == drained(sp.Blend(make_readers(sizes, epochs=1), **how), 7)  # type: ignore[arg-type]
+
+
+def test_a_source_that_ends_leaves_its_turns_to_the_others() -> None:
+    readers = make_readers({"a": 4, "b": 20, "c": 10}, epochs=1)
+    names = named(drained(sp.Blend(readers, weights={"a": 2, "b": 1, "c": 1})), ["a", "b", "c"])
+    assert Counter(names) == {"a": 4, "b": 20, "c": 10}
+    assert Counter(names[8:24]) == {"b": 8, "c": 8}
+
+
+def test_until_the_first_source_ends() -> None:
+    readers = make_readers({"a": 4, "b": 20}, epochs=1)
+    stage = sp.Blend(readers, weights={"a": 1, "b": 1}, until="first")
+    names = named(drained(stage), ["a", "b"])
+    assert 8 <= len(names) <= 9
+    assert not len(stage.take_refs(5))
+
+
+def test_a_source_may_have_more_epochs_than_another() -> None:
+    lane = sp.Lane()
+    readers = {**make_readers({"a": 5}, lane, epochs=3), **make_readers({"b": 15}, lane, epochs=1)}
+    assert Counter(named(drained(sp.Blend(readers, weights={"a": 1, "b": 1})), ["a", "b"])) == {"a": 15, "b": 15}
+
+
+def test_it_is_endless_where_it_never_ends() -> None:
+    lane = sp.Lane()
+    readers = {**make_readers({"a": 5}, lane), **make_readers({"b": 5}, lane, epochs=1)}
+    assert sp.Blend(readers, weights={"a": 1, "b": 1}).info.endless
+    assert not sp.Blend(readers, weights={"a": 1, "b": 1}, until="first").info.endless
+
+
+def test_each_lane_has_a_place_of_its_own_among_the_lanes() -> None:
+    shared: dict[Any, Any] = {}
+    plans = []
+    for index in range(6):
+        readers = make_readers({"a": 100, "b": 100, "c": 100}, sp.Lane(index, 6, 9, shared=shared))
+        names = named(first(sp.Blend(readers, weights={"a": 5, "b": 2, "c": 1}, stride=4), 40), ["a", "b", "c"])
+        plans.append(["abc".index(name) for name in names])
+    counts, total = (
+        LaneCounts([5, 2, 1], 6, stride=4),
+        np.array([[plan[:4].count(s) for s in range(3)] for plan in plans]),
+    )
+    assert sorted(map(tuple, total.tolist())) == sorted(map(tuple, (counts.at(4) - counts.at(0)).tolist()))
+    for n in range(4, 41, 4):
+        taken = Counter(source for plan in plans for source in plan[:n])
+        assert all(abs(8 * taken[source] - 6 * n * weight) <= 8 for source, weight in enumerate([5, 2, 1]))
+
+
+class Draws(sp.TaskEncoder):
+    """An item is (id, a random number); its length is the id plus one."""
+
+    global_rng = False
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"], rng.integers(10**9)
+
+    def length(self, item: Any) -> int:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("for now")
+        return int(item[0]) + 1
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [*items, rng.integers(10**9)]
+
+
+@pytest.fixture
+def shards(make_shards: Any) -> Path:
+    folder: Path = make_shards([30])
+    return folder
+
+
+def test_the_same_shards_under_two_names_are_two_sources(shards: Path) -> None:
+    lane = sp.Lane()
+    readers = {name: sp.TarShardReader(shards, lane) for name in "ab"}
+    items = sp.Encode(sp.Blend(readers, weights={"a": 1, "b": 1}), Draws())
+    drawn: dict[int, list[int]] = {}
+    order: dict[str, list[int]] = {"a": [], "b": []}
+    for _ in range(60):  # an epoch of each
+        number, random = next(items)
+        drawn.setdefault(number, []).append(random)
+        order["a" if tag_of(items.ref[0]) == tag("a") else "b"].append(number)
+    assert all(len(set(randoms)) == 2 for randoms in drawn.values())
+    assert sorted(order["a"]) == sorted(order["b"]) == list(range(30))
+    assert order["a"] != order["b"]
+
+
+def test_a_samples_randomness_depends_on_its_own_source_alone(shards: Path) -> None:
+    def items_of(names: str, weights: dict[str, float]) -> dict[int, int]:
+        lane = sp.Lane()
+        stage = sp.Blend({name: sp.TarShardReader(shards, lane) for name in names}, weights=weights)
+        items, found = sp.Encode(stage, Draws()), {}
+        while len(found) < 30:
+            number, drawn = next(items)
+            if tag_of(items.ref[0]) == tag("b") and items.ref[1] == 0:
+                found[number] = drawn
+        return found
+
+    assert items_of("ab", {"a": 1, "b": 1}) == items_of("bcd", {"b": 0.1, "c": 3, "d": 2})
+
+
+def test_refs_name_their_source_wherever_they_are(shards: Path) -> None:
+    lane = sp.Lane()
+    inner = sp.Blend({name: sp.TarShardReader(shards, lane) for name in "ab"}, weights={"a": 1, "b": 1})
+    outer = sp.Blend({"x": inner, "c": sp.TarShardReader(shards, lane)}, weights={"x": 2, "c": 1})
+    for _ in range(12):
+        sample = next(outer)
+        again = outer.fetch(outer.ref)
+        assert (again.ref, again.json()) == (sample.ref, sample.json()) == (outer.fetch(sample.ref).ref, sample.json())
+        assert 0 <= sample.ref.index < 30
+    assert outer.info.tags == {tag("x/a"), tag("x/b"), tag("c")}
+    with pytest.raises(sp.CheckpointMismatchError, match="none of the sources"):
+        outer.fetch(sp.Ref(1, 0, 0))
+    with pytest.raises(sp.CheckpointMismatchError, match="was a source removed or renamed"):
+        outer.fetch((5 << TAG_SHIFT, 0, 0))
+
+
+def branches(shards: Path, lane: sp.Lane, *, by: Any = "samples", encoder: sp.TaskEncoder | None = None) -> sp.Blend:
+    stages: dict[str, sp.Stage] = {}
+    for name in "ab":
+        samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=5)
+        stages[name] = sp.Encode(samples, encoder or Draws())
+    return sp.Blend(stages, weights={"a": 1, "b": 3}, by=by)
+
+
+def test_branches_may_have_encoders_of_their_own(shards: Path) -> None:
+    stage = branches(shards, sp.Lane())
+    with pytest.raises(sp.EncodeError, match="not clear whose batch to use: give the stage encoder="):
+        next(sp.Batcher(stage, size=2))
+    with pytest.raises(ValueError, match=r"gives samples \(sp.SampleStage\), not Blend, which gives items"):
+        sp.Encode(stage, Draws())
+    assert len(next(sp.Batcher(stage, size=2, encoder=Draws()))) == 3
+    one = Draws()
+    assert branches(shards, sp.Lane(), encoder=one).info.encoder is one
+
+
+def test_by_tokens_the_tokens_have_the_share(shards: Path) -> None:
+    stage = branches(shards, sp.Lane(), by="tokens")
+    tokens: Counter[int] = Counter()
+    for _ in range(400):
+        number, _ = next(stage)
+        tokens[tag_of(stage.ref[0])] += number + 1
+        assert abs(4 * tokens[tag("a")] - tokens.total()) <= 4 * 2 * 30
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_an_item_whose_length_fails_is_tried_again(shards: Path, restore: bool) -> None:
+    expected = [next(stage) for stage in [branches(shards, sp.Lane(), by="tokens")] for _ in range(20)]
+    encoder = Draws(failures=3)
+    stage, items, errors = branches(shards, sp.Lane(), by="tokens", encoder=encoder), [], 0
+    while len(items) < 20:
+        try:
+            items.append(next(stage))
+        except sp.EncodeError as error:
+            errors += 1
+            assert "stage Blend, source" in str(error)
+            if restore:
+                state, stage = stage.save_state(), branches(shards, sp.Lane(), by="tokens", encoder=encoder)
+                stage.restore_state(state)
+    assert errors == 3
+    assert items == expected
+
+
+def test_what_was_drawn_ahead_is_announced_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> sp.Blend:
+        return sp.Blend(make_readers({"a": 40, "b": 2}, epochs=1), weights={"a": 1, "b": 1})
+
+    stage = make()
+    stage.take_refs(30)  # b ends before that, and some of a that were to follow are not given
+    state, again = stage.save_state(), make()
+    ahead = pairs(np.frombuffer(state["ahead"]["a"], REF))
+    announced: list[tuple[int, int]] = []
+    monkeypatch.setattr(again.sources[0], "prefetch", lambda refs: announced.extend(pairs(refs)))
+    again.restore_state(state)
+    assert ahead == announced != []
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({"weights": {"a": 1}}, "none is given for ['b']"),
+        ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source for ['c']"),
+        ({"weights": {"a": 1, "b": -1}}, "the weight of 'b' must be at least 0, not -1"),
+        ({"weights": {"a": 0, "b": 0}}, "one weight at least must be above 0"),
+        ({"weights": None, "by": "tokens"}, 'by="tokens" needs weights'),
+        ({"by": "bytes"}, "by must be one of"),
+        ({"by": "tokens"}, "blend after Encode"),
+        ({"until": "last"}, "until must be one of"),
+        ({"stride": 0}, "stride must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(how: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        sp.Blend(make_readers({"a": 3, "b": 3}), **{"weights": {"a": 1, "b": 1}, **how})
+    assert what in str(caught.value)
+
+
+def test_wrong_sources_are_refused(shards: Path) -> None:
+    readers = make_readers({"a": 3, "b": 3})
+    for sources, what in [
+        ({}, "at least one"),
+        ({"a/b": readers["a"]}, "without / and #"),
+        ({"a": 3}, "must be a stage, not int"),
+        ({"a": readers["a"], "b": make_readers({"b": 3})["b"]}, "the same lane"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            sp.Blend(sources, weights=dict.fromkeys(sources, 1))  # type: ignore[arg-type]
+    lane = sp.Lane()
+    mixed = {"a": sp.TarShardReader(shards, lane), "b": sp.Encode(sp.TarShardReader(shards, lane), Draws())}
+    with pytest.raises(ValueError, match="all before or all after Encode"):
+        sp.Blend(mixed, weights={"a": 1, "b": 1})
+
+
+# The name of a sample's source.
+
+
+class Sources(sp.TaskEncoder):
+    """The name of the source of a sample, beside its number."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.source, sample.json()["id"]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def with_sources(shards: str, lane: sp.Lane) -> sp.Stage:
+    """The same shards under three names, one of them in a nested Blend."""
+    readers = {name: sp.TarShardReader(shards, lane) for name in "abc"}
+    inner = sp.Blend({name: readers[name] for name in "bc"}, weights={"b": 1, "c": 1})
+    samples = sp.ShuffleBuffer(sp.Blend({"a": readers["a"], "rest": inner}, weights={"a": 2, "rest": 2}), size=5)
+    return sp.Batcher(sp.Encode(samples, Sources()), size=8)
+
+
+def test_a_sample_knows_the_name_of_its_source_wherever_it_is_made(shards: Path) -> None:
+    stage = with_sources(str(shards), sp.Lane(seed=3))
+    batches = [next(stage) for _ in range(6)]
+    counted = Counter(name for batch in batches for name, _ in batch)
+    assert counted.keys() == {"a", "rest/b", "rest/c"} and 20 <= counted["a"] <= 28
+    assert with_sources(str(shards), sp.Lane(seed=3)).fetch(stage.ref) == batches[-1]
+    assert_exact_resume(
+        partial(with_sources, str(shards)), lanes=4, steps=10, workers=(0, 2), world_sizes=(1, 2), chains=2
+    )
+
+
+def test_without_a_blend_a_source_has_no_name_and_a_pickled_sample_keeps_its_own(shards: Path) -> None:
+    lane = sp.Lane()
+    assert next(sp.TarShardReader(shards, lane)).source == ""
+    sample = next(sp.Blend({"web": sp.TarShardReader(shards, lane)}))
+    assert pickle.loads(pickle.dumps(sample)).source == sample.source == "web"
+
+
+# Weights that are left out, or 0.
+
+
+def test_without_weights_each_source_has_the_share_of_its_size() -> None:
+    stage = sp.Blend(make_readers({"a": 30, "b": 90}, shuffle=False))
+    assert stage.settings()["weights"] == {"a": 1, "b": 3}
+    assert Counter(named(first(stage, 80), ["a", "b"])) == {"a": 20, "b": 60}
+    assert drained(sp.Blend(make_readers({"a": 5, "b": 9}, epochs=1), weights=None)) == drained(
+        sp.Blend(make_readers({"a": 5, "b": 9}, epochs=1), weights={"a": 5, "b": 9})
+    )
+
+
+def test_a_weight_of_0_is_off_and_the_others_come_as_if_it_were_not_there() -> None:
+    sizes = {"a": 9, "b": 9, "c": 9}
+    for lane in [sp.Lane(), sp.Lane(index=3, count=8)]:
+        readers = make_readers(sizes, lane)
+        without = {name: readers[name] for name in "ac"}
+        expected = first(sp.Blend(without, weights={"a": 2, "c": 1}), 50)
+        assert first(sp.Blend(make_readers(sizes, lane), weights={"a": 2, "b": 0, "c": 1}), 50) == expected
+
+
+@pytest.mark.parametrize("until", ["all", "first"])
+def test_a_source_that_is_off_decides_no_end(until: Any) -> None:
+    finite, endless = make_readers({"a": 4}, epochs=1), make_readers({"b": 4})
+    lane = finite["a"].lane
+    lane._shared.update(endless["b"].lane._shared)
+    readers = {**finite, "b": sp.TarShardReader("b", lane)}
+    stage = sp.Blend(readers, weights={"a": 1, "b": 0}, until=until)
+    assert not stage.info.endless
+    assert len(drained(stage)) == 4
+
+
+def test_with_sources_by_size_and_off_every_cut_resumes_exactly(shards: Path) -> None:
+    for weights in (None, {"a": 3, "b": 0, "c": 1}):
+        pipeline = partial(of_three, str(shards), weights)
+        assert_exact_resume(pipeline, lanes=4, steps=10, workers=(0, 2), world_sizes=(1, 2, 4), chains=2)
+
+
+def of_three(shards: str, weights: dict[str, float] | None, lane: sp.Lane) -> sp.Stage:
+    readers = {name: sp.TarShardReader(shards, lane) for name in "abc"}
+    samples = sp.ShuffleBuffer(sp.Blend(readers, weights=weights), size=7)
+    return sp.Batcher(sp.Encode(samples, Packs()), size=2)
+
+
+def test_a_source_that_is_turned_off_and_on_again_goes_on_where_it_was() -> None:
+    state, of_b = None, []
+    for weights in [{"a": 1, "b": 1}, {"a": 1, "b": 0}, {"a": 1, "b": 1}]:
+        stage = sp.Blend(make_readers({"a": 50, "b": 50}, shuffle=False), weights=weights)
+        if state is not None:
+            stage.restore_state(state)
+        refs = first(stage, 20)
+        of_b.append([untagged(index) for index, _ in refs if tag_of(index) == tag("b")])
+        state = stage.save_state()
+    assert of_b == [[*range(10)], [], [*range(10, 20)]]
+
+
+# What may change at a restore.
+
+SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
+
+
+def blended(shards: str, lane: sp.Lane, *, weights: dict[str, float], kind: str = "readers") -> sp.Stage:
+    """Packs of a blend, where refs are held in every stage."""
+    readers = {name: sp.TarShardReader(shards, lane) for name in weights}
+    encoder = Packs()
+    if kind == "readers":
+        items: sp.Stage = sp.Encode(sp.ShuffleBuffer(sp.Blend(readers, weights=weights), size=7), encoder)
+    else:
+        branches = {name: sp.Encode(sp.ShuffleBuffer(r, size=7), encoder) for name, r in readers.items()}
+        items = sp.Blend(branches, weights=weights)
+    return sp.Batcher(sp.OnlinePacker(items, max_length=60, open_packs=3), size=2)
+
+
+class Packs(Draws):
+    """Items carry their ref's source and epoch."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"], rng.integers(10**9), tag_of(sample.index), sample.epoch
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [item for pack in items for item in pack]
+
+
+@settings(max_examples=12, deadline=None)
+@given(kind=st.sampled_from(["readers", "branches"]), steps=st.integers(1, 12))
+def test_other_weights_keep_every_position_and_every_samples_randomness(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, steps: int
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    write_numbered_shards(folder, [40])
+    before, after = {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 5.0}
+    with sp.SavableLoader(partial(blended, str(folder), weights=before, kind=kind), **SETTINGS) as loader:
+        seen = [item for _, batch in zip(range(steps), loader, strict=False) for item in batch]
+        state = through_a_file(loader.state_dict())
+    with sp.SavableLoader(partial(blended, str(folder), weights=after, kind=kind), **SETTINGS) as loader:
+        with pytest.raises(sp.CheckpointMismatchError, match=r"weights: saved \{'a': 1, 'b': 1\}, here"):
+            loader.load_state_dict(state)
+        loader.load_state_dict(state, allow={"weights"})
+        seen += [item for _, batch in zip(range(30), loader, strict=False) for item in batch]
+    assert len(seen) == len(set(seen)), "a sample came twice"
+    by_sample: dict[tuple[int, int, int], int] = {}
+    with sp.SavableLoader(partial(blended, str(folder), weights=before, kind=kind), **SETTINGS) as loader:
+        for _, batch in zip(range(60), loader, strict=False):
+            by_sample.update({(number, source, epoch): drawn for number, drawn, source, epoch in batch})
+    shared = [item for item in seen if (item[0], item[2], item[3]) in by_sample]
+    assert len(shared) > 30
+    assert all(by_sample[number, source, epoch] == drawn for number, drawn, source, epoch in shared)
+
+
+@pytest.mark.parametrize("kind", ["readers", "branches"])
+def test_sources_may_be_added_and_removed(shards: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    make = partial(blended, str(shards), kind=kind)
+    with sp.SavableLoader(partial(make, weights={"a": 1, "b": 1}), **SETTINGS) as loader:
+        seen = [item for _, batch in zip(range(7), loader, strict=False) for item in batch]
+        state = through_a_file(loader.state_dict())
+    with sp.SavableLoader(partial(make, weights={"b": 3, "c": 3}), **SETTINGS) as loader:
+        with pytest.raises(sp.CheckpointMismatchError) as caught:
+            loader.load_state_dict(state)
+        assert str(caught.value).splitlines()[1:-1] == ["  sources: saved ['a', 'b'], here ['b', 'c']"]
+        with caplog.at_level(logging.WARNING):
+            loader.load_state_dict(state, allow={"sources"})
+        assert "sources differs: saved ['a', 'b'], here ['b', 'c']" in caplog.text
+        later = [item for _, batch in zip(range(20), loader, strict=False) for item in batch]
+    assert {item[2] for item in later} == {tag("b"), tag("c")}
+    kept = [item for item in [*seen, *later] if item[2] == tag("b")]
+    assert len(kept) == len(set(kept)), "a sample of the source that stayed came twice"
+    first_epoch = Counter(item[0] for item in kept if item[3] == 0)
+    assert set(first_epoch.values()) == {1}
+    assert len(first_epoch) == 30
+
+
+def test_weights_of_the_sources_that_stay_are_compared_with_each_other(shards: Path) -> None:
+    make = partial(blended, str(shards))
+    with sp.SavableLoader(partial(make, weights={"a": 1, "b": 2, "c": 2}), **SETTINGS) as loader:
+        state = loader.state_dict()
+    with sp.SavableLoader(partial(make, weights={"b": 1, "c": 1}), **SETTINGS) as loader:
+        loader.load_state_dict(state, allow={"sources"})
+    with sp.SavableLoader(partial(make, weights={"b": 1, "c": 2}), **SETTINGS) as loader:
+        with pytest.raises(sp.CheckpointMismatchError, match="weights"):
+            loader.load_state_dict(state, allow={"sources"})
+        loader.load_state_dict(state, allow={"sources", "weights"})
+
+
+def test_what_is_held_of_a_removed_source_is_dropped_and_counted(shards: Path) -> None:
+    stage = blended(str(shards), sp.Lane(), weights={"a": 1, "b": 1})
+    next(stage)
+    state = stage.save_state()
+    after = blended(str(shards), sp.Lane(), weights={"b": 1})
+    after.restore_state(state)
+    path = [after, after.source, after.source.source, after.source.source.source]
+    assert sum(each.counts["dropped/source removed"] for each in path) > 0
+    assert {item[2] for _ in range(20) for item in next(after)} == {tag("b")}
+
+
+def test_the_same_weights_written_otherwise_are_no_difference(shards: Path) -> None:
+    make = partial(blended, str(shards))
+    with sp.SavableLoader(partial(make, weights={"a": 1, "b": 3}), **SETTINGS) as loader:
+        take(loader, 3)
+        state = loader.state_dict()
+        expected = take(loader, 3)
+    with sp.SavableLoader(partial(make, weights={"b": 0.75, "a": 0.25}), **SETTINGS) as loader:
+        loader.load_state_dict(state)
+        assert take(loader, 3) == expected
+
+
+# Cuts by hand, where sources end.
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    until=st.sampled_from(["all", "first"]),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+)
+def test_cut_after_any_chunk_the_rest_is_the_same(
+    sizes: list[int], weights: list[int], until: Any, chunks: list[int]
+) -> None:
+    named_sizes = dict(zip("abcd", sizes, strict=False))
+
+    def make() -> sp.Blend:
+        return sp.Blend(
+            make_readers(named_sizes, epochs=1),
+            weights=dict(zip(named_sizes, weights, strict=False)),
+            until=until,
+        )
+
+    expected, stage, given = drained(make(), 1), make(), []
+    for chunk in chunks:
+        given += pairs(stage.take_refs(chunk))
+        state, stage = stage.save_state(), make()
+        stage.restore_state(state)
+        assert stage.save_state() == state
+    assert given + drained(stage) == expected
+    if until == "all":
+        assert Counter(named(expected, list("abcd"))) == named_sizes

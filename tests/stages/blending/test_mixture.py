@@ -1,0 +1,281 @@
+"""`mixture.yaml`: what it says is what is blended, and what is wrong in it is named by its line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.stages.blending.mixture import Source
+from savable_pipeline.testing import assert_exact_resume
+from tests.support.toy_server import serving
+
+
+@pytest.fixture
+def write(tmp_path: Path, make_shards: Any) -> Any:
+    """Writes a mixture beside three datasets of 10, 20 and 30 samples."""
+    for name, size in [("a", 10), ("b", 20), ("c", 30)]:
+        make_shards([size], folder=name, of=name)
+
+    def write(text: str) -> Path:
+        path = tmp_path / "mixture.yaml"
+        path.write_text(dedent(text).lstrip())
+        return path
+
+    return write
+
+
+def of_each(stage: sp.Stage, n: int) -> Counter[str]:
+    """Which datasets the first `n` samples are of."""
+    return Counter(sample.json()["of"] for sample, _ in zip(stage, range(n), strict=False))
+
+
+def test_sources_come_by_weight_and_a_mixture_may_hold_others(write: Any) -> None:
+    path = write(
+        """
+        sources:
+          first: {path: a, weight: 0.5}
+          rest:
+            weight: 0.5
+            sources:
+              b: {path: b, weight: 3}
+              c: {path: [c/0000.tar], weight: 1}
+        """
+    )
+    mixture = sp.read_mixture(path)
+    assert mixture.sources["first"] == Source(path=str(path.parent / "a"), weight=0.5)
+    assert of_each(mixture.samples(sp.Lane()), 800) == {"a": 400, "b": 300, "c": 100}
+
+
+SCHEDULED = """
+sources:
+  a: {path: a}
+  rest:
+    schedule: {points: [{at: 0, weights: {b: 1}}, {at: 20, weights: {b: 1, c: 1/2}}]}
+    sources: {b: {path: b}, c: {path: c}}
+schedule:
+  shape: linear
+  points:
+    - {at: 0, weights: {a: 1}}
+    - {at: 40, weights: {rest: 1}}
+"""
+
+
+def test_a_schedule_in_a_file_is_that_of_python(write: Any) -> None:
+    path = write(SCHEDULED)
+
+    def by_hand(lane: sp.Lane) -> sp.Blend:
+        a, b, c = (sp.TarShardReader(path.parent / name, lane) for name in "abc")
+        inner = sp.Blend({"b": b, "c": c}, weights=sp.Schedule([(0, {"b": 1}), (20, {"b": 2, "c": 1})]))
+        outer = sp.Schedule([(0, {"a": 1}), (40, {"rest": 1})], shape="linear")
+        return sp.Blend({"a": a, "rest": inner}, weights=outer)
+
+    found = [sample.key for sample, _ in zip(sp.read_mixture(path).samples(sp.Lane(seed=2)), range(120), strict=False)]
+    assert found == [sample.key for sample, _ in zip(by_hand(sp.Lane(seed=2)), range(120), strict=False)]
+    assert of_each(sp.read_mixture(path).samples(sp.Lane(seed=2)), 100) == {"a": 20, "b": 60, "c": 20}
+
+
+def test_a_scheduled_mixture_resumes_exactly_in_a_change(write: Any) -> None:
+    pipeline = partial(batches_of, write(SCHEDULED))
+    assert_exact_resume(pipeline, lanes=2, steps=30, world_sizes=(1, 2))  # the change ends at the tenth
+
+
+def batches_of(path: Path, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(sp.read_mixture(path).samples(lane), Ids()), size=2)
+
+
+class Ids(sp.TaskEncoder):
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["of"] + sample.key[-2:]
+
+
+def test_repetitions_end_together(write: Any) -> None:
+    mixture = sp.read_mixture(
+        write(
+            """
+            sources:
+              a: {path: a, repetitions: 3}
+              b: {path: b, repetitions: 1}
+            """
+        )
+    )
+    stage = mixture.samples(sp.Lane(), block_size=1)
+    assert of_each(stage, 25) in ({"a": 15, "b": 10}, {"a": 14, "b": 11}, {"a": 16, "b": 9})
+    assert of_each(mixture.samples(sp.Lane()), 1000) == {"a": 30, "b": 20}
+
+
+def test_repetitions_may_be_a_fraction_or_0(write: Any) -> None:
+    path = write(
+        "sources: {a: {path: a, repetitions: 2.5}, b: {path: b, repetitions: 0}, c: {path: c, repetitions: .5}}"
+    )
+    mixture = sp.read_mixture(path)
+    stage = mixture.samples(sp.Lane(), block_size=1)
+    assert isinstance(stage, sp.Blend) and stage.weights == {"a": 5, "b": 0, "c": 3}
+    assert of_each(stage, 16)["a"] in (9, 10, 11)
+    assert of_each(mixture.samples(sp.Lane()), 1000) == {"a": 25, "c": 15}
+    assert_exact_resume(
+        partial(numbers, mixture), lanes=2, steps=16, workers=(0, 2), world_sizes=(1, 2), chains=2, after=2
+    )
+
+
+def test_without_weights_sources_come_by_their_sizes_and_one_may_be_off(write: Any) -> None:
+    by_size = write("sources: {b: {path: b}, rest: {sources: {a: {path: a, weight: 0}, c: {path: c, weight: 1}}}}")
+    # the nested mixture has 40 samples, of which those of `a` are off
+    assert of_each(sp.read_mixture(by_size).samples(sp.Lane()), 60) == {"b": 20, "c": 40}
+
+
+def test_tags_are_found_by_the_name_of_a_samples_source(write: Any) -> None:
+    path = write(
+        """
+        sources:
+          a: {path: a, weight: 1, tags: {kind: photo}}
+          rest: {weight: 1, sources: {b: {path: b, weight: 1, tags: {kind: page}}}}
+        """
+    )
+    mixture = sp.read_mixture(path)
+    assert mixture.tags() == {"a": {"kind": "photo"}, "rest/b": {"kind": "page"}}
+
+
+def ids(stage: sp.Stage, n: int) -> list[tuple[str, int]]:
+    """Dataset and number of the first `n` samples, sorted."""
+    made = [sample.json() for sample, _ in zip(stage, range(n), strict=False)]
+    return sorted((each["of"], each["id"]) for each in made)
+
+
+def test_split_and_subset_choose_the_samples(write: Any, make_shards: Any) -> None:
+    prepared = make_shards([4, 4, 2], folder="prepared", of="prepared")
+    splits = {"split_parts": {"train": ["000{0..1}.tar"], "val": ["0002.tar"]}, "exclude": ["0001.tar/s000006"]}
+    (prepared / ".nv-meta").mkdir()
+    (prepared / ".nv-meta/split.yaml").write_text(json.dumps(splits))
+    path = write(
+        """
+        sources:
+          train: {path: prepared, split: train, repetitions: 1}
+          val: {path: prepared, split: val, repetitions: 1}
+          few: {path: c, subset: 7, repetitions: 2}
+          low: {path: b, subset: [0, 0.5], repetitions: 1}
+          high: {path: b, subset: [0.5, 1.0], repetitions: 1}
+        """
+    )
+    stage = sp.read_mixture(path).samples(sp.Lane())
+    assert stage.info.population == 7 + 2 + 7 + 10 + 10
+    found = ids(stage, 1000)
+    assert [number for name, number in found if name == "prepared"] == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    assert [number for name, number in found if name == "b"] == list(range(20))  # both halves, and no sample twice
+    few = Counter(number for name, number in found if name == "c")
+    assert (len(few), set(few.values())) == (7, {2})
+    first = next(sp.read_mixture(path).samples(sp.Lane(seed=5)))
+    assert first.json()["of"] in {"prepared", "b", "c"}
+
+
+def test_a_mixture_with_splits_resumes_exactly(write: Any, make_shards: Any) -> None:
+    prepared = make_shards([9, 9], folder="prepared", of="prepared")
+    (prepared / ".nv-meta").mkdir()
+    (prepared / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": ["0000.tar"]}}))
+    mixture = sp.read_mixture(
+        write(
+            """
+            sources:
+              prepared: {path: prepared, split: train, weight: 2}
+              rest: {weight: 3, sources: {b: {path: b, subset: 0.5, weight: 1}, c: {path: c, weight: 2}}}
+            """
+        )
+    )
+    assert_exact_resume(partial(numbers, mixture), lanes=4, steps=12, workers=(0, 2), world_sizes=(1, 2), chains=1)
+
+
+def numbers(mixture: sp.Mixture, lane: sp.Lane) -> sp.Stage:
+    """Batches of dataset and number."""
+    samples = sp.ShuffleBuffer(mixture.samples(lane, block_size=2), size=7)
+    return sp.Batcher(sp.Encode(samples, Numbers()), size=3)
+
+
+class Numbers(sp.TaskEncoder):
+    """The dataset and the number of a sample."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["of"], sample.json()["id"], rng.random()
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def test_shards_behind_a_url_go_through_the_cache_that_is_given(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "not here"))
+    with serving(tmp_path) as server:
+        path = write(f"sources: {{a: {{path: '{server.url}/a/0000.tar', weight: 1}}}}")
+        stage = sp.read_mixture(path).samples(sp.Lane(), cache=tmp_path / "cache", cache_bytes=10**8)
+        assert ids(stage, 10) == [("a", number) for number in range(10)]
+    assert list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "not here").exists()
+
+
+def points(point: str, shape: str = "step") -> str:
+    """A mixture of two sources with a schedule of one point, in its sixth line."""
+    sources = "sources:\n  a: {path: a}\n  b: {path: b}\n"
+    return f"{sources}schedule:\n  points:\n    - {point}\n  shape: {shape}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("", 1, "a mapping is expected here, not None"),
+        ("[1, 2]", 1, "a mapping is expected"),
+        ("sources: {}", 1, "a mixture has `sources`"),
+        ("source: {a: {path: a, weight: 1}}", 1, "'source' is unknown here"),
+        ("sources:\n  a: {path: a, weight: 1}\n  b: 3", 3, "a mapping is expected here, not 3"),
+        ("sources:\n  a:\n    path: a\n    weight: [1]", 4, "Expected `int | float | str | null`, got `array`"),
+        ("sources:\n  a:\n    path: a\n    wait: 1", 4, "a source contains unknown field `wait`"),
+        ("sources:\n  a:\n    path: a\n\n    weight: -1", 5, "must be at least 0, not -1"),
+        ("sources:\n  a:\n    path: a\n    weight: .nan", 4, "must be a number, not nan"),
+        ("sources:\n  a:\n    weight: 1", 2, "a source missing required field `path`"),
+        ("sources:\n  a:\n    path: a\n  b: {path: b, weight: 1}", 2, "'a' has no `weight`, but 'b' beside it has"),
+        ("sources:\n  a: {path: a, weight: 0}", 2, "one at least is above 0"),
+        ("sources:\n  a: {path: a, repetitions: 0}", 2, "one at least is above 0"),
+        ("sources:\n  a: {path: a, repetitions: 1}\n  b: {path: b, weight: 1}", 3, "'b' has no `repetitions`"),
+        ("sources:\n  a:\n    path: a\n    repetitions: -1", 4, "`repetitions` is at least 0"),
+        ("sources:\n  a/b: {path: a, weight: 1}", 2, "has no / and no #"),
+        ("sources:\n  a: {path: a, weight: 1}\n  a: {path: b, weight: 1}", 3, "'a' is there twice, first in line 2"),
+        ("sources:\n  a: {path: a, weight: 1", 2, "expected ',' or '}'"),
+        ("sources:\n  a: !!python/object/apply:os.system [ls]", 2, "could not determine a constructor"),
+        ("sources:\n  a: {path: a}\nschedule: 3", 3, "a mapping is expected here, not 3"),
+        ("sources:\n  a: {path: a}\nschedule:\n  unit: tokens", 4, "'unit' is unknown here; there is `points`"),
+        ("sources:\n  a: {path: a}\nschedule:\n  shape: step", 3, "a schedule has `points`"),
+        ("sources:\n  a: {path: a}\nschedule:\n  points: []", 4, "`points` is a list of one mapping at least"),
+        ("sources:\n  a: {path: a}\nschedule:\n  points:\n  - {at: 0}", 5, "a point has `at` and `weights`, not at"),
+        (points("{at: 1, weights: {a: 1, b: 1}}"), 4, "the points must ascend from 0, not [1]"),
+        (points("{at: x, weights: {a: 1, b: 1}}"), 4, "a point is at a count of 0 or more, not 'x'"),
+        (points("{at: 0, weights: {a: 1, d: 1}}"), 6, "'d' is none of the sources: a, b"),
+        (points("{at: 0, weights: {a: 1, b: -1}}"), 6, "must be at least 0, not -1"),
+        (points("{at: 0, weights: {a: 1, b: 1e99999}}"), 6, "too large a power of ten"),
+        (points("{at: 0, weights: {a: 0, b: 0}}"), 4, "above 0"),
+        (points("{at: 0, weights: {a: 1}}"), 4, "no point gives 'b' a weight"),
+        (
+            points("{at: 0, weights: {a: 1, b: 1}}").replace("}\n", ", weight: 1}\n"),
+            4,
+            "'a' has a weight or repetitions",
+        ),
+        (points("{at: 0, weights: {a: 1, b: 1}}", "line"), 4, "shape must be one of step, linear, not 'line'"),
+    ],
+)
+def test_an_error_names_the_line(write: Any, text: str, line: int, what: str) -> None:
+    path = write(text)
+    with pytest.raises(ValueError) as caught:
+        sp.read_mixture(path)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+    assert what in str(caught.value)
+
+
+def test_one_file_of_samples_to_exclude_is_for_all_sources(write: Any, tmp_path: Path) -> None:
+    path = write("sources: {a: {path: a, repetitions: 1}, b: {path: b, repetitions: 1}}")
+    (tmp_path / "forget").write_text('s000003\n{"shard": "0000.tar", "key": "s000015"}\n')
+    items = list(sp.Encode(sp.read_mixture(path).samples(sp.Lane(), exclude=tmp_path / "forget"), Ids()))
+    assert len(items) == 27 and not {"a03", "b03", "b15"} & set(items)

@@ -1,0 +1,262 @@
+"""`Join`: parts of other datasets by key, exact through resumes, and added in the middle of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.testing import assert_exact_resume
+from tests.conftest import write_numbered_shards, write_tar
+from tests.support.streams import take
+
+LANES = 4
+
+
+class Captioned(sp.TaskEncoder):
+    """A caption's tokens are its bytes; without one, the id alone."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return [sample.json()["id"], rng.integers(100), *(sample.get("captions.txt") or b"")[:4]]
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [*items, rng.integers(100)]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [*items, rng.integers(100)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 samples in `shards`; `captions` in another order, of all but every fourth; `more` of all, with two parts."""
+    root = tmp_path_factory.mktemp("join")
+    write_numbered_shards(root / "shards", [25, 20, 15])
+    keys = [f"s{i:06d}" for i in range(60)]
+    random.Random(3).shuffle(keys)
+    with_caption = [key for key in keys if int(key[1:]) % 4]
+    for shard in range(2):
+        members = [(f"{key}.txt", f"caption of {key}".encode()) for key in with_caption[shard::2]]
+        write_tar(root / "captions" / f"{shard}.tar", [*members, (f"other{shard}.txt", b"of no sample")])
+    members = [(f"{key}.{part}", part.encode()) for key in keys for part in ("npy", "mask.png")]
+    write_tar(root / "more" / "0.tar", members)
+    return root
+
+
+def reader(data: Path, lane: sp.Lane | None = None, **how: Any) -> sp.TarShardReader:
+    return sp.TarShardReader(data / "shards", lane or sp.Lane(), shuffle=False, epochs=1, **how)
+
+
+def test_joined_parts_stand_behind_the_name_of_their_store(data: Path) -> None:
+    samples = sp.Join(reader(data), {"more": data / "more", "captions": [data / "captions"]}, missing="skip")
+    sample = next(samples)
+    assert (sample.key, sample.ref.index) == ("s000001", 1)
+    assert list(sample) == ["json", "captions.txt", "more.npy", "more.mask.png"]
+    assert sample["captions.txt"] == b"caption of s000001"
+    assert sample.text("captions.txt") == "caption of s000001"
+    assert (sample["more.mask.png"], sample["MORE.npy".lower()], sample.json()) == (b"mask.png", b"npy", {"id": 1})
+    assert sample.array("captions.txt").tobytes() == sample["captions.txt"]
+    assert sample.head("captions.txt", 3) == (b"cap", 18)
+    assert "captions.txt" in sample
+    assert "txt" not in sample
+    again = pickle.loads(pickle.dumps(sample))
+    assert dict(again.items()) == dict(sample.items())
+    assert samples.fetch(samples.ref)["captions.txt"] == b"caption of s000001"
+    with pytest.raises(KeyError):
+        sample["captions.png"]
+
+
+@pytest.mark.parametrize("name", ["captions.parquet", "captions.arrow", "captions.jsonl"])
+def test_rows_of_a_table_are_found_by_the_column_of_their_keys(data: Path, tmp_path: Path, name: str) -> None:
+    keys = [f"s{i:06d}" for i in range(59, -1, -1)]
+    table = {"name": keys, "other": keys[::-1], "caption": [f"caption of {key}" for key in keys]}
+    if name.endswith("parquet"):
+        pq.write_table(pa.table(table), tmp_path / name, row_group_size=7)
+    elif name.endswith("arrow"):
+        with pa.ipc.new_file(tmp_path / name, pa.table(table).schema) as file:
+            file.write_table(pa.table(table), max_chunksize=7)
+    else:
+        rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = sp.open_dataset(tmp_path / name, key="name")
+    found = [sample.text("new.caption") for sample in sp.Join(reader(data), {"new": store})]
+    assert found == [f"caption of s{i:06d}" for i in range(60)]
+    other = sp.open_dataset(tmp_path / name, key="other")  # has an index of its own
+    found = [sample.text("new.caption") for sample in sp.Join(reader(data), {"new": other})]
+    assert found == [f"caption of s{59 - i:06d}" for i in range(60)]
+    assert sp.Join(reader(data), {"new": store}).settings() != sp.Join(reader(data), {"new": other}).settings()
+    assert pickle.loads(pickle.dumps(other))["s000003"].text("caption") == "caption of s000056"
+    with pytest.raises(sp.ShardError, match=r"A table's are FILE:ROW, unless sp\.open_dataset\(path, key=COLUMN\)"):
+        next(sp.Join(sp.TarShardReader(data / "shards", sp.Lane()), {"new": tmp_path / name}))
+
+
+def test_columns_and_a_key_are_for_files_that_have_them(data: Path) -> None:
+    with pytest.raises(ValueError, match="a key is for Parquet, Arrow and JSONL files, not for files of the kind tar"):
+        sp.open_dataset(data / "captions", key="name")
+    with pytest.raises(ValueError, match="columns are for Parquet and Arrow files, not for files of the kind tar"):
+        sp.open_dataset(data / "captions", columns=["name"])
+
+
+def test_a_sample_without_a_match_is_left_out_and_counted(data: Path) -> None:
+    samples = sp.Join(reader(data), {"captions": data / "captions"})
+    assert [sample.json()["id"] for sample in samples] == [i for i in range(60) if i % 4]
+    assert samples.counts == {"skipped/no such key in captions": 15, "source/0/skipped": 15}
+
+
+def test_or_it_has_no_such_parts(data: Path) -> None:
+    samples = sp.Join(reader(data), {"captions": data / "captions"}, missing="empty")
+    found = list(samples)
+    assert len(found) == samples.count_of(0, 0) == 60
+    assert list(found[4]) == ["json"]
+    assert found[4].get("captions.txt") is None
+    assert found[5]["captions.txt"] == b"caption of s000005"
+    with pytest.raises(KeyError, match="'captions' has no sample with this key"):
+        found[4]["captions.txt"]
+
+
+def test_a_dataset_that_was_opened_may_be_given(data: Path) -> None:
+    store = sp.open_dataset(data / "captions")
+    assert next(sp.Join(reader(data), {"captions": store}))["captions.txt"] == b"caption of s000001"
+
+
+def test_two_samples_with_one_key_are_refused(data: Path, tmp_path: Path) -> None:
+    for shard in range(2):
+        write_tar(tmp_path / f"{shard}.tar", [(f"own{shard}.txt", b""), ("s000001.txt", b"x")])
+    with pytest.raises(sp.ShardError, match=r"have the key 's000001', in 0\.tar and 1\.tar") as caught:
+        sp.Join(reader(data), {"captions": tmp_path})
+    assert caught.value.reason == "two samples with one key"
+
+
+def test_a_part_of_the_samples_own_with_the_name_of_a_joined_one_is_refused(tmp_path: Path, data: Path) -> None:
+    write_tar(tmp_path / "0.tar", [("s000001.captions.txt", b"its own")])
+    sample = next(sp.Join(sp.TarShardReader(tmp_path, sp.Lane()), {"captions": data / "captions"}))
+    with pytest.raises(sp.ShardError, match=r"has a part 'captions\.txt' of its own"):
+        sample["captions.txt"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stores": {}}, "at least one store"),
+        ({"stores": {"a.b": "x"}}, "a word without"),
+        ({"missing": "raise"}, "missing must be one of skip, empty"),
+        ({"on": "url"}, "on must be one of key"),
+    ],
+)
+def test_wrong_settings(data: Path, wrong: dict[str, Any], message: str) -> None:
+    arguments = {"stores": {"captions": data / "captions"}, **wrong}
+    with pytest.raises(ValueError, match=f"Join.*{message}"):
+        sp.Join(reader(data), **arguments)
+
+
+def test_keys_made_in_another_way_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("savable_pipeline.stages.readers.join.max_empty_samples", lambda population: 50)
+    write_tar(tmp_path / "0.tar", [("shards/s000001.txt", b"x")])
+    with pytest.raises(sp.ShardError, match=r"of 50 samples in a row 'captions' has none, the last with the key"):
+        next(sp.Join(reader(data), {"captions": tmp_path}))
+
+
+def test_the_policy_for_damaged_shards_holds(data: Path, tmp_path: Path) -> None:
+    write_numbered_shards(tmp_path, [10, 10])
+    sp.open_dataset(tmp_path)  # indexes the shards
+    (tmp_path / "0001.tar").write_bytes(b"changed")
+    samples = sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
+    items = sp.Encode(sp.Join(samples, {"captions": data / "captions"}), Captioned())
+    assert [item[0] for item in items] == [i for i in range(10) if i % 4]
+    assert items.counts["skipped/changed shard"] == 10
+
+
+# Exact.
+
+
+def pipeline(
+    data: Path, lane: sp.Lane, *, join: bool = True, missing: Any = "skip", blend: bool = False, late: bool = False
+) -> sp.Stage:
+    def joined(samples: sp.SampleStage) -> sp.SampleStage:
+        stores = {"captions": data / "captions", "more": data / "more"}
+        return sp.Join(samples, stores, missing=missing) if join else samples
+
+    def source() -> sp.SampleStage:
+        samples = sp.TarShardReader(data / "shards", lane, block_size=3)
+        if late:
+            return joined(sp.ShuffleBuffer(samples, size=7))
+        return sp.ShuffleBuffer(joined(samples), size=7)
+
+    samples = sp.Blend({"a": source(), "b": source()}, weights={"a": 2, "b": 1}) if blend else source()
+    return sp.Batcher(sp.OnlinePacker(sp.Encode(samples, Captioned()), max_length=20), size=2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"missing": "empty", "late": True}, {"blend": True, "late": True}, {"blend": True, "missing": "empty"}],
+)
+def test_a_stopped_run_goes_on_exactly(data: Path, how: dict[str, Any]) -> None:
+    assert_exact_resume(
+        partial(pipeline, data, **how), seed=2, lanes=LANES, steps=14, world_sizes=(1, 2, 4), chains=1, after=2
+    )
+
+
+def test_with_worker_processes_too(data: Path) -> None:
+    assert_exact_resume(partial(pipeline, data), lanes=LANES, steps=8, workers=(0, 2), chains=1, after=1)
+
+
+@pytest.mark.parametrize("blend", [False, True])
+def test_one_is_added_in_the_middle_and_the_order_stays(data: Path, blend: bool) -> None:
+    """With missing="empty" the ids and random numbers are those of the run without it; only the captions are new."""
+
+    make = partial(pipeline, data, missing="empty", blend=blend)
+
+    def unpacked(lane: sp.Lane, join: bool) -> sp.Stage:
+        packer = make(lane, join=join).source
+        return sp.Batcher(packer.source, size=3)
+
+    without, with_it = (sp.SavableLoader(partial(unpacked, join=join), seed=4, lanes=LANES) for join in (False, True))
+    take(without, 9)
+    state = without.state_dict()
+    with pytest.raises(sp.CheckpointMismatchError, match=r"joins: saved None, here \{'captions': 'empty "):
+        with_it.load_state_dict(state)
+    with_it.load_state_dict(state, allow={"joins"})
+    for _ in range(20):
+        old, new = next(without), next(with_it)
+        assert [item[:2] for item in old[:-1]] == [item[:2] for item in new[:-1]]
+        assert any(len(item) > 2 for item in new[:-1])
+        assert all(len(item) == 2 for item in old[:-1])
+    later = sp.SavableLoader(partial(unpacked, join=True), seed=4, lanes=LANES)
+    later.load_state_dict(with_it.state_dict())
+    assert take(later, 5) == take(with_it, 5)
+
+
+def test_another_store_or_another_policy_is_another_run(data: Path, tmp_path: Path) -> None:
+    with sp.SavableLoader(partial(pipeline, data), seed=4, lanes=LANES) as loader:
+        next(loader)
+        state = loader.state_dict()
+    for how, told in [({"missing": "empty"}, "'skip [0-9a-f]{32}'.* here .*'empty "), ({"join": False}, "here None")]:
+        other = sp.SavableLoader(partial(pipeline, data, **how), seed=4, lanes=LANES)
+        with pytest.raises(sp.CheckpointMismatchError, match=f"joins: saved .*{told}"):
+            other.load_state_dict(state)
+
+
+def test_a_slice_or_what_has_a_transform_is_refused(data: Path) -> None:
+    whole = sp.open_dataset(data / "captions")
+    for part in (whole[:10], sp.open_dataset(data / "captions", transform=sp.Sample.decoded)):
+        with pytest.raises(ValueError, match=r"'captions' is a slice, or has a transform: give all of open_dataset"):
+            sp.Join(reader(data), {"captions": part})
+    assert len(list(sp.Join(reader(data), {"captions": whole[:]}))) == 45
+
+
+def test_an_array_in_a_store_is_read_as_one(tmp_path: Path, data: Path) -> None:
+    file = io.BytesIO()
+    np.save(file, np.arange(4))
+    write_tar(tmp_path / "0.tar", [("s000001.npy", file.getvalue()), ("s000001.json", json.dumps([1]).encode())])
+    sample = next(sp.Join(reader(data), {"latents": tmp_path}))
+    assert sample.decoded()["latents.npy"].tolist() == [0, 1, 2, 3]
+    assert sample.decoded()["latents.json"] == [1]

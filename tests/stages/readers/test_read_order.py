@@ -1,0 +1,135 @@
+"""The order of an epoch: every sample once, in equal spans, window by window."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from savable_pipeline.stages.readers.read_order import (
+    EpochOrder,
+    batches_span,
+    lane_span,
+    sequential_count,
+    sequential_positions,
+)
+
+SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=20).filter(sum)
+
+
+def shuffled(
+    sizes: list[int], *, seed: int = 0, epoch: int = 0, block_size: int = 8, window: int | None = 32
+) -> EpochOrder:
+    return EpochOrder(np.cumsum([0, *sizes]), seed=seed, source=1, epoch=epoch, block_size=block_size, window=window)
+
+
+@given(SIZES, st.integers(0, 3), st.integers(1, 10), st.one_of(st.none(), st.integers(1, 25)))
+def test_a_shuffled_epoch_has_every_sample_once(sizes: list[int], epoch: int, block: int, window: int | None) -> None:
+    order = shuffled(sizes, epoch=epoch, block_size=block, window=window)
+    assert sorted(order.locate(0, sum(sizes)).tolist()) == list(range(sum(sizes)))
+
+
+@given(SIZES, st.integers(1, 10), st.one_of(st.none(), st.integers(1, 25)), st.data())
+def test_any_stretch_of_an_epoch_is_found_without_the_rest(
+    sizes: list[int], block: int, window: int | None, data: st.DataObject
+) -> None:
+    count = sum(sizes)
+    start = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(start + 1, count))
+    whole = shuffled(sizes, block_size=block, window=window).locate(0, count)
+    assert shuffled(sizes, block_size=block, window=window).locate(start, stop).tolist() == whole[start:stop].tolist()
+
+
+def test_the_order_of_a_small_epoch_is_blocks_permuted_in_windows_of_permuted_shards() -> None:
+    order = shuffled([4, 3, 1, 5], block_size=2, window=2).locate(0, 13).tolist()
+    assert order[:5] == [7, 0, 1, 2, 3]  # shards 2 and 0, cut into 7 0 │ 1 2 │ 3
+    assert order[5:] == [9, 10, 6, 8, 4, 5, 11, 12]  # shards 1 and 3, cut into 4 5 │ 6 8 │ 9 10 │ 11 12
+
+
+def test_samples_of_a_block_stay_together() -> None:
+    order = shuffled([800], block_size=8).locate(0, 800).reshape(100, 8)
+    assert (order % 8 == np.arange(8)).all()
+    assert not np.array_equal(order[:, 0], np.arange(0, 800, 8))
+
+
+@given(SIZES, st.integers(1, 12))
+def test_a_window_is_as_many_shards_as_asked_for(sizes: list[int], window: int) -> None:
+    shards = len(sizes)
+    order = shuffled(sizes, block_size=3, window=window)
+    windows = 1 if shards < 2 * window else -(-shards // window)
+    shard_of = np.repeat(np.arange(shards), sizes)
+    ends = [0, *order._window_ends.tolist()]
+    assert len(ends) == windows + 1
+    seen: list[set[int]] = [set(shard_of[order.locate(a, b)].tolist()) for a, b in itertools.pairwise(ends) if b > a]
+    assert all(len(shards_seen) <= (shards if windows == 1 else window) for shards_seen in seen)
+    assert sum(len(shards_seen) for shards_seen in seen) == sum(size > 0 for size in sizes)  # no shard in two windows
+
+
+def test_another_seed_or_epoch_is_another_order() -> None:
+    sizes = [10] * 10
+    orders = [shuffled(sizes, seed=seed, epoch=epoch).locate(0, 100).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@given(st.integers(1, 500), st.integers(1, 100), st.integers(0, 1000))
+def test_spans_cover_an_epoch_and_differ_by_one_at_most(count: int, lanes: int, epoch: int) -> None:
+    spans = sorted(lane_span(count, lane, lanes, epoch) for lane in range(lanes))
+    assert spans[0][0] == 0 and spans[-1][1] == count
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+    lengths = {stop - start for start, stop in spans}
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 60))
+def test_batches_are_dealt_over_the_lanes_one_by_one(count: int, rows: int, lanes: int) -> None:
+    spans = [batches_span(count, rows, place, lanes) for place in range(lanes)]
+    assert spans[0][0] == 0 and spans[-1][1] == count
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+    batches = -(-count // rows)
+    dealt = [len(range(place, batches, lanes)) for place in range(lanes)]
+    assert [-(-(end - begin) // rows) for begin, end in spans] == dealt
+    short = [place for place, (begin, end) in enumerate(spans) if (end - begin) % rows]
+    assert short == ([(batches - 1) % lanes] if count % rows else [])
+
+
+def test_every_lane_of_a_tiny_dataset_gets_something_within_as_many_epochs_as_lanes() -> None:
+    for lane in range(40):
+        spans = [lane_span(3, lane, 40, epoch) for epoch in range(7, 47)]
+        assert any(begin < end for begin, end in spans)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 20))
+def test_dealt_blocks_are_every_sample_once_each_lanes_in_file_order(count: int, lanes: int, block: int) -> None:
+    given = []
+    for place in range(lanes):
+        mine = sequential_positions(0, sequential_count(count, place, lanes, block), place, lanes, block).tolist()
+        assert mine == sorted(mine)
+        given += mine
+    assert sorted(given) == list(range(count))
+
+
+def test_file_order_is_dealt_in_blocks() -> None:
+    shares = [sequential_positions(0, sequential_count(10, place, 3, 2), place, 3, 2).tolist() for place in range(3)]
+    assert shares == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5]]
+
+
+@pytest.mark.parametrize("window", [1, 32, None])
+def test_first_samples_of_epochs_are_spread_over_the_dataset(window: int | None) -> None:
+    counts = Counter(
+        int(shuffled([10] * 100, epoch=epoch, window=window).locate(0, 1)[0]) // 100 for epoch in range(400)
+    )
+    assert len(counts) == 10
+    assert max(counts.values()) < 80  # 40 expected
+
+
+@settings(max_examples=20)
+@given(st.integers(2**16 * 8, 2**24))
+def test_windows_too_large_for_a_table_have_every_sample_once(count: int) -> None:
+    order = shuffled([count], block_size=1)
+    positions = order.locate(count // 2, count // 2 + 5000)
+    assert len(np.unique(positions)) == 5000
+    assert positions.max() < count

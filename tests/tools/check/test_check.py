@@ -1,0 +1,222 @@
+"""`savable check` finds ahead of time whatever a run would stumble over; `savable index` survives it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from savable_pipeline.data.shards import processes as processes_of_shards
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.indexing import open_index
+from savable_pipeline.tools.check.dataset_check import CheckReport, check
+from savable_pipeline.tools.check.shard_check import check_shard
+from savable_pipeline.tools.cli.main import app
+from tests.conftest import write_tar
+from tests.support.toy_files import jpeg, snapshot
+
+Damage = Callable[[Path], object]
+NAMES = ["0.tar", "1.tar", "2.tar"]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards of three captioned images, indexed, and with what Energon has."""
+    root = tmp_path_factory.mktemp("pristine")
+    for shard, name in enumerate(NAMES):
+        members = []
+        for i in range(3):
+            text = json.dumps({"n": i}).encode()
+            members += [(f"k{i}.jpg", jpeg(shard * 3 + i)), (f"k{i}.json", text), (f"k{i}.txt", b"caption")]
+        write_tar(root / name, members)
+    open_index(root, NAMES)
+    (root / ".nv-meta/.info.json").write_text(json.dumps({"shard_counts": dict.fromkeys(NAMES, 3)}))
+    (root / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": NAMES}}))
+    return root
+
+
+@pytest.fixture
+def dataset(pristine: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    for path in pristine.rglob("*"):
+        target = tmp_path / "data" / path.relative_to(pristine)
+        if path.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return tmp_path / "data"
+
+
+def edited(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda root: (root / name).write_bytes(change((root / name).read_bytes()))
+
+
+def flipped(at: int) -> Callable[[bytes], bytes]:
+    return lambda raw: raw[:at] + bytes([raw[at] ^ 0xFF]) + raw[at + 1 :]
+
+
+def zeroed(first: int, last: int) -> Callable[[bytes], bytes]:
+    return lambda raw: raw[:first] + bytes(last - first) + raw[last:]
+
+
+def swapped(root: Path) -> None:
+    """Another shard of the same size."""
+    size = (root / "1.tar").stat().st_size
+    write_tar(root / "1.tar", [(f"q{i}.txt", b"x") for i in range(3)])
+    (root / "1.tar").write_bytes((root / "1.tar").read_bytes().ljust(size, b"\0"))
+
+
+JPEG_BYTES = len(jpeg(3))
+TEXT_AT = 512 + -(-JPEG_BYTES // 512) * 512 + 512 + 512  # where the header of k0.txt stands
+DAMAGES: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
+    "nothing": (lambda root: None, set()),
+    "missing": (lambda root: (root / "1.tar").unlink(), {("1.tar", "missing shard")}),
+    "truncated": (lambda root: os.truncate(root / "1.tar", 3000), {("1.tar", "damaged shard")}),
+    "cut in its final padding": (
+        edited("1.tar", lambda raw: raw.rstrip(b"\0")),
+        {("1.tar", "damaged shard")},
+    ),
+    "empty": (lambda root: os.truncate(root / "1.tar", 0), {("1.tar", "damaged shard")}),
+    "zero-filled header": (edited("1.tar", zeroed(TEXT_AT, TEXT_AT + 512)), {("1.tar", "damaged shard")}),
+    "flipped in a header": (edited("1.tar", flipped(TEXT_AT + 3)), {("1.tar", "damaged shard")}),
+    "zero-filled image": (edited("1.tar", zeroed(512, 512 + JPEG_BYTES)), {("1.tar", "zero-filled")}),
+    "no image": (edited("1.tar", flipped(512)), {("1.tar", "unreadable image")}),
+    "cut image": (edited("1.tar", zeroed(512 + JPEG_BYTES // 2, 512 + JPEG_BYTES)), {("1.tar", "unreadable image")}),
+    "malformed JSON": (
+        edited("1.tar", lambda raw: raw.replace(b'{"n": 1}', b'{"n"; 1}')),
+        {("1.tar", "malformed JSON")},
+    ),
+    "malformed text": (
+        edited("1.tar", lambda raw: raw.replace(b"caption", b"c\xffption", 1)),
+        {("1.tar", "malformed text")},
+    ),
+    "grown": (edited("1.tar", lambda raw: raw + bytes(512)), {("1.tar", "changed since it was indexed")}),
+    "swapped": (
+        swapped,
+        {("1.tar", "changed since it was indexed"), ("1.tar", "wrong .tar.idx")},
+    ),
+    "offsets of another shard": (edited("1.tar.idx", flipped(8)), {("1.tar", "wrong .tar.idx")}),
+    "offsets cut short": (edited("1.tar.idx", lambda raw: raw[:-3]), {("1.tar", "wrong .tar.idx")}),
+    "another count": (
+        edited(".nv-meta/.info.json", lambda raw: raw.replace(b'"1.tar": 3', b'"1.tar": 4')),
+        {("1.tar", "wrong count")},
+    ),
+    "a split of unknown shards": (
+        edited(".nv-meta/split.yaml", lambda raw: raw.replace(b"2.tar", b"9.tar")),
+        {("", "wrong metadata")},
+    ),
+    "excluding what is not there": (
+        edited(".nv-meta/split.yaml", lambda raw: raw[:-1] + b', "exclude": ["0.tar/k0", "9.tar/k0"]}'),
+        {("", "wrong metadata")},
+    ),
+    "a split that leads outside": (
+        edited(".nv-meta/split.yaml", lambda raw: raw.replace(b"2.tar", b"../../etc/passwd")),
+        {("", "wrong metadata")},
+    ),
+    "metadata that is none": (edited(".nv-meta/.info.json", lambda raw: raw[:-3]), {("", "wrong metadata")}),
+}
+
+
+def found(report: CheckReport) -> set[tuple[str, str]]:
+    return {(problem.shard, problem.reason) for problem in report.problems}
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are checked in this process, which is quicker for three."""
+
+    def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
+        return ((name, msgspec.msgpack.encode(check_shard(root, name))) for name in names)
+
+    monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("what", DAMAGES)
+def test_each_kind_of_damage_is_found_where_it_is_and_nothing_else(dataset: Path, what: str) -> None:
+    damage, expected = DAMAGES[what]
+    damage(dataset)
+    before = snapshot(dataset)
+    report = check(dataset)
+    assert found(report) == expected
+    assert snapshot(dataset) == before
+    if not expected:
+        assert (report.shards, report.samples) == (3, 9)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_fault_of_a_sample_says_which_and_where(dataset: Path) -> None:
+    DAMAGES["malformed JSON"][0](dataset)
+    (problem,) = check(dataset).problems
+    assert (problem.shard, problem.key, problem.part, problem.index) == ("1.tar", "k1", "json", 1)
+    assert problem.offset is not None
+    raw = (dataset / "1.tar").read_bytes()
+    assert raw[problem.offset : problem.offset + 8] == b'{"n"; 1}'
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_tells_what_is_wrong_as_text_and_as_json(dataset: Path) -> None:
+    whole = run("check", dataset)
+    assert (whole.exit_code, whole.stdout.split(": ")[1]) == (0, "nothing wrong\n")
+    DAMAGES["truncated"][0](dataset)
+    DAMAGES["offsets of another shard"][0](dataset)
+    DAMAGES["a split of unknown shards"][0](dataset)
+    text = run("check", dataset, "--workers", 2)
+    assert text.exit_code == 1
+    assert "3 shards, 6 samples" in text.stdout and "2 problems" in text.stdout
+    assert "1.tar: damaged shard: no tar header at byte 2560: truncated" in text.stdout
+    assert "checking: 3 of 3 shards" in text.stderr
+    told = run("check", dataset, "--json")
+    assert told.exit_code == 1
+    facts = json.loads(told.stdout)
+    assert (facts["shards"], facts["samples"], facts["root"]) == (3, 6, str(dataset))
+    assert [(p["shard"], p["reason"]) for p in facts["problems"]] == [
+        ("", "wrong metadata"),
+        ("1.tar", "damaged shard"),
+    ]
+    assert run("check", dataset / "nothing").exit_code == 2
+
+
+def test_the_command_indexes_and_lists_what_it_could_not_read(dataset: Path) -> None:
+    (dataset / INDEX_NAME).unlink()
+    os.truncate(dataset / "1.tar", 5700)
+    first = run("index", dataset)
+    assert first.exit_code == 1
+    assert f"index: {dataset / INDEX_NAME}" in first.stdout
+    assert "1.tar: " in first.stdout and "(1 sample before it)" in first.stdout
+    assert "indexing: 3 of 3 shards" in first.stderr
+    again = run("index", dataset)
+    assert again.exit_code == 1 and "indexing: 1 of 1 shards" in again.stderr
+    (dataset / "1.tar").write_bytes((dataset / "0.tar").read_bytes())
+    assert run("index", dataset).exit_code == 0
+    assert "indexing: 0 of 0 shards" in run("index", dataset).stderr
+
+
+def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
+        return processes_of_shards.each_shard("tests.support.toy_check:die_over_one", root, names, processes)
+
+    monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
+    report = check(dataset, processes=1)
+    assert found(report) == {("1.tar", "cannot be checked")}
+    assert report.samples == 6
+
+
+def test_images_with_alpha_are_a_warning(dataset: Path) -> None:
+    clear = io.BytesIO()
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(clear, "PNG")
+    write_tar(dataset / "new" / "3.tar", [("a.png", clear.getvalue()), ("b.png", clear.getvalue())])
+    shown = CliRunner().invoke(app, ["check", str(dataset / "new")])
+    assert shown.exit_code == 0 and "nothing wrong" in shown.stdout
+    assert "warning: 2 images have alpha: sample.image() lays them over white, or over its background=" in shown.stdout
+    assert check(dataset / "0.tar").with_alpha == 0 and check(dataset / "new").with_alpha == 2

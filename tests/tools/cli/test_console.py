@@ -1,0 +1,74 @@
+"""What the command prints of names and keys is text: no escape sequence reaches the terminal, and no emoji is made."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from typer.testing import CliRunner
+
+from savable_pipeline.tools.cli.console import console, printable
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.cli.progress import progress_of
+from tests.conftest import write_tar
+
+EVIL = "k\x1b[31m\x07\x9b2J\u202e:train:[bold]"
+SEEN = "k\\x1b[31m\\x07\\x9b2J\\u202e:train:[bold]"
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    """A shard, an image and a caption with such names and keys; neither part is what it should be."""
+    folder = tmp_path / f"{EVIL}.d"
+    write_tar(
+        folder / f"{EVIL}.tar", [(f"{EVIL}.png", b"no image"), (f"{EVIL}.txt", b"\xff"), (f"{EVIL}.{EVIL}", b"x")]
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "as_json"), [("info", False), ("info", True), ("check", False), ("check", True), ("index", False)]
+)
+def test_no_escape_sequence_of_a_name_reaches_the_terminal(evil: Path, command: str, as_json: bool) -> None:
+    run = CliRunner().invoke(app, [command, str(evil), *(["--json"] if as_json else [])])
+    assert run.exit_code == (1 if command == "check" else 0), run.output
+    for part in ("\x1b", "\x07", "\x9b", "\u202e", "\N{TRAIN}"):
+        assert part not in run.output
+    if as_json:
+        assert EVIL in str(json.loads(run.stdout)) or repr(EVIL)[1:-1] in str(json.loads(run.stdout))
+    else:
+        assert SEEN in run.output.replace("\n", "")
+
+
+def test_an_error_shows_a_name_as_text(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["info", str(tmp_path / EVIL)])
+    assert run.exit_code == 2 and SEEN in run.output and "\x1b" not in run.output
+
+
+def test_a_word_between_colons_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print(f"{printable('train.py:train: equal')}")
+    assert capsys.readouterr().out == "train.py:train: equal\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_shows_a_target_as_it_was_given(terminal: bool) -> None:
+    shown = io.StringIO()
+    on = Console(file=shown, force_terminal=terminal, emoji=False, width=200, color_system=None)
+    with progress_of(on, "importing train.py:train: [bold]\x07", "batches") as progress:
+        progress(1, 2)
+    assert "importing train.py:train: [bold]\\x07" in shown.getvalue()
+
+
+def test_lone_surrogates_and_ends_of_lines_are_escapes() -> None:
+    assert printable("a\udcff\n\u2028b é 猫") == "a\\udcff\\n\\u2028b é 猫"
+
+
+def test_a_preview_names_its_page_as_text(tmp_path: Path) -> None:
+    Image.new("RGB", (4, 4)).save(data := io.BytesIO(), "PNG")
+    write_tar(tmp_path / "x.tar", [("k.png", data.getvalue())])
+    run = CliRunner().invoke(app, ["preview", str(tmp_path), "-o", str(tmp_path / "a:train:.html")])
+    assert run.exit_code == 0 and "a:train:.html" in run.output

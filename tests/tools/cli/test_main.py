@@ -1,0 +1,247 @@
+"""The command `savable`: what it prints where, and how it exits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import savable_pipeline as sp
+from savable_pipeline.tools.cli import convert_command as command
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.convert import convert
+from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
+
+TOOL = Path(__file__).parents[3] / "tools/convert.py"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"savable_pipeline {sp.__version__}\n")
+
+
+def test_python_m_runs_every_command(tmp_path: Path) -> None:
+    module = [sys.executable, "-m", "savable_pipeline.tools.cli.main"]
+    page = tmp_path / "page.html"
+    pipeline = f"{Path(__file__).parents[2] / 'support/toy_pipelines.py'}:nothing"
+    shown = subprocess.run([*module, "preview", pipeline, "-o", page], capture_output=True, text=True)
+    assert shown.returncode == 2 and "has no 'nothing'" in shown.stderr, shown.stderr
+
+
+def test_a_clean_conversion_exits_with_zero_and_says_what_it_wrote(tmp_path: Path) -> None:
+    result = run("convert", fill(tmp_path / "in", 7), tmp_path / "out", "--shard-samples", "3")
+    assert result.exit_code == 0
+    assert result.stdout == "7 samples in 3 shards, 30.7 kB\nnothing rejected\n"
+    assert len(tar_files(tmp_path / "out")) == 14
+
+
+def test_rejects_are_told_with_their_reasons_and_exit_with_one(tmp_path: Path) -> None:
+    bad = {f"bad{i:02d}.jpg": b"x" for i in range(11)} | {"no[red]dot": b"x", ".hidden": b""}
+    result = run("convert", fill(tmp_path / "in", 2, **bad), tmp_path / "out")
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[:6] == [
+        "2 samples in 1 shard, 10.2 kB",
+        "1 hidden file or folder skipped",
+        "12 rejected and left out:",
+        "       11 × unreadable image",
+        "        1 × no extension",
+        "  no[red]dot: no extension",
+    ]
+    assert lines[6] == "  bad00.jpg: unreadable image (no image format that is read)"
+    assert lines[-2:] == ["  … 2 more", f"all of them: {tmp_path / 'out/.nv-meta/savable.rejected.jsonl'}"]
+    assert len(tar_files(tmp_path / "out")) == 4
+
+
+def test_with_skip_bad_rejects_are_told_and_exit_with_zero(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2, README=b"x")
+    result = run("convert", source, tmp_path / "out", "--skip-bad")
+    assert result.exit_code == 0 and "1 × no extension" in result.stdout
+    assert run("convert", source, tmp_path / "out").exit_code == 1, "told again, though all is done"
+
+
+def test_where_everything_is_rejected_the_exit_code_is_two_in_any_case(tmp_path: Path) -> None:
+    result = run("convert", fill(tmp_path / "in", 0, README=b"x"), tmp_path / "out", "--skip-bad")
+    assert result.exit_code == 2
+    assert "1 × no extension" in result.stdout and "everything" in result.stderr
+
+
+def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
+    fill(tmp_path / "pictures", 4, **{"x.jpg": b"unchecked"})
+    source = write_lines(tmp_path / "meta.jsonl", {"id": "k", "a": "x.jpg", "b": "../pictures/000.jpg"})
+    options = ["--key-field=id", "--file-field=a", "--file-field=b=mask", "--allow-outside", "--no-check-images"]
+    result = run("convert", source, tmp_path / "out", *options, "--files-from", tmp_path / "pictures")
+    assert result.exit_code == 0, result.output
+    assert list(tar_files(tmp_path / "out")) == ["k.jpg", "k.json", "k.mask.jpg"]
+    result = run("convert", write_lines(tmp_path / "b.jsonl", {"image": "a cat"}), tmp_path / "b", "--no-files")
+    assert result.exit_code == 0 and list(tar_files(tmp_path / "b")) == ["000000001.json"]
+    result = run("convert", tmp_path / "pictures", tmp_path / "c", "--shard-bytes=1", "--workers=1")
+    assert len(list((tmp_path / "c").glob("*.tar"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "gone", "out"], "gone: no such file or folder"),
+        (["convert", "in", "out", "--shard-bytes=-1"], "a shard must hold something"),
+        (["convert", "in", "out", "--workers=0"], "workers must be 1 or more"),
+        (["convert", "in", "out", "--no-files", "--file-field=a"], "exclude each other"),
+        (["convert", "in", "file"], "file is a file"),
+        (["convert", "in", "file/out"], "Not a directory"),
+        (["convert", "in", "out", "--keys", "file"], "file: no key in it; expected the keys of samples, one a line"),
+        (["convert", "in", "out", "--only", " , "], "--only names no part; expected extensions, such as jpg,txt"),
+        (["preview", "in", "-o", "gone/page.html"], "gone/page.html: there is no folder gone to write it into"),
+        (["preview", "in", "-o", "in"], "in is a folder; expected a name for a file, such as in/page.html"),
+        (["plan", "no:such", "-o", "gone/page.html"], "there is no folder gone to write it into"),
+        (["ledger", "report", "in", "-o", "gone/page.html"], "there is no folder gone to write it into"),
+        (
+            ["ledger", "batch", "in", "no:such", "--slot=0", "--save=gone/a.pt"],
+            "there is no folder gone to write it into",
+        ),
+        (["verify-resume", "no:such", "--pictures=gone"], "there is no folder gone for pictures"),
+        (["info", "gone"], "gone: no such shard or folder"),
+        (["info", "in"], "/in: no .tar file in this folder or below it; `savable convert "),
+        (["check", "in"], " DST` makes a dataset of its files"),
+        (["index", "table.csv"], "/table.csv DST` makes a dataset of it"),
+        (["preview", "in/000.jpg"], "/in DST` makes a dataset of its folder"),
+        (["state", "gone"], "gone: no such file; expected a file that torch.save wrote"),
+        (["state", "in"], "in: a folder; expected a file that torch.save wrote"),
+        (["info", "bad.tar"], "bad.tar"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_and_exit_code_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path / "in", 2)
+    (tmp_path / "file").touch()
+    (tmp_path / "table.csv").write_text("path,text\n")
+    (tmp_path / "bad.tar").write_bytes(b"no tar" * 300)
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ") and len(result.stderr.splitlines()) <= 2
+
+
+def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2)
+    run("convert", source, tmp_path / "out")
+    result = run("convert", source, tmp_path / "out", "--shard-samples=1")
+    assert result.exit_code == 2
+    assert "holds another conversion: shard_samples None there, 1 here" in result.stderr
+
+
+def test_the_same_conversion_again_says_that_all_is_there(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2)
+    first, second = (run("convert", source, tmp_path / "out").stdout for _ in range(2))
+    assert second == f"all is there already, nothing was written:\n{first}"
+    (tmp_path / "out/000000.tar").unlink()
+    assert run("convert", source, tmp_path / "out").stdout == first
+
+
+def test_compressed_tars_again_say_that_all_is_there(tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    with tarfile.open(tmp_path / "packed/a.tar.gz", "w:gz") as tar:
+        tar.add(fill(tmp_path / "in", 2) / "000.txt", "000.txt")
+    os.utime(tmp_path / "packed/a.tar.gz", (0, 0))
+    first = run("convert", tmp_path / "packed", tmp_path / "out").stdout
+    soon = time.time() + 60  # the plain tar is of a later second than the packed one was changed
+    os.utime(tmp_path / "out/a.tar", (soon, soon))
+    assert run("convert", tmp_path / "packed", tmp_path / "out").stdout.splitlines() == [
+        "all is there already, nothing was written:",
+        *first.splitlines(),
+    ]
+
+
+def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_path: Path) -> None:
+    source, other = fill(tmp_path / "in", 2), fill(tmp_path / "other", 3)
+    run("convert", source, tmp_path / "out")
+    result = run("convert", other, tmp_path / "out")
+    assert result.exit_code == 2
+    assert (
+        f"holds another conversion: source '{source}' there, '{other}' here; samples 2 there, 3 here" in result.stderr
+    )
+    same_sizes = fill(tmp_path / "same", 2)
+    text = (same_sizes / "000.txt").read_bytes()
+    (same_sizes / "000.txt").write_bytes(text.upper())
+    result = run("convert", same_sizes, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"000.txt; source '{source}' there, '{same_sizes}' here" in result.stderr
+
+
+def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "convert_files", interrupted)
+    result = run("convert", tmp_path, tmp_path / "out")
+    assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "stopped"
+
+
+def test_progress_is_plain_lines_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 3)
+    pipe = subprocess.run([sys.executable, TOOL, source, tmp_path / "a"], capture_output=True, check=True)
+    assert pipe.stderr.decode().splitlines() == [
+        f"reading {source}: a folder of files",
+        "converting: 0 of 3 samples",
+        "converting: 3 of 3 samples",
+    ]
+    ours, theirs = pty.openpty()
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    arguments = [sys.executable, TOOL, source, tmp_path / "b"]
+    with subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.PIPE, env=terminal) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        assert process.stdout is not None
+        assert process.stdout.read() == pipe.stdout
+    os.close(ours)
+    assert process.returncode == 0
+    assert "━" * 20 in shown.decode() and "3/3" in shown.decode() and "converting: 0 of" not in shown.decode()
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+
+
+def test_info_says_what_a_dataset_holds(tmp_path: Path) -> None:
+    convert(fill(tmp_path / "in", 7, **{"b/001.json": b"{}"}), tmp_path / "out", SMALL)
+    before = snapshot(tmp_path / "out")
+    shown = run("info", tmp_path / "out").stdout
+    for words in ("shards 3", "samples 7", "split train 7 samples", "000002.tar: 1 sample,", "json │ 1", "000: jpg"):
+        assert words in " ".join(shown.split()), words
+    facts = json.loads(run("info", "--json", tmp_path / "out").stdout)
+    assert facts["parts"]["txt"] == {"samples": 7, "mean_bytes": pytest.approx(18 + (2 * 2 + 2 * 6) / 7)}
+    assert facts["parts"]["json"] == {"samples": 1, "mean_bytes": 2}
+    assert facts["first_sample"] == {"key": "000", "parts": {"jpg": facts["first_sample"]["parts"]["jpg"], "txt": 18}}
+    assert (facts["shards"], facts["samples"], facts["bytes"]) == (3, 7, 3 * 10_240 + 0)
+    assert facts["splits"] == {"train": 7}
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_info_of_some_shards_counts_those_only(tmp_path: Path) -> None:
+    convert(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
+    facts = json.loads(run("info", "--json", f"{tmp_path}/out/00000{{1..2}}.tar").stdout)
+    assert (facts["shards"], facts["samples"], facts["parts"]["jpg"]["samples"]) == (2, 4, 4)
+
+
+def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
+    convert(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
+    splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000000.tar"]}
+    (tmp_path / "out/.nv-meta/split.yaml").write_text(json.dumps(splits))
+    assert json.loads(run("info", "--json", tmp_path / "out").stdout)["splits"] == {"train": 3, "val": 1}
+    (tmp_path / "out/.nv-meta/split.yaml").write_text("- what: is this")
+    result = run("info", tmp_path / "out")
+    assert result.exit_code == 2 and "expected names with values, found list" in result.stderr

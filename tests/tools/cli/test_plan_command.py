@@ -1,0 +1,79 @@
+"""`savable plan` on its command line: what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from savable_pipeline.tools.cli.main import app
+from tests.conftest import MakeShards
+
+_TRAIN = """
+import savable_pipeline as sp
+
+class Ids(sp.TaskEncoder):
+    one_to_one = True
+    global_rng = False
+    def encode(self, sample, rng):
+        return list(range(sample.json()["id"] % 9 + 1))
+    def length(self, item):
+        return len(item)
+    def batch(self, items, rng):
+        return items
+
+def pipeline(lane):
+    return sp.Batcher(sp.Encode(sp.TarShardReader({shards!r}, lane, epochs=1), Ids()), size=4)
+
+def loader():
+    return sp.SavableLoader(pipeline, seed=1, lanes=6)
+"""
+
+
+@pytest.fixture
+def train(make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    file = tmp_path / "planned_train.py"
+    file.write_text(_TRAIN.format(shards=str(make_shards([60, 47]))))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield str(file)
+    sys.modules.pop("planned_train", None)
+
+
+def plan(arguments: str) -> str:
+    result = CliRunner().invoke(app, shlex.split(f"plan {arguments}"), catch_exceptions=False)
+    return f"{result.exit_code}\n{result.output}"
+
+
+def test_a_loader_is_planned_in_tables_and_on_a_page(train: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan<b>.html"
+    printed = plan(f"{train}:loader --ranks 2 --samples 20 -o '{page}'")
+    assert printed.startswith("0")
+    assert re.search(r"steps an epoch +12 +counted", printed), printed  # 4 rounds of 6 batches
+    assert "as it is" in printed and "num_workers" not in printed
+    text = page.read_text()
+    assert text.count("<svg") == 3 and "<script" not in text and "steps an epoch" in text
+    assert f"{train}:loader" in text
+
+
+def test_json_holds_the_same_numbers(train: str) -> None:
+    result = CliRunner().invoke(app, ["plan", f"{train}:pipeline", "--ranks=3", "--lanes=3", "--samples=20", "--json"])
+    found = json.loads(result.stdout)
+    assert found["steps"]["how"] == "counted" and found["steps"]["steps"] == 9 and found["planned_lanes"] == 3
+    assert found["steps"]["left_samples"] == 0  # 27 batches, the last of 3 samples
+    assert len(found["lengths"]["sizes"]) >= 20 and found["waits"]["ways"][0]["name"] == "as it is"
+
+
+def test_a_pipeline_has_the_lanes_of_a_loader_unless_they_are_given(train: str) -> None:
+    assert "lanes=96, yours" in plan(f"{train}:pipeline --ranks 2 --samples 10")
+
+
+def test_wrong_wishes_are_errors_of_one_line(train: str) -> None:
+    printed = plan(f"{train}:loader --ranks 8 --nodes 3")
+    assert printed.startswith("2\n") and "--nodes must divide --ranks" in printed
+    assert "for a pipeline function" in plan(f"{train}:loader --lanes 4")

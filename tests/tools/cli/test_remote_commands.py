@@ -1,0 +1,175 @@
+"""The commands `info`, `index`, `check` and `preview` take URLs: they say of shards there what they say of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.kinds import FORMATS, open_any
+from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.convert import convert
+from tests.conftest import write_tar
+from tests.support.toy_files import SMALL, fill
+from tests.support.toy_remote_stores import KINDS, SIZES, WRITERS, names_of
+from tests.support.toy_server import ToyServer, serving
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Seven captioned images in three shards, with Energon's metadata and a split that leaves one out."""
+    convert(fill(tmp_path / "in", 7), tmp_path / "data", SMALL)
+    splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000001.tar/003"]}
+    (tmp_path / "data/.nv-meta/split.yaml").write_text(json.dumps(splits))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def server(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
+    monkeypatch.setenv("SAVABLE_RETRY_S", "1")
+    with serving(tmp_path) as server:
+        yield server
+
+
+def litter(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.name.startswith("check-")]
+
+
+@pytest.mark.parametrize("shards", ["/data/", "/data/00000{1..2}.tar"])
+def test_info_over_a_server_is_that_of_the_folder(server: ToyServer, data: Path, shards: str) -> None:
+    here = json.loads(run("info", "--json", f"{data.parent}{shards}").stdout)
+    there = json.loads(run("info", "--json", f"{server.url}{shards}").stdout)
+    assert there == {**here, "root": f"{server.url}/data"}
+
+
+def test_check_over_a_server_finds_what_it_finds_in_the_folder(server: ToyServer, data: Path, tmp_path: Path) -> None:
+    clean = run("check", f"{server.url}/data/")
+    assert (clean.exit_code, clean.stdout) == (0, "3 shards, 7 samples, 30.7 kB: nothing wrong\n")
+    raw = bytearray((data / "000001.tar").read_bytes())
+    raw[512:600] = bytes(88)
+    (data / "000001.tar").write_bytes(raw)
+    (data / "000000.tar.idx").write_bytes(bytes(32))
+    (data / "000002.tar").unlink()
+    before = server.sent()
+    here = json.loads(run("check", "--json", data).stdout)
+    result = run("check", "--json", f"{server.url}/data/")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {**here, "root": f"{server.url}/data"}
+    reasons = [problem["reason"] for problem in here["problems"]]
+    assert reasons == ["wrong .tar.idx", "unreadable image", "missing shard"]
+    assert server.sent() - before == 2 * 10_240  # nothing is kept of what is checked
+    assert litter(tmp_path / "cache") == []
+
+
+def test_a_shard_that_a_server_does_not_give_is_a_problem_of_that_shard_alone(server: ToyServer) -> None:
+    server.fault = lambda path, number: "403" if path.endswith("1.tar") else None
+    report = json.loads(run("check", "--json", f"{server.url}/data/").stdout)
+    server.fault = lambda path, number: "500" if path.endswith("1.tar") else None
+    again = json.loads(run("check", "--json", f"{server.url}/data/").stdout)
+    for found in (report, again):  # one that is forbidden is not missing
+        assert [(problem["shard"], problem["reason"]) for problem in found["problems"]] == [
+            ("000001.tar", "cannot be checked")
+        ]
+    assert report["samples"] == again["samples"] == 4
+
+
+def test_index_over_a_server_makes_what_can_be_uploaded(server: ToyServer, data: Path, tmp_path: Path) -> None:
+    (data / INDEX_NAME).unlink()
+    made = run("index", f"{server.url}/data/")
+    assert made.exit_code == 0
+    assert made.stderr.splitlines()[-2:] == ["indexing: 0 of 3 shards", "indexing: 3 of 3 shards"]
+    (data / INDEX_NAME).write_bytes(Path(made.stdout.removeprefix("index: ").strip()).read_bytes())
+    assert open_dataset(str(data)).manifest() == open_dataset(f"{server.url}/data/").manifest()
+    assert server.sent() == 3 * 10_240
+
+
+def test_index_over_a_server_lists_what_is_damaged(server: ToyServer, data: Path) -> None:
+    (data / INDEX_NAME).unlink()
+    os.truncate(data / "000001.tar", 3000)
+    result = run("index", f"{server.url}/data/")
+    assert result.exit_code == 1
+    assert "000001.tar: no tar header at byte 2560: truncated" in result.stdout
+
+
+def test_preview_over_a_server_shows_the_same_samples(server: ToyServer, data: Path, tmp_path: Path) -> None:
+    pages = []
+    for shards in (str(data), f"{server.url}/data/"):
+        assert run("preview", shards, "-o", tmp_path / "page.html").exit_code == 0
+        pages.append((tmp_path / "page.html").read_text().replace(shards.rstrip("/"), ""))
+    assert pages[0] == pages[1]
+    assert "caption of b/c.d/005.jpg" in pages[0]
+
+
+@pytest.mark.parametrize("command", ["info", "index", "check", "preview"])
+def test_a_server_that_has_no_such_thing_is_one_line_and_exit_code_two(server: ToyServer, command: str) -> None:
+    result = run(command, f"{server.url}/nowhere/")
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {server.url}/nowhere: a web server cannot be listed")
+
+
+def test_of_a_sample_longer_than_a_piece_only_what_is_shown_is_fetched(server: ToyServer, tmp_path: Path) -> None:
+    film = os.urandom(9 << 20)
+    write_tar(tmp_path / "films/0.tar", [("a/b.mp4", film), ("a/b.txt", b"x" * 20_000)])
+    sp.TarShardReader(str(tmp_path / "films"), sp.Lane())
+    dataset: Any = open_dataset(f"{server.url}/films/")
+    assert dataset.head(0, 0, "MP4", 1000) == (film[:1000], len(film))
+    assert dataset.head(0, 0, "txt", 100) == (b"x" * 100, 20_000)
+    assert dataset.head(0, 0, "txt", 0) == (b"", 20_000)
+    assert dataset.key(0, 0) == "a/b"
+    assert server.sent() == 1000 + 100 + 512
+    with pytest.raises(KeyError, match="no part 'jpg'"):
+        dataset.head(0, 0, "jpg", 1)
+    assert dataset.read(0, 0, "mp4") == film
+    short: Any = open_dataset(f"{server.url}/data/")
+    assert short.head(0, 0, "txt", 7) == (b"caption", len("caption of 000.txt"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tokens"])
+def test_every_command_says_of_files_behind_a_url_what_it_says_of_the_folder(
+    server: ToyServer, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    WRITERS[kind](folder)
+    assert run("index", folder).exit_code == 0
+    url = f"{server.url}/rows"
+    assert run("index", f"{url}/").exit_code == 0
+    here, there = (json.loads(run("info", "--json", place).stdout) for place in (str(folder), f"{url}/"))
+    assert there == {**here, "root": url}
+    sent = server.sent("")
+    here, there = (json.loads(run("check", "--json", place).stdout) for place in (str(folder), f"{url}/"))
+    assert there == {**here, "root": url}
+    assert not there["problems"]
+    assert server.sent("") - sent < 1.2 * sum(path.stat().st_size for path in folder.rglob("*.*"))
+    pages = []
+    for place in (str(folder), url):
+        assert run("preview", place, "-o", tmp_path / "page.html").exit_code == 0
+        pages.append((tmp_path / "page.html").read_text().replace(place, ""))
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_index_of_files_over_a_server_makes_what_can_be_uploaded(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "rows").mkdir()
+    WRITERS[kind](tmp_path / "rows")
+    made = run("index", f"{server.url}/rows/{names_of(kind)[0]}")
+    assert made.exit_code == 0
+    place = tmp_path / "rows" / FORMATS[kind].index_name
+    place.parent.mkdir()
+    place.write_bytes(Path(made.stdout.removeprefix("index: ").strip()).read_bytes())
+    assert open_any(f"{server.url}/rows/").count == SIZES[0]

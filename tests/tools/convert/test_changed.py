@@ -1,0 +1,197 @@
+"""Files that changed at equal sizes since they were converted, and names with dots in them."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.convert import Options, convert
+from tests.conftest import write_tar
+from tests.support.toy_files import snapshot
+
+TEXTS = Options(shard_samples=4)
+
+
+def texts(folder: Path, count: int = 10) -> Path:
+    folder.mkdir(parents=True)
+    for i in range(count):
+        (folder / f"{i:03d}.txt").write_text(f"text {i}")
+    return folder
+
+
+def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written from now on is newer than what is there, by the clock of the file system alone."""
+    monkeypatch.setattr("savable_pipeline.tools.convert.changed._MARGIN_NS", 0)
+    time.sleep(0.05)
+
+
+def later(path: Path) -> None:
+    """As if the shards had been written an hour ago."""
+    for shard in path.rglob("*.tar"):
+        os.utime(shard, (time.time() - 3600,) * 2)
+
+
+def test_contents_that_changed_at_equal_sizes_are_another_conversion(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in")
+    report = convert(source, tmp_path / "out", TEXTS)
+    later(tmp_path / "out")
+    assert convert(source, tmp_path / "out", TEXTS) == report  # every byte is compared, since each file is newer
+    (source / "003.txt").write_text("text X")
+    os.utime(source / "003.txt", (1, 1))  # its old date hides nothing
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(SavableError, match=r"1 files hold other bytes than were converted, at the same size: 003\.txt"):
+        convert(source, tmp_path / "out", TEXTS)
+    assert snapshot(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("way", ["of another name", "put in its place", "a folder in it put in its place"])
+def test_another_source_of_equal_names_and_sizes_is_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    source, other = texts(tmp_path / "in" / "sub"), texts(tmp_path / "other" / "sub")
+    (other / "003.txt").write_text("text X")  # before anything is converted: no file of it is newer than a shard
+    no_margin(monkeypatch)
+    first = convert(source.parent, tmp_path / "out", TEXTS)
+    if way == "put in its place":
+        source.parent.rename(tmp_path / "old")
+        other.parent.rename(source.parent)
+    elif way == "a folder in it put in its place":
+        source.rename(tmp_path / "old")
+        other.rename(source)
+    again = tmp_path / "other" if way == "of another name" else tmp_path / "in"
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(SavableError, match=r"1 files hold other bytes than were converted, .*: sub/003\.txt"):
+        convert(again, tmp_path / "out", TEXTS)
+    assert snapshot(tmp_path / "out") == before
+    (again / "sub/003.txt").write_text("text 3")
+    assert convert(again, tmp_path / "out", TEXTS) == first
+
+
+def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
+    (other / "009.txt").write_text("text Y")
+    no_margin(monkeypatch)
+    monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(source, tmp_path / "out", TEXTS, workers=1)
+    monkeypatch.undo()
+    with pytest.raises(SavableError, match=r"1 files hold other bytes .*: 009\.txt"):
+        convert(other, tmp_path / "out", TEXTS)
+
+
+def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in", 4)
+    for i in range(5, 7):
+        (source / f"{i:03d}.json").write_text("[1")
+    assert len(convert(source, tmp_path / "out", TEXTS).rejected) == 2
+    (source / "006.json").write_text("12")
+    with pytest.raises(SavableError, match=r"at the same size: 006\.json"):
+        convert(source, tmp_path / "out", TEXTS)
+
+
+def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = texts(tmp_path / "in")
+    monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(source, tmp_path / "out", TEXTS, workers=1)
+    monkeypatch.undo()
+    (source / "009.txt").write_text("text Y")
+    with pytest.raises(SavableError, match="1 files hold other bytes than were converted"):
+        convert(source, tmp_path / "out", TEXTS)
+
+
+def test_a_rejected_file_that_was_mended_is_a_change(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in")
+    (source / "bad.json").write_text("[1")
+    assert len(convert(source, tmp_path / "out", TEXTS).rejected) == 1
+    assert len(convert(source, tmp_path / "out", TEXTS).rejected) == 1
+    (source / "bad.json").write_text("12")
+    with pytest.raises(SavableError, match=r"at the same size: bad\.json"):
+        convert(source, tmp_path / "out", TEXTS)
+
+
+def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    for content in (b"1", b"2"):
+        write_tar(tmp_path / "plain.tar", [("k.txt", content)])
+        source.mkdir(exist_ok=True)
+        (source / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
+        if content == b"1":
+            for _ in range(2):
+                assert convert(source, tmp_path / "out", Options()).samples == 1
+    with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz: it was changed since, at the same size"):
+        convert(source, tmp_path / "out", Options())
+
+
+def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (("in", b"1"), ("other", b"2")):
+        write_tar(tmp_path / "plain.tar", [("k.txt", content)])
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
+    no_margin(monkeypatch)
+    assert convert(tmp_path / "in", tmp_path / "out", Options()).samples == 1
+    with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz"):
+        convert(tmp_path / "other", tmp_path / "out", Options())
+
+
+def dotted(folder: Path) -> Path:
+    folder.mkdir()
+    for i in range(1200):
+        (folder / f"img.v1.{i:04d}.txt").write_text(f"{i}")
+    return folder
+
+
+def test_names_with_dots_are_a_warning_and_have_a_cure(tmp_path: Path) -> None:
+    source = dotted(tmp_path / "in")
+    run = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "first")])
+    assert "1 sample in 1 shard" in run.output
+    assert "warning: one sample has 1200 parts; a key ends at the first dot" in run.output
+    for command in ("info", "check"):
+        told = CliRunner().invoke(app, [command, str(tmp_path / "first")]).output
+        assert command == "info" or "warning: one sample has 1200 parts" in told
+    run = CliRunner().invoke(app, ["convert", "--key-end", "last", str(source), str(tmp_path / "last")])
+    assert "1,200 samples in 1 shard" in run.output and "warning" not in run.output
+    with tarfile.open(tmp_path / "last/000000.tar") as tar:
+        assert tar.getnames()[:2] == ["img_v1_0000.txt", "img_v1_0001.txt"]
+
+
+def test_two_names_that_would_have_one_key_are_rejected(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in", 0)
+    (source / "a.b.txt").write_text("1")
+    (source / "a_b.json").write_text("1")
+    (source / "c.txt").write_text("1")
+    report = convert(source, tmp_path / "out", Options(key_end="last"))
+    assert report.samples == 1
+    assert [reject.reason for reject in report.rejected] == ["two names with one key"]
+
+
+def test_samples_that_lack_a_part_that_nearly_all_have_are_counted(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in", 30)
+    for i in range(28):
+        (source / f"{i:03d}.json").write_text("1")
+    told = "warning: 2 of 30 samples have no part json, which the others have"
+    assert told in CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")]).output
+    for command in ("info", "check"):
+        run = CliRunner().invoke(app, [command, str(tmp_path / "out")])
+        assert run.exit_code == 0 and told in run.output
+
+
+def test_rare_dotted_parts_are_named_and_numbered_ones_are_not() -> None:
+    assert not uneven_parts(100, {"json": 100, **{f"{i}.jpg": 100 // (i + 1) for i in range(300)}})
+    assert not uneven_parts(100, {"jpg": 50, "png": 50, "seg.png": 50})
+    (warning,) = uneven_parts(100, {f"{i:04d}.jpg": 1 for i in range(100)})
+    assert warning.startswith("100 parts are in hardly any sample: 0000.jpg, 0001.jpg, ")
+
+
+def test_an_unknown_key_end_is_an_error() -> None:
+    with pytest.raises(ValueError, match="key_end must be 'first' or 'last', not 'middle'"):
+        Options(key_end="middle")  # type: ignore[arg-type]

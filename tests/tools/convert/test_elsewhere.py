@@ -1,0 +1,206 @@
+"""Shards that other machines write or scan: the bytes are those of this machine's own processes."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from savable_pipeline.core.job_engine import J, R
+from savable_pipeline.data.dataset.kinds import format_of
+from savable_pipeline.data.shards.indexing import index_shards
+from savable_pipeline.data.stores.file_indexing import index_files
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.convert import Options, convert, elsewhere
+from savable_pipeline.tools.convert.elsewhere import attempt, each_shard_by
+from savable_pipeline.tools.convert.shard_job import Job, write_shard
+from tests.support.kills import run_until_killed
+from tests.support.toy_engine import ToyEngine
+from tests.support.toy_files import SMALL, fill, snapshot, write_lines
+from tests.support.toy_sources import HALVES, ONE_A_READER
+
+
+@pytest.mark.parametrize("kind", ONE_A_READER)
+def test_machines_that_are_lost_write_the_bytes_of_local_processes(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ONE_A_READER[kind](tmp_path / "in")
+    monkeypatch.chdir(tmp_path)
+    source = ONE_A_READER[kind](Path("again"))  # a relative path, and machines in other folders
+    reshard = "tars" in source.name
+    local = convert(source, Path("local"), HALVES, reshard=reshard)
+    engine = ToyEngine(tmp_path / "elsewhere")
+    told: list[tuple[int, int]] = []
+    far = convert(
+        source,
+        Path("far"),
+        HALVES,
+        reshard=reshard,
+        engine=engine,
+        progress=lambda done, n, size: told.append((done, n)),
+    )
+    assert snapshot(Path("far")) == snapshot(Path("local"))
+    assert far == local
+    assert engine.runs > local.shards
+    assert (told[0], told[-1]) == ((0, 8), (8, 8)) and told == sorted(told)
+    assert not [path for path in Path("far").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
+
+
+def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(fill(tmp_path / "in", 15), tmp_path / "tars", SMALL)
+    monkeypatch.chdir(tmp_path)
+    Path("packed").mkdir()
+    for tar in sorted(Path("tars").glob("*.tar")):
+        Path("packed", f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes()))
+    damaged = Path("packed/000003.tar.gz")
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    local = convert(Path("packed"), Path("local"), Options())
+    engine, told = ToyEngine(tmp_path / "elsewhere"), list[int]()
+    far = convert(
+        Path("packed"), Path("far"), Options(), engine=engine, workers=2, progress=lambda done, *_: told.append(done)
+    )
+    assert (far, len(far.rejected), told) == (local, 1, [0, 1, 2, 3, 4, 5])
+    assert snapshot(Path("far")) == snapshot(Path("local"))
+    assert engine.runs > 5
+
+
+def test_rejects_are_those_of_local_processes(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 9, **{"003.jpg": b"bad", "nodot": b"", "zz.jpg": b""})
+    local = convert(source, tmp_path / "local", SMALL)
+    assert convert(source, tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere")) == local
+    assert len(local.rejected) == 3
+    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+
+
+def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
+    convert(source, tmp_path / "local", SMALL)
+    event = 1
+
+    def far() -> None:
+        convert(source, tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
+
+    while run_until_killed(far, tmp_path, event):
+        far()
+        assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local"), event
+        shutil.rmtree(tmp_path / "far")
+        event += 13
+    assert event > 100  # else the hook saw too little
+
+
+def test_what_is_finished_is_not_written_again_by_whichever_engine(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 9)
+
+    class Breaks(ToyEngine):
+        def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
+            for done, pair in enumerate(super().each(function, jobs)):
+                if done == 1:
+                    raise SavableError("lost them all")
+                yield pair
+
+    with pytest.raises(SavableError, match="lost them all"):
+        convert(source, tmp_path / "far", SMALL, engine=Breaks(tmp_path / "elsewhere"))
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "far").glob("*.tar")}
+    assert len(written) == 2
+    convert(source, tmp_path / "far", SMALL)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_two_attempts_at_one_shard_at_once_leave_its_bytes_and_no_other_file(tmp_path: Path) -> None:
+    convert(fill(tmp_path / "in", 9), tmp_path / "local", Options())
+    jobs: list[Job] = []
+
+    class Keeps(ToyEngine):
+        def each(self, function: Callable[[J], R], given: Iterable[J]) -> Generator[tuple[J, R], None, None]:
+            jobs.extend(given)  # type: ignore[arg-type]
+            threads = [threading.Thread(target=function, args=(job,)) for job in jobs * 6]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            yield from ((job, function(job)) for job in jobs)  # type: ignore[misc]
+
+    convert(tmp_path / "in", tmp_path / "far", Options(), engine=Keeps(tmp_path / "elsewhere"))
+    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+    with pytest.raises(FileNotFoundError):  # who was taken for lost and comes after the end
+        attempt(jobs[0])
+    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+
+
+def test_a_shard_that_another_machine_put_elsewhere_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unshared(job: Job) -> object:
+        there = tmp_path / "other machine"
+        for folder in (job.target, job.work, job.aside):
+            (there / folder.relative_to("/")).mkdir(parents=True, exist_ok=True)
+        target, work, aside = (there / folder.relative_to("/") for folder in (job.target, job.work, job.aside))
+        return write_shard(replace(job, target=target, work=work, aside=aside), lambda size: None)
+
+    monkeypatch.setattr(elsewhere, "_SEEN_S", 0.3)
+    monkeypatch.setattr(elsewhere, "attempt", unshared)
+    with pytest.raises(SavableError, match=r"000000\.tar was finished by another machine, and is not there .* share"):
+        convert(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
+
+
+def test_an_index_made_elsewhere_is_the_one_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(fill(tmp_path / "in", 9), tmp_path / "local", SMALL)
+    shutil.rmtree(tmp_path / "local/.nv-meta")
+    shutil.copytree(tmp_path / "local", tmp_path / "far")
+    monkeypatch.chdir(tmp_path)
+    engine, told = ToyEngine(tmp_path / "elsewhere"), []
+    index_shards("local")
+    _, faults = index_shards("far", each=each_shard_by(engine), progress=lambda done, total: told.append((done, total)))
+    assert not faults and engine.runs >= 3
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+
+
+def test_tables_are_indexed_elsewhere_too(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", {"n": 1}, {"n": 2})
+    write_lines(tmp_path / "b.jsonl", {"n": 3})
+    form, engine = format_of(str(tmp_path)), ToyEngine(tmp_path / "elsewhere")
+    assert form is not None
+    place, faults = index_files(str(tmp_path), form, each=each_shard_by(engine))
+    far = place.read_bytes()
+    place.unlink()
+    assert (index_files(str(tmp_path), form)[0].read_bytes(), faults) == (far, [])
+    assert engine.runs >= 2
+
+
+def test_a_shard_of_another_size_elsewhere_is_an_error(tmp_path: Path) -> None:
+    convert(fill(tmp_path / "in", 3), tmp_path / "out", SMALL)
+
+    class Elsewhere(ToyEngine):
+        def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
+            given = list(jobs)
+            with (tmp_path / "out/000000.tar").open("ab") as file:
+                file.write(bytes(512))
+            yield from super().each(function, given)
+
+    shutil.rmtree(tmp_path / "out/.nv-meta")
+    with pytest.raises(OSError, match=r"000000\.tar has 10752 bytes, and 10240 where the command runs"):
+        index_shards(tmp_path / "out", each=each_shard_by(Elsewhere(tmp_path / "elsewhere")))
+
+
+def test_without_ray_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    fill(tmp_path / "in", 1)
+    for command in (["convert", str(tmp_path / "in"), str(tmp_path / "out")], ["index", str(tmp_path / "in")]):
+        result = CliRunner().invoke(app, [*command, "--engine", "ray"])
+        assert result.exit_code == 2
+        assert "pip install 'savable_pipeline[ray]'" in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["index", str(tmp_path), "--engine", "spark"])
+    assert result.exit_code == 2 and "--engine is one of local, ray, not 'spark'" in result.output

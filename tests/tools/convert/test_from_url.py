@@ -1,0 +1,209 @@
+"""Sources behind URLs give the shards that they give from a disk, by whichever processes and machines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from savable_pipeline.core.job_engine import J, R
+from savable_pipeline.data.remote.cache_space import bytes_in_use
+from savable_pipeline.errors import RemoteError, SavableError
+from savable_pipeline.tools.convert import Options, Report, convert
+from savable_pipeline.tools.convert.read import close_sources
+from tests.support.kills import run_until_killed
+from tests.support.toy_engine import ToyEngine
+from tests.support.toy_files import SMALL
+from tests.support.toy_server import ToyServer
+from tests.support.toy_sources import HALVES, jsonl
+from tests.support.url_sources import KINDS, converted, rows, shards_in, url_of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_url_gives_the_shards_of_the_disk(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    local = converted(source, tmp_path / "local")
+    assert local.samples >= 19 and local.shards > 3
+    assert converted(url_of(server, source), tmp_path / "there") == local
+    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    size = sum(path.stat().st_size for path in source.parent.rglob("*") if path.is_file() and kind in str(path))
+    assert sum(stop - start for _, start, stop in server.ranges) <= 1.2 * size + 5000, "each byte is fetched once"
+
+
+SHORT = ("tars", "parquet", "jsonl", "mds")
+
+
+@pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
+def test_machines_give_the_shards_of_the_disk_and_keep_nothing(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    local = converted(source, tmp_path / "local")
+
+    class Tidy(ToyEngine):
+        def _run(self, function: Callable[[J], R], job: J) -> R:
+            result = super()._run(function, job)
+            assert not list((tmp_path / "node").glob("*/tmp*")), "a job drops what it downloaded"
+            return result
+
+    engine = Tidy(tmp_path / "elsewhere")
+    assert converted(url_of(server, source), tmp_path / "far", engine=engine) == local
+    assert shards_in(tmp_path / "far") == shards_in(tmp_path / "local")
+    assert engine.runs > local.shards
+    assert not list((tmp_path / "node").iterdir())
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "mds.zstd", *(pytest.param(k, marks=pytest.mark.long) for k in ("tars", "litdata"))]
+)
+def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    local = converted(source, tmp_path / "local")
+    url = url_of(server, source, "http") + ("/{000000..000006}.tar" if kind == "tars" else "")
+    assert converted(url, tmp_path / "there", workers=2) == local
+    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "moments"),
+    [
+        ("parquet", True, [40]),
+        ("jsonl", False, [40]),
+        ("litdata.chunk", False, [40]),
+        pytest.param("mds", True, range(10, 90, 16), marks=pytest.mark.long),
+        pytest.param("litdata", False, range(10, 90, 16), marks=pytest.mark.long),
+        pytest.param("tars", True, range(10, 90, 16), marks=pytest.mark.long),
+        pytest.param("array", False, range(10, 90, 16), marks=pytest.mark.long),
+    ],
+)
+def test_after_a_kill_the_same_command_goes_on_with_the_same_bytes(
+    server: ToyServer, tmp_path: Path, kind: str, engine: bool, moments: Sequence[int]
+) -> None:
+    source, killed = KINDS[kind](tmp_path / "www" / kind), 0
+    converted(source, tmp_path / "local")
+    for moment in moments:
+
+        def work() -> None:
+            far = ToyEngine(tmp_path / "elsewhere") if engine else None
+            converted(url_of(server, source), tmp_path / "there", engine=far, **({} if engine else {"workers": 1}))
+
+        killed += run_until_killed(work, tmp_path / "there", moment)
+        shutil.rmtree(tmp_path / "cache")  # as on another machine
+        work()
+        assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+        shutil.rmtree(tmp_path / "there")
+    assert killed > len(moments) // 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "mds"])
+def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
+    server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    local = converted(source, tmp_path / "local")
+    monkeypatch.setenv("SAVABLE_RETRY_S", "0.3")
+
+    def fails(done: int, total: int, size: int) -> None:
+        if done:
+            close_sources()  # which another machine has not open
+            server.fault = lambda path, number: "503"
+
+    def work(**more: Any) -> Report:
+        return converted(url_of(server, source), tmp_path / "there", engine=ToyEngine(tmp_path / "elsewhere"), **more)
+
+    with pytest.raises(RemoteError, match=rf"s3://{kind}.*: tried \d+ times in"):
+        work(progress=fails)
+    there = list((tmp_path / "there").glob("*.tar"))
+    assert 0 < len(there) < local.shards
+    times = {path: path.stat().st_mtime_ns for path in there}
+    server.fault = lambda path, number: None
+    assert work() == local
+    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert {path: path.stat().st_mtime_ns for path in there} == times, "what is finished is not written again"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mds", pytest.param("tars", marks=pytest.mark.long)])
+def test_a_machine_reads_no_other_object_than_was_planned(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    below = {"parquet": "/{a,sub/b,sub/c}.parquet", "tars": "/{000000..000006}.tar"}.get(kind, "")
+
+    def replaces(done: int, total: int, size: int) -> None:
+        for path in source.rglob("*") if source.is_dir() else [source]:
+            if path.is_file():
+                path.write_bytes(path.read_bytes().replace(b"text", b"TEXT").replace(b"caption", b"CAPTION"))
+        close_sources()  # which another machine has not open
+        shutil.rmtree(tmp_path / "cache")
+
+    engine = ToyEngine(tmp_path / "elsewhere")
+    with pytest.raises(SavableError, match=rf"{server.url}/{kind}/.*: it was replaced since it was looked at first"):
+        converted(url_of(server, source, "http") + below, tmp_path / "there", progress=replaces, engine=engine)
+
+
+def replace_parquet(source: Path) -> None:
+    table = pa.table({"jpg": rows()["jpg"][:5], "txt": [f"ROW {i}" for i in range(5)]})
+    pq.write_table(table, source / "a.parquet", row_group_size=4)
+
+
+def replace_captions(source: Path) -> None:
+    for path in source.iterdir():
+        path.write_bytes(path.read_bytes().replace(b"no. 7", b"NO. 7"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "below", "replace"),
+    [
+        ("parquet", "/{a,sub/b,sub/c}.parquet", replace_parquet),
+        ("mds", "/", replace_captions),
+        ("litdata", "/", replace_captions),
+    ],
+)
+def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_ones_are_not(
+    server: ToyServer, tmp_path: Path, kind: str, below: str, replace: Callable[[Path], None]
+) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    url = url_of(server, source, "http") + below
+    report = converted(url, tmp_path / "there")
+    for path in source.rglob("*.*"):
+        path.write_bytes(path.read_bytes())  # another stamp, where the server has one
+    assert converted(url, tmp_path / "there") == report
+    replace(source)
+    with pytest.raises(SavableError, match=r"holds another conversion: "):
+        converted(url, tmp_path / "there")
+
+
+def test_files_that_records_name_come_from_a_folder_or_stay_text(server: ToyServer, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "www/in")
+    url = url_of(server, source)
+    local = convert(source, tmp_path / "local", HALVES)
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl: the field 'image' names 'b/001\.jpg', and files beside a URL are not"
+    ):
+        convert(url, tmp_path / "there", HALVES)
+    assert not (tmp_path / "there").exists()
+    assert convert(url, tmp_path / "there", HALVES, files_from=source.parent) == local
+    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    text = Options(shard_samples=2, file_fields=())
+    assert convert(url, tmp_path / "text", text) == convert(source, tmp_path / "text_here", text)
+    assert shards_in(tmp_path / "text") == shards_in(tmp_path / "text_here")
+
+
+@pytest.mark.parametrize("kind", ["mds", "litdata"])
+def test_a_cache_without_room_for_all_files_gives_the_same_shards(
+    server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    local = converted(source, tmp_path / "local")
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(1 << 13))
+    assert converted(url_of(server, source), tmp_path / "there", workers=1) == local
+    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert bytes_in_use(tmp_path / "cache") <= 1 << 13
+    assert server.sent("") > sum(path.stat().st_size for path in source.iterdir()) + 4096, "some came twice"
+
+
+def test_a_source_within_the_target_is_refused(server: ToyServer, tmp_path: Path) -> None:
+    KINDS["tars"](tmp_path / "www/tars")
+    with pytest.raises(ValueError, match="lie one within the other; convert to a URL beside the source"):
+        convert("s3://tars/", "s3://tars/out", SMALL, reshard=True)

@@ -1,0 +1,165 @@
+"""Compressed tars re-packed by `savable convert`: the same members, readable at an offset."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from typer.testing import CliRunner
+
+import savable_pipeline as sp
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.convert import Options, convert, recognize
+from tests.conftest import write_tar
+from tests.support.toy_files import reasons, snapshot
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A folder of four tars of two samples each, three of them compressed, each in its way."""
+    source = tmp_path / "in"
+    kinds = {"a.tar.gz": gzip, "b/c.tgz": gzip, "d.tar.bz2": bz2, "e.tar.xz": lzma}
+    for i, (name, kind) in enumerate(kinds.items()):
+        write_tar(tmp_path / "plain.tar", [(f"k{2 * i + n}.txt", b"text %d" % (2 * i + n)) for n in range(2)])
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(kind.compress((tmp_path / "plain.tar").read_bytes()))
+    write_tar(source / "f.tar", [("k8.txt", b"text 8"), ("k9.txt", b"text 9")])
+    return source
+
+
+def texts(root: Path) -> list[str]:
+    return [sample.text() for sample in sp.TarShardReader(root, sp.Lane(), shuffle=False, epochs=1)]
+
+
+def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(sp.ShardError, match="`savable convert` re-packs it"):
+        sp.TarShardReader(packed / "a.tar.gz", sp.Lane())
+    told: list[Any] = []
+    report = convert(packed, tmp_path / "out", Options(), progress=lambda *numbers: told.append(numbers))
+    assert (report.samples, report.shards, report.rejected) == (10, 5, [])
+    assert told[0] == (0, 5, 0) and told[-1][:2] == (5, 5)
+    names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.tar"))
+    assert names == ["a.tar", "b/c.tar", "d.tar", "e.tar", "f.tar"]
+    assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
+    train = sp.TarShardReader(tmp_path / "out", sp.Lane(), split="train", epochs=1)
+    assert train.population == 10
+    before = snapshot(tmp_path / "out")
+    convert(packed, tmp_path / "out", Options())  # there is nothing left to do
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_one_tar_by_itself(packed: Path, tmp_path: Path) -> None:
+    assert convert(packed / "d.tar.bz2", tmp_path / "out", Options()).samples == 2
+    assert texts(tmp_path / "out") == ["text 4", "text 5"]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
+def test_a_compressed_tar_under_the_name_of_a_plain_one_is_told_and_converted(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    folder = tmp_path / "in"
+    for name, first in (("a.tar", 0), ("b.tar", 2)):
+        write_tar(folder / name, [(f"k{first + n}.txt", b"text %d" % (first + n)) for n in range(2)])
+    plain = (folder / "b.tar").read_bytes()
+    (folder / "b.tar").write_bytes(compress(plain))
+    told = "a compressed tar cannot be read at an offset; `savable convert` re-packs it"
+    with pytest.raises(sp.ShardError, match=f"b.tar: {told}"):
+        sp.TarShardReader(folder, sp.Lane())
+    for command, code in (("info", 2), ("check", 1), ("preview", 2)):
+        more = ["-o", str(tmp_path / "page.html")] if command == "preview" else []
+        result = CliRunner().invoke(app, [command, str(folder / "b.tar"), *more], catch_exceptions=False)
+        assert result.exit_code == code and told in " ".join(result.output.split()), result.output
+    for source, target, count in ((folder, "all", 4), (folder / "b.tar", "one", 2)):
+        result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / target)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / target / "b.tar").read_bytes() == plain
+        assert len(texts(tmp_path / target)) == count
+
+
+def test_a_plain_tar_whose_first_name_looks_compressed_is_plain(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("BZh9.txt", b"text 0")])
+    assert recognize(tmp_path / "a.tar").kind == "tars" and texts(tmp_path / "a.tar") == ["text 0"]
+    shutil.copy(tmp_path / "a.tar", tmp_path / "b.tar.gz")  # as a server leaves it that unpacks what it sends
+    assert convert(tmp_path / "b.tar.gz", tmp_path / "out", Options()).samples == 1
+
+
+def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> None:
+    (packed / "a.tar.gz").rename(packed / "a.TAR.GZ")
+    (packed / "b/c.tgz").rename(packed / "b/c.TGZ")
+    (packed / "d.tar.bz2").rename(packed / "d.Tar.Bz2")
+    (packed / "f.tar").rename(packed / "f.TAR")
+    assert convert(packed, tmp_path / "out", Options()).samples == 10
+    assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
+    assert convert(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "named"),
+    [
+        (Options(shard_bytes=10_000), {}, "shard_bytes"),
+        (Options(check_images=False, key_field="id"), {}, "check_images, key_field"),
+        (Options(key_end="last", allow_outside=True), {"workers": 2}, "allow_outside, key_end, workers"),
+        (Options(), {"files_from": Path("/")}, "files_from"),
+    ],
+)
+def test_options_that_change_nothing_are_refused(
+    packed: Path, tmp_path: Path, options: Options, more: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"re-packed as they are, one by one: leave out {named}"):
+        convert(packed, tmp_path / "out", options, **more)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> None:
+    whole = (packed / "a.tar.gz").read_bytes()
+    (packed / "a.tar.gz").write_bytes(whole[:-20])
+    (packed / "d.tar.bz2").write_bytes(b"no bz2")
+    (packed / "e.tar.xz").write_bytes(lzma.compress(b"no tar" * 1000))
+    (packed / "g.tar.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    report = convert(packed, tmp_path / "out", Options())
+    assert report.samples == 4
+    found = {Path(name).name: reason for name, reason in reasons(tmp_path / "out").items()}
+    assert found == dict.fromkeys(["a.tar.gz", "d.tar.bz2", "e.tar.xz", "g.tar.zst"], "damaged tar")
+    assert texts(tmp_path / "out") == ["text 2", "text 3", "text 8", "text 9"]
+
+
+def test_other_tars_into_the_same_folder_and_two_of_one_name_are_refused(packed: Path, tmp_path: Path) -> None:
+    convert(packed, tmp_path / "out", Options())
+    with pytest.raises(SavableError, match="holds another conversion"):
+        convert(packed / "a.tar.gz", tmp_path / "out", Options())
+    (packed / "a.tgz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"two tars would become a\.tar"):
+        convert(packed, tmp_path / "other", Options())
+    with pytest.raises(ValueError, match="one within the other"):
+        convert(packed, packed / "out", Options())
+
+
+def test_a_kill_between_a_shard_and_its_offsets_leaves_nothing_out(packed: Path, tmp_path: Path) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    convert(packed, tmp_path / "calm", Options())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("savable_pipeline.data.shards.indexing.write_tar_idx", killed)
+        convert(packed, tmp_path / "out", Options())
+    convert(packed, tmp_path / "out", Options())
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+def test_offsets_that_had_no_room_are_written_when_there_is_and_nothing_half_written_stays(
+    packed: Path, tmp_path: Path
+) -> None:
+    convert(packed, tmp_path / "out", Options())
+    before = snapshot(tmp_path / "out")
+    (tmp_path / "out/a.tar.idx").unlink()
+    (tmp_path / "out/b/c.tar.idx.99.tmp").write_bytes(b"")  # as a kill leaves it
+    convert(packed, tmp_path / "out", Options())
+    assert snapshot(tmp_path / "out") == before

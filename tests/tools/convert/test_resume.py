@@ -1,0 +1,267 @@
+"""`savable_pipeline.tools.convert`: the same bytes whoever writes them, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from savable_pipeline.errors import SavableError, WorkerError
+from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert.plan import MANIFEST
+from savable_pipeline.tools.convert.writer_processes import claimed
+from tests.support import kills
+from tests.support.toy_files import SMALL, fill, snapshot, write_lines
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 40, **{"bad.jpg": b"x", "nodot": b"x", "b/worse.png": b""})
+    for workers in (1, 2, 3):
+        convert(source, tmp_path / str(workers), SMALL, workers=workers)
+    one, two, three = (snapshot(tmp_path / str(workers)) for workers in (1, 2, 3))
+    assert len(one) == 2 * 14 + 6
+    assert one == two == three
+
+
+def test_the_bytes_depend_neither_on_the_place_nor_on_the_age_of_the_input(tmp_path: Path) -> None:
+    lines = [{"image": f"{i:03d}.jpg"} for i in (0, 3, 5)]
+    write_lines(fill(tmp_path / "in", 6) / "meta.jsonl", *lines)
+    shutil.copytree(tmp_path / "in", tmp_path / "deeper/elsewhere")
+    os.utime(tmp_path / "deeper/elsewhere/000.jpg", (1, 1))
+    convert(tmp_path / "in/meta.jsonl", tmp_path / "one", SMALL)
+    convert(tmp_path / "deeper/elsewhere/meta.jsonl", tmp_path / "two", SMALL)
+    one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
+    assert one.pop(MANIFEST) != two.pop(MANIFEST), "where the input lay"
+    assert one == two
+
+
+def run_until_killed(source: Path, target: Path, event: int) -> bool:
+    """Convert in a process that is killed before its `event`-th touch of a file; tells whether it was."""
+    return kills.run_until_killed(lambda: convert(source, target, SMALL), source.parent, event)
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> dict[str, str]:
+    """What the conversion of `tmp_path / "in"` comes to when nobody kills it."""
+    convert(fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""}), tmp_path / "calm", SMALL)
+    return snapshot(tmp_path / "calm")
+
+
+def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    event = 1
+    while run_until_killed(tmp_path / "in", tmp_path / "out", event):
+        report = convert(tmp_path / "in", tmp_path / "out", SMALL)
+        assert (report.samples, len(report.rejected)) == (6, 2)
+        assert snapshot(tmp_path / "out") == undisturbed, event
+        assert not [path for path in (tmp_path / "out").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
+        shutil.rmtree(tmp_path / "out")
+        event += 1
+    assert event > 60  # else the hook saw too little
+
+
+def test_a_conversion_killed_again_and_again_ends_with_the_same_bytes(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    kills = 0
+    while run_until_killed(tmp_path / "in", tmp_path / "out", 40 + 20 * kills):  # it looks at what is there first
+        kills += 1
+    assert 2 <= kills < 20
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_finished_shards_are_not_written_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    for event in range(30, 200, 5):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert run_until_killed(tmp_path / "in", tmp_path / "out", event)
+        done = sorted((tmp_path / "out/.nv-meta/savable.convert").glob("*.tar.json"))
+        if len(done) == 2:
+            break
+    shards = [tmp_path / "out" / path.name.removesuffix(".json") for path in done]
+    before = [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards]
+    convert(tmp_path / "in", tmp_path / "out", SMALL)
+    assert [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards] == before
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_a_conversion_that_is_done_is_only_reported_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    first = convert(tmp_path / "in", tmp_path / "calm", SMALL)
+    inodes = {path: path.stat().st_ino for path in (tmp_path / "calm").glob("*.tar")}
+    assert convert(tmp_path / "in", tmp_path / "calm", SMALL) == first
+    assert {path: path.stat().st_ino for path in inodes} == inodes
+    next(iter(inodes)).unlink()
+    assert convert(tmp_path / "in", tmp_path / "calm", SMALL) == first
+    assert snapshot(tmp_path / "calm") == undisturbed
+
+
+def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
+    """The command with two workers, in a process group of its own, once it has finished some shards."""
+    tool = Path(__file__).parents[3] / "tools/convert.py"
+    arguments = [sys.executable, str(tool), str(source), str(target), "--shard-samples=3", "--workers=2"]
+    with target.with_name("errors").open("wb") as errors:
+        process = subprocess.Popen(arguments, stderr=errors, start_new_session=True)
+    enough = len(list(target.glob("*.tar"))) + 3
+    deadline = time.monotonic() + 60
+    while len(list(target.glob("*.tar"))) < enough and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is None, "it ended before it could be disturbed"
+    return process
+
+
+def living(group: int) -> list[int]:
+    """The processes of a group; one that is dead and waits to be buried does not count."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [int(path.parent.name)] if int(its_group) == group and state != "Z" else []
+    return found
+
+
+def wait_until_gone(group: int) -> None:
+    deadline = time.monotonic() + 60
+    while living(group):
+        if time.monotonic() > deadline:
+            os.killpg(group, signal.SIGKILL)
+            raise AssertionError("some of its processes live on")
+        time.sleep(0.05)
+
+
+def test_neither_a_kill_nor_ctrl_c_leaves_processes_behind(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 450)
+    process = start_command(source, tmp_path / "out")
+    process.kill()
+    process.wait()
+    wait_until_gone(process.pid)
+    process = start_command(source, tmp_path / "out")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    wait_until_gone(process.pid)
+    errors = (tmp_path / "errors").read_text()
+    assert "Traceback" not in errors and errors.endswith("stopped\n")
+    assert convert(source, tmp_path / "out", SMALL) == convert(source, tmp_path / "calm", SMALL)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 300)
+
+    def kill_one(done: int, total: int, size: int) -> None:
+        for child in multiprocessing.active_children()[:1] if done else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match="run the same command again"):
+        convert(source, tmp_path / "out", Options(shard_samples=1), workers=2, progress=kill_one)
+    convert(source, tmp_path / "out", Options(shard_samples=1), workers=1)
+    convert(source, tmp_path / "calm", Options(shard_samples=1), workers=1)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+def test_a_conversion_waits_until_the_workers_of_a_killed_one_are_gone(tmp_path: Path) -> None:
+    work = tmp_path / "out/.nv-meta/savable.convert"
+    work.mkdir(parents=True)
+    held = os.open(work, os.O_RDONLY)  # as each worker does
+    fcntl.flock(held, fcntl.LOCK_SH)
+    begin = time.monotonic()
+    threading.Timer(0.3, os.close, (held,)).start()
+    convert(fill(tmp_path / "in", 2), tmp_path / "out", SMALL)
+    assert time.monotonic() - begin > 0.3
+
+
+def test_two_conversions_into_one_folder_do_not_meet(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2)
+    (tmp_path / "out/.nv-meta").mkdir(parents=True)
+    with (
+        claimed(tmp_path / "out/.nv-meta", tmp_path / "out/.nv-meta/savable.convert"),
+        pytest.raises(SavableError, match="another conversion is writing here"),
+    ):
+        convert(source, tmp_path / "out", SMALL)
+
+
+def test_sigterm_ends_the_workers_first_and_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for i in range(3000):
+        (source / f"{i:05d}.bin").write_bytes(bytes([1 + i % 255]) * 20_000)
+    command = "from savable_pipeline.tools.cli.main import app; app()"
+    told = ["convert", str(source), str(tmp_path / "out"), "--workers", "2", "--shard-bytes", "1000000"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *told],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while process.poll() is None and not list((tmp_path / "out").glob("*.tar")):
+        time.sleep(0.01)
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert b"leaked semaphore" not in said and b"Traceback" not in said
+    assert convert(source, tmp_path / "out", Options(shard_bytes=1_000_000)).samples == 3000
+
+
+SIGNAL_AT = """
+import concurrent.futures, os, sys
+from savable_pipeline.tools.cli.main import app
+
+place, line, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+lines = 0
+
+
+def trace(frame, event, _arg):
+    global lines
+    if f"{os.path.basename(frame.f_code.co_filename)} {frame.f_code.co_name}" != place:
+        return None
+    lines += event == "line"
+    if lines == line and event == "line":
+        sys.settrace(None)
+        os.kill(os.getpid(), number)
+    return trace
+
+
+sys.settrace(trace)
+app(sys.argv[4:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("context.py Event", 2),
+        ("process.py submit", 9),
+        ("writer_processes.py _write_in_workers", 10),
+        ("_base.py __exit__", 4),
+    ],
+    ids=["event", "submit", "loop", "wait"],
+)
+def test_a_signal_while_the_pool_holds_its_locks_ends_the_conversion(
+    place: str, line: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for i in range(400):
+        (source / f"{i:05d}.bin").write_bytes(bytes([1 + i % 255]) * 2_000)
+    told = ["convert", str(source), str(tmp_path / "out"), "--workers", "2", "--shard-bytes", "20000"]
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNAL_AT, place, str(line), str(int(number)), *told],
+        capture_output=True,
+        timeout=60,
+        start_new_session=True,
+        check=False,
+    )
+    assert ended.returncode == 128 + number, ended.stderr
+    assert b"leaked semaphore" not in ended.stderr and b"Traceback" not in ended.stderr
+    assert convert(source, tmp_path / "out", Options(shard_bytes=20_000)).samples == 400

@@ -1,0 +1,74 @@
+"""A shard has the bytes that webdataset's TarWriter would write; neither that nor torch is imported for it."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from webdataset.writer import TarWriter
+
+from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.tar_writer import ShardFile
+from savable_pipeline.tools.convert.names import name_fault
+from tests.support.toy_files import fill
+
+Sample = tuple[str, dict[str, bytes]]  # key, and bytes by extension
+
+names = st.text(
+    st.characters(codec="utf-8", exclude_categories=["C"], exclude_characters="/."), min_size=1, max_size=130
+)
+extensions = names.filter(lambda name: not name.startswith("_"))
+samples = st.lists(
+    st.tuples(
+        st.lists(names, min_size=1, max_size=3).map("/".join),
+        st.dictionaries(extensions, st.binary(max_size=1500), min_size=1, max_size=3),
+    ),
+    max_size=8,
+    unique_by=lambda sample: sample[0],
+)
+
+
+def by_us(given: list[Sample]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder, ShardFile(Path(folder, "a.tar"), "a.tar") as shard:
+        for key, parts in given:
+            shard.add(key, parts)
+        rows = shard.finish()
+        if not any(name_fault(key, extension) for key, parts in given for extension in parts):
+            assert rows == scan(Path(folder), "a.tar"), "the rows are those that a scan finds"
+        return Path(folder, "a.tar").read_bytes()
+
+
+def by_webdataset(given: list[Sample]) -> bytes:
+    file = io.BytesIO()
+    with TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0, format="PAX_FORMAT") as writer:
+        for key, parts in given:
+            writer.write({"__key__": key, **parts})
+    return file.getvalue()
+
+
+@given(samples)
+@example([])
+@example([("a/b", {"txt": b"", "seg.png": b"x" * 512, "JPG": b"y" * 10_240})])
+@example([(f"{'d' * 120}/{'k' * 200}", {"json": b"{}"}), ("é/日本", {"txt": b"z"})])
+def test_the_bytes_are_those_of_webdatasets_writer(given: list[Sample]) -> None:
+    assert by_us(given) == by_webdataset(given)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_conversion_imports_neither_webdataset_nor_torch(tmp_path: Path, workers: str) -> None:
+    source = fill(tmp_path / "in", 4)
+    code = (
+        "import sys\n"
+        "from savable_pipeline.tools.cli.main import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "assert not {'torch', 'webdataset', 'torchvision'} & set(sys.modules)\n"
+    )
+    options = ["convert", source, tmp_path / "out", "--shard-samples", "2", "--workers", workers]
+    done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,110 @@
+"""What lies behind a URL is told by its marks; what is not read there is a line that says what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.convert import recognize
+from tests.support.toy_server import ToyServer
+from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
+
+
+@pytest.mark.parametrize(
+    ("names", "url", "words"),
+    [
+        (["b/1.jpg", "b/1.txt"], "s3://b/", "a folder of files: not read behind a URL: copy it to a disk"),
+        (["b/index.json"], "s3://b/", "a folder of files: not read behind a URL"),
+        (["b/a.jsonl", "b/b.jsonl"], "s3://b", r"several files of JSONL: convert them one by one: a\.jsonl, b\.jsonl"),
+        (["b/a.jsonl", "b/b.jsonl"], "s3://b/{a,b}.jsonl", "JSONL is converted one by one: name one of them"),
+        (["b/a.tar.gz"], "s3://b/a.tar.gz", "compressed tars: not read behind a URL"),
+        (["b/a.tar.gz"], "s3://b/", "compressed tars: not read behind a URL"),
+        (
+            ["b/a.parquet", "b/1.jpg"],
+            "s3://b/",
+            r"holds a\.parquet and other files \(1\.jpg\), which are not read with",
+        ),
+        (["b/a.zip"], "s3://b/a.zip", r"\.zip is not read here: unpack it"),
+        ([], "{http}/data/", r"a web server cannot be listed: name the files, as in .*/data/\{000\.\.099\}\.tar"),
+        ([], "s3://b/a.jsonl", r"s3://b/a\.jsonl: no such object on the server"),
+        ([], "ftp://b/a.jsonl", "shards can be read from s3, gs, az, http, https"),
+    ],
+)
+def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
+    server: ToyServer, tmp_path: Path, names: list[str], url: str, words: str
+) -> None:
+    for name in names:
+        (server.folder / name).parent.mkdir(exist_ok=True)
+        (server.folder / name).write_bytes(b"x")
+    result = CliRunner().invoke(app, ["convert", url.replace("{http}", server.url), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert re.search(words, " ".join(result.stderr.split())), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_compressed_tar_behind_a_url_under_the_name_of_a_plain_one_is_told(server: ToyServer) -> None:
+    (server.folder / "b").mkdir()
+    (server.folder / "b/a.tar").write_bytes(gzip.compress(bytes(2000)))
+    with pytest.raises(ValueError, match="compressed tars: not read behind a URL: copy it to a disk, and convert that"):
+        recognize("s3://b/a.tar")
+
+
+OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "url", "words"),
+    [
+        (
+            {"b/1/index.json": OTHER, "b/2/index.json": OTHER},
+            "s3://b",
+            "several datasets: convert them one by one: 1, 2",
+        ),
+        ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, where mds is read"),
+        ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, where mds is read"),
+        ({"b/index.json": b"{}"}, "{http}/b/", "a web server cannot be listed"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "behind a URL, end one whose name has a dot with /"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, where mds is read"),
+    ],
+)
+def test_folders_with_an_index_are_told_by_it(server: ToyServer, files: dict[str, bytes], url: str, words: str) -> None:
+    for name, data in files.items():
+        (server.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (server.folder / name).write_bytes(data)
+    with pytest.raises(ValueError, match=words):
+        recognize(url.replace("{http}", server.url))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp_path: Path, kind: str) -> None:
+    source = KINDS[kind](tmp_path / "www" / kind)
+    cut = max(path for path in source.iterdir() if path.name != "index.json")
+    cut.write_bytes(cut.read_bytes()[:3])
+    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*; copy it again|{url_of(server, cut)}: damaged"):
+        converted(url_of(server, source), tmp_path / "there")
+    cut.unlink()
+    with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there; copy the whole"):
+        converted(url_of(server, source), tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_kind_that_is_named_must_be_one_that_is_read_there(server: ToyServer, tmp_path: Path) -> None:
+    source = KINDS["jsonl"](tmp_path / "www/b")
+    assert recognize(url_of(server, source), "jsonl").kind == "jsonl"
+    assert recognize("s3://b/", "mds").kind == "mds"
+    with pytest.raises(ValueError, match="compressed tars: not read behind a URL"):
+        recognize("s3://b/", "packed")
+
+
+def test_the_command_reads_a_url_and_says_what_it_is(server: ToyServer, tmp_path: Path) -> None:
+    source = KINDS["jsonl"](tmp_path / "www/b")
+    result = CliRunner().invoke(app, ["convert", url_of(server, source), str(tmp_path / "out"), "--skip-bad"])
+    assert result.exit_code == 0, result.output
+    assert "reading s3://b/a.jsonl: JSONL" in result.stderr
+    assert "20 samples in 1 shard" in result.stdout and "a.jsonl:22: malformed JSON" in result.stdout

@@ -1,0 +1,130 @@
+"""The report of a ledger: its numbers are those of the run, and its page is one file without scripts."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import savable_pipeline as sp
+from savable_pipeline.run.ledger.reader import Ledger
+from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
+from savable_pipeline.run.loader import ledger_keeper
+from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.preview.advice import advice, waited
+from savable_pipeline.tools.preview.expected_shares import ExpectedShares
+from savable_pipeline.tools.preview.given_counts import GivenCounts, Step, waiting
+from savable_pipeline.tools.preview.noted_counters import NotedCounters
+from savable_pipeline.tools.preview.pictures import picture
+from savable_pipeline.tools.preview.report_page import report_page
+from tests.support.toy_pipelines import ToyEncoder
+
+SCHEDULE = sp.Schedule([(0, {"a": 3, "b": 1}), (300, {"a": 1, "b": 3})])
+
+
+def packed(folder: str, lane: sp.Lane) -> sp.Stage:
+    sources = {name: sp.TarShardReader(folder, lane) for name in ("a", "b")}
+    items = sp.Encode(sp.Blend(sources, weights=SCHEDULE, stride=4), ToyEncoder(fan_out=0))
+    packs = sp.OnlinePacker(items, max_length=20, max_cost=400, cost=lambda length, images: length * length)
+    return sp.Batcher(packs, size=2)
+
+
+@pytest.fixture
+def ledger(make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two ranks give 20 batches each, and again from their 15th."""
+    monkeypatch.setattr(ledger_keeper, "_LEAST_S", 0.0)
+    pipeline, folder = partial(packed, str(make_shards([60]))), tmp_path / "ledger"
+    state: dict[str, Any] = {}
+    for _ in range(2):
+        ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, rank=i, world_size=2, ledger=folder) for i in range(2)]
+        for own in ranks:
+            if state:
+                own.load_state_dict(state)
+        for step in range(20):
+            for own in ranks:
+                next(own)
+            if step == 14:
+                kept = sp.merge_states([own.state_dict() for own in ranks])
+        state = kept
+        for own in ranks:
+            own.close()
+    return folder
+
+
+def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
+    given, counters = GivenCounts(Ledger(ledger)), NotedCounters(Ledger(ledger))
+    assert (given.batches, given.lost) == (2 * 35, 2 * 5)
+    kept = [each.batch for each in Ledger(ledger).batches() if not each.lost]
+    assert sum(given.samples) == sum(batch.items for batch in kept)
+    assert counters.totals["batches"] == 4 * 20 and counters.totals["samples"] > sum(given.samples)
+    assert counters.totals["Encode/skipped/every 7th"] == sum(
+        counters.totals[f"source/{name}/skipped"] for name in "ab"
+    )
+    assert 0 < counters.totals["wait_s"] < counters.seconds
+    found = waited(counters)
+    assert found is not None and found.verdict == "data-bound"
+    assert any("num_workers=" in sentence for sentence in advice(counters, slowest_wait=0.0))
+
+
+def test_shares_follow_the_schedule(ledger: Path) -> None:
+    given = GivenCounts(Ledger(ledger))
+    expected = ExpectedShares(Ledger(ledger).starts[0])
+    assert expected.of(0, 300) == [0.75, 0.25] and expected.of(200, 400) == [0.5, 0.5]
+    first, last = given.pieces()[0], given.pieces()[-1]
+    assert first.samples[0] > first.samples[1] and last.samples[0] < last.samples[1]
+
+
+def test_waiting_is_for_the_dearest_batch_of_each_step(ledger: Path) -> None:
+    assert waiting([Step(0, [10, 10]), Step(1, [10, 30])]) == 1 - 60 / 80
+    steps = GivenCounts(Ledger(ledger)).steps
+    assert len(steps) == 35 and 0 < waiting(steps) < 1
+    records = [record for path in ledger.glob("*") for record in read_records(path)]
+    costs = [record.cost for record in records if isinstance(record, Batch)]
+    assert 0 < max(costs) <= 2 * 400
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_is_one_file_with_pictures_and_no_scripts(ledger: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["ledger", "report", str(ledger), "-o", str(page)])
+    assert result.exit_code == 0, result.output
+    tags = Tags()
+    tags.feed(page.read_text())
+    names = [name for name, _ in tags.found]
+    assert not {"script", "link", "img", "iframe"} & set(names) and "http:" not in page.read_text()
+    assert names.count("figure") == 4  # waiting, sources, fill, ranks
+    points = [attrs["points"] for name, attrs in tags.found if name == "polyline"]
+    assert all(re.fullmatch(r"(\d+\.\d,\d+\.\d ?){2,}", text or "") for text in points)
+    for text in ("data-bound", "every 7th", "by the schedule", "Waiting for the slowest rank", "Fill of the packs"):
+        assert text in page.read_text()
+
+
+def test_a_ledger_without_counters_still_has_a_page(ledger: Path) -> None:
+    """As releases before wrote them: without counters, and without costs."""
+    for path in ledger.glob("*"):
+        records = [record for record in read_records(path) if not isinstance(record, Numbers)]
+        path.write_bytes(b"".join(map(framed, records)))
+    page = report_page(Ledger(ledger)).decode()
+    assert "how long the trainer waited is not known" in page and "Share of the samples given" in page
+
+
+def test_a_picture_has_its_points_within_its_frame() -> None:
+    drawn = picture({"x": [(3, 0.0), (7, 0.6)]}, "steps", expected={"x": [(3, 0.2)]})
+    assert drawn is not None and picture({"x": [(3, 0.0)]}, "steps") is None
+    assert [line.dashed for line in drawn.lines] == [True, False]
+    (left, bottom), (right, top) = (map(float, point.split(",")) for point in drawn.lines[1].points.split())
+    assert (left, right, bottom) == (drawn.left, drawn.right, drawn.bottom) and top >= drawn.top
+    assert [tick.text for tick in drawn.rows] == ["0%", "20%", "40%", "60%"]

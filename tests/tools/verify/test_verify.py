@@ -1,0 +1,126 @@
+"""`savable verify-resume` names what does not resume exactly: run as a user does, each leg in an interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.verify.comparison import Plan, verify
+
+ROOT = Path(__file__).parents[3]
+FAST = ["--lanes=2", "--workers=0", "--random-cuts=0", "--steps=3", "--cut=2"]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "savable_pipeline.tools.cli.main", "verify-resume", *arguments, f"--pictures={folder}"],
+        env={**os.environ, "SHARDS": str(folder / "shards"), "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def folder(make_shards: Any) -> Path:
+    """Of 24 samples in two shards."""
+    shards: Path = make_shards([12, 12])
+    return shards.parent
+
+
+def test_a_good_loader_passes_and_it_is_said_what_was_compared(folder: Path) -> None:
+    done = run(folder, "tests/support/toy_impure.py:make_loader", "--steps=10", "--cut=4", "--random-cuts=0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "equal: tests/support/toy_impure.py:make_loader gave 10 batches and 1 end of an epoch with num_workers=1, "
+        "and the same "
+        "in every byte when it was cut and resumed after step 4: 2 legs with num_workers 2 and 0, each in a fresh "
+        "interpreter with another PYTHONHASHSEED\n"
+    )
+    progress = [line for line in done.stderr.splitlines() if line.startswith("comparing")]
+    assert (progress[0], progress[-1]) == ("comparing: 0 of 10 batches", "comparing: 10 of 10 batches")
+
+
+@pytest.mark.parametrize("mistake", ["reads_the_clock", "iterates_a_set", "unseeded_numpy", "unseeded_python"])
+def test_what_differs_from_process_to_process_is_named_with_field_sample_and_encoder(
+    folder: Path, mistake: str
+) -> None:
+    done = run(folder, f"tests.support.toy_impure:{mistake}", *FAST)
+    assert done.returncode == 1, done.stderr
+    first, field, sample, encoder, expected, found, hint, last = done.stdout.splitlines()
+    assert first == "different: slot 0 of lane 0, in leg 1 (num_workers=0, PYTHONHASHSEED=2, not cut yet)"
+    assert field.split()[1].startswith("batch[0]['value']")
+    assert sample.startswith("  sample    shard 000") and ", key s0000" in sample
+    assert encoder.split() == ["encoder", "Toy"]
+    assert expected.split()[0] == "expected" and found.split()[0] == "found"
+    assert expected.split()[1] != found.split()[1]
+    assert "clock" in hint and last.startswith("before it 0 batches of 3 to compare are equal")
+
+
+@pytest.mark.long
+def test_what_an_encoder_keeps_between_samples_is_found_by_the_cut(folder: Path) -> None:
+    done = run(folder, "tests.support.toy_impure:keeps_state", *FAST)
+    assert done.returncode == 1, done.stderr
+    first, field, _, _, expected, found, hint, _ = done.stdout.splitlines()
+    assert first.startswith(
+        "different: slot 2 of lane 0, in leg 2 (num_workers=0, PYTHONHASHSEED=3, resumed after step 2)"
+    )
+    assert field.split()[1] == "batch[0]['value']"
+    assert (expected.split(), found.split()) == (["expected", "7"], ["found", "1"])
+    assert "after a cut and not before" in hint
+
+
+@pytest.mark.long
+def test_of_an_image_there_is_a_picture_of_both_and_their_difference(folder: Path) -> None:
+    done = run(folder, "tests.support.toy_impure:unseeded_torch", *FAST)
+    assert done.returncode == 1, done.stderr
+    picture = folder / "verify-resume-step-00001.png"
+    assert f"picture   {picture}" in done.stdout and "batch['image'] (of its rows 3 of 3 differ)" in done.stdout
+    with Image.open(picture) as image:
+        assert image.size == (8 + 4 + 8 + 4 + 8, 8)
+
+
+def test_a_loader_that_cannot_run_is_an_error_of_one_line(folder: Path) -> None:
+    (folder / "gone").mkdir()  # for pictures; there are no shards
+    done = run(folder / "gone", "tests.support.toy_impure:good")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no such shard or folder" in done.stderr.splitlines()[-1]
+
+
+# Without interpreters.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 1}, "at least 2"),
+        ({"random_cuts": 0}, "nothing would be cut"),
+        ({"random_cuts": -1}, "at least 0"),
+        ({"workers": (-1,)}, "at least 0"),
+    ],
+)
+def test_a_plan_that_compares_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan("a:b", **settings)
+
+
+def test_cuts_are_those_chosen_and_some_drawn() -> None:
+    assert Plan("a:b", cuts=(4, 2), random_cuts=0).bounds(9) == [0, 2, 4, 9]
+    assert len(Plan("a:b", cuts=(4,), random_cuts=8).bounds(9)) == 10, "each of 1 to 8, once"
+    drawn = {tuple(Plan("a:b", random_cuts=2, draw=draw).bounds(100)) for draw in range(5)}
+    assert len(drawn) == 5 and all(bounds == tuple(sorted(set(bounds))) for bounds in drawn)
+    with pytest.raises(ValueError, match=r"--cut 9: .*1 to 8"):
+        Plan("a:b", cuts=(9,)).bounds(9)
+
+
+def test_an_interpreter_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    with pytest.raises(SavableError, match="exit code 3"):
+        verify(Plan(f"{tmp_path}/dies.py:loader"), lambda done, total: None)
