@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.cost import attention_cost
     from savable_pipeline.stages.decoded import Decoded
     from savable_pipeline.stages.encode import Encode
+    from savable_pipeline.stages.held_items import HeldItems
     from savable_pipeline.stages.item_ref import ItemRef, as_ref
     from savable_pipeline.stages.packing.balance import Balance
     from savable_pipeline.stages.packing.packer import OnlinePacker
@@ -71,6 +72,7 @@ __all__ = [
     "Decoded",
     "Encode",
     "EncodeError",
+    "HeldItems",
     "ItemRef",
     "ItemStage",
     "Join",
@@ -126,6 +128,7 @@ _PLACES = {
     "Decoded": "stages.decoded",
     "Encode": "stages.encode",
     "EncodeError": "errors",
+    "HeldItems": "stages.held_items",
     "ItemRef": "stages.item_ref",
     "ItemStage": "stages.stage",
     "Join": "stages.readers.join",

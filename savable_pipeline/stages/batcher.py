@@ -12,10 +12,11 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.excluded_samples import REASON
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.pipeline import leaves_out_excluded
 from savable_pipeline.stages.stage import Stage, State, parse_state
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
 class _BatcherState(msgspec.Struct):
@@ -55,18 +56,17 @@ class Batcher(EncoderBatches):
             raise ValueError(f"Batcher: size must be at least 1, not {size}")
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
-        self._items: list[Any] = []  # of the next batch; after a restore shorter than `_refs` until they are needed
-        self._refs: list[ItemRef] = []
+        self._held = HeldItems(self)  # of the next batch
         source.hint_rows(size, aligned=True)
 
     @property
     def held_items(self) -> int:
         """Items that wait for their batch."""
-        return len(self._items)
+        return self._held.made
 
     def __next__(self) -> Any:
-        self._hold_batch()
-        batch = self._given(self._items[: self.size], self._refs, self.size)
+        items = self._hold_batch()
+        batch = self._given(items, self._held.refs(), self.size)
         self._let_go()
         return batch
 
@@ -75,46 +75,45 @@ class Batcher(EncoderBatches):
         self._hold_batch()
         self._let_go()
 
-    def _hold_batch(self) -> None:
-        """Take the items of the next batch. Raises StopIteration at the end."""
-        self._hold(self.size)
-        if len(self._items) < (self.size if self.drop_last else 1):
+    def _hold_batch(self) -> list[Any]:
+        """Take the items of the next batch, and return them. Raises StopIteration at the end."""
+        items = self._hold(self.size)
+        if len(items) < (self.size if self.drop_last else 1):
             raise StopIteration
-        self._note_first(self._refs[0])
+        self._note_first(self._held.refs()[0])
+        return items
 
     def _rows_of(self, item: Any) -> int:
         return self.size
 
     def _let_go(self) -> None:
         """Drop the items of one batch; more may be held if the state was saved with a larger `size`."""
-        self._gave(self._refs[: self.size])
-        self._items, self._refs = self._items[self.size :], self._refs[self.size :]
+        self._gave(self._held.refs()[: self.size])
+        self._held.drop(self.size)
 
     def more(self) -> bool:
         """Whether another batch will come; takes its first item, or all of them with `drop_last`, to find out."""
         needed = self.size if self.drop_last else 1
-        self._hold(needed)
-        return len(self._items) >= needed
+        return len(self._hold(needed)) >= needed
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count divided by `size`, rounded up, or down with `drop_last`."""
         items = None if self._is_first_to_leave_out else self.source.count_of(lane, epoch)
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
-    def _hold(self, n: int) -> None:
-        missing = [self.source.make_again(ref) for ref in self._refs[len(self._items) :]]
-        if missing:  # after a restore; an item that can no longer be made is a `Skip`, counted by the stage upstream
-            made = [(item, ref) for item, ref in missing if type(item) is not Skip]
-            self._refs = self._refs[: len(self._items)] + [ref for _, ref in made]
-            self._items += [item for item, _ in made]
-        while len(self._items) < n:
-            items, refs = self.source.take(n - len(self._items))
-            if not items:
-                return
-            if self._is_first_to_leave_out:
-                items, refs = self._without_these(items, refs)
-            self._items += items
-            self._refs += refs
+    def _hold(self, n: int) -> list[Any]:
+        """The next `n` items, or as many as there are."""
+        while len(items := self._held.ready(n)) < n and self._take(n):
+            pass
+        return items
+
+    def _take(self, n: int) -> bool:
+        """Take items until `n` are held; False at the end."""
+        if not self._is_first_to_leave_out:
+            return self._held.fill(n) > 0
+        items, refs = self.source.take(n - len(self._held))
+        self._held.add(*self._without_these(items, refs))
+        return bool(items)
 
     @cached_property
     def _is_first_to_leave_out(self) -> bool:
@@ -134,14 +133,14 @@ class Batcher(EncoderBatches):
     def save_state(self) -> State:
         """`held`: refs of the items taken for the next batch; `count`: batches given so far."""
         first = {} if self._first is None else {"first": self._first}
-        return {"held": list(self._refs), "count": self._count, "source": self.source.save_state(), **first}
+        return {"held": self._held.refs(), "count": self._count, "source": self.source.save_state(), **first}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; no sample is read."""
         saved = parse_state(self, state, _BatcherState)
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
-        self._items, self._refs = [], self.keep_known(list(map(as_ref, saved.held)))
+        self._held.restore(saved.held)
         self._count = saved.count
 
     def settings(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -12,8 +12,8 @@ from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.sample import REF, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
-from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -170,14 +170,6 @@ class _BufferOfSamples(ShuffleBuffer, SampleStage):
             self.source.prefetch(refs)
 
 
-class _Held(NamedTuple):
-    """An item in the buffer; MISSING if it is to be made again."""
-
-    ref: ItemRef
-    item: Any
-    item_bytes: int
-
-
 class _ItemBufferState(msgspec.Struct):
     refs: list[Any]
     draws: SavedCount
@@ -192,14 +184,13 @@ class _BufferOfItems(ShuffleBuffer, ItemStage):
         super().__init__(source)
         self.size = size
         self.max_held_bytes = max_held_bytes
-        self._budget = BudgetShare(source.lane.shared("held items", MemoryBudget), max_bytes=max_held_bytes)
+        self._held = HeldItems(self, max_bytes=max_held_bytes)
         self._draws = 0
-        self._slots: list[_Held] = []
 
     @property
     def held_items(self) -> int:
         """The number of items in the buffer that are in memory."""
-        return self._budget.count
+        return self._held.made
 
     def __next__(self) -> Any:
         items, refs = self.take(1)
@@ -212,37 +203,26 @@ class _BufferOfItems(ShuffleBuffer, ItemStage):
         """The next item and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
         while True:
             self._fill()
-            if not self._slots:
+            if not self._held:
                 return [], []
-            slot = (word(self._key, self._draws) >> 32) * min(len(self._slots), self.size) >> 32
-            ref, item, item_bytes = self._slots[slot]
-            if item is MISSING:
-                item, ref = self.source.make_again(ref)
-            else:
-                self._budget.release(item_bytes)
+            slot = (word(self._key, self._draws) >> 32) * min(len(self._held), self.size) >> 32
+            item, ref = self._held.take(slot, last_fills=True)
             self._draws += 1
-            last = self._slots.pop()
-            if slot < len(self._slots):
-                self._slots[slot] = last
             if type(item) is not Skip:  # else it cannot be made again, and was counted where that was found
                 return [item], [ref]
 
     def _fill(self) -> None:
         """Take items until there are `size` and the one that takes the place of the next."""
-        while len(self._slots) <= self.size:
-            items, refs = self.source.take(self.size + 1 - len(self._slots))
+        while len(self._held) <= self.size:
+            items, refs = self.source.take(self.size + 1 - len(self._held))
             if not items:
                 return
-            self._slots += map(self._held, refs, items)
+            self._held.add(items, refs)
             self._count_kept(len(items))
-
-    def _held(self, ref: ItemRef, item: Any) -> _Held:
-        item_bytes = size_of(item)
-        return _Held(ref, item, item_bytes) if self._budget.hold(item_bytes) else _Held(ref, MISSING, 0)
 
     def save_state(self) -> State:
         """`refs`: the buffer's refs in order; `draws`: draws so far."""
-        return {"refs": [held.ref for held in self._slots], "draws": self._draws, "source": self.source.save_state()}
+        return {"refs": self._held.refs(), "draws": self._draws, "source": self.source.save_state()}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; items are made again when they are given."""
@@ -250,7 +230,7 @@ class _BufferOfItems(ShuffleBuffer, ItemStage):
         if len(saved.refs) > self.size + 1:
             raise CheckpointMismatchError(f"ShuffleBuffer(size={self.size}): the state holds {len(saved.refs)} refs")
         self.source.restore_state(saved.source)
-        self._slots = [_Held(ref, MISSING, 0) for ref in self.keep_known(list(map(as_ref, saved.refs)))]
+        self._held.restore(saved.refs)
         self._draws = saved.draws
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,10 +12,10 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.packing.balance_rule import PAST, RankRule, Waiting
-from savable_pipeline.stages.stage import ItemStage, Measured, State, max_empty_samples, parse_state
+from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 
@@ -33,15 +32,11 @@ class _BalanceState(msgspec.Struct):
     source: dict[str, Any]
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A pack that is held: as the rule sees it, as a state has it, and in memory."""
+class _Place(NamedTuple):
+    """A pack that is held, as the rule sees it and as a state has it."""
 
     waiting: Waiting
-    ref: ItemRef
     saved: bytes  # a `_HeldState`: encoded once, though every batch brings a state
-    item: Any = MISSING
-    item_bytes: int = 0
 
 
 class Balance(ItemStage):
@@ -103,8 +98,8 @@ class Balance(ItemStage):
         self._calls = EncoderCalls("Balance", source.lane, chosen, "batch")
         self.hold, self.cost, self.max_held_bytes = hold, cost, max_held_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), hold=hold)
-        self._budget = BudgetShare(source.lane.shared("held items", MemoryBudget), max_bytes=max_held_bytes)
-        self._held: list[_Held] = []  # the oldest first
+        self._held = HeldItems(self, max_bytes=max_held_bytes)  # the oldest first
+        self._places: list[_Place] = []  # of each of them
         self._row_of_skips = 0
 
     def name_branch(self, name: str) -> None:
@@ -116,7 +111,7 @@ class Balance(ItemStage):
     @property
     def held_items(self) -> int:
         """The number of held packs that are in memory."""
-        return self._budget.count
+        return self._held.made
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
         """Pass it on: it gives one for each that it takes."""
@@ -139,26 +134,21 @@ class Balance(ItemStage):
             self._fill()
             if not self._held:
                 return [], []
-            at = self._rule.choose([held.waiting for held in self._held])
-            chosen = self._held[at]
-            item, ref = chosen.item, chosen.ref
-            if item is MISSING:
-                item, ref = self.source.make_again(ref)
-            del self._held[at]
-            if chosen.item is not MISSING:
-                self._budget.release(chosen.item_bytes)
+            at = self._rule.choose([place.waiting for place in self._places])
+            item, ref = self._held.take(at)
+            waiting = self._places.pop(at).waiting
             if type(item) is not Skip:
-                self._gave(chosen)
+                self._gave(waiting)
                 return [item], [ref]
             self._skipped(item)
 
-    def _gave(self, held: _Held) -> None:
-        slots = self._rule.count - held.waiting.arrival
+    def _gave(self, waiting: Waiting) -> None:
+        slots = self._rule.count - waiting.arrival
         self._row_of_skips = 0
-        self._rule.gave(held.waiting.cost)
+        self._rule.gave(waiting.cost)
         self.counts["packs"] += 1
         self.counts["held_slots"] += slots
-        self.counts["cost"] += held.waiting.cost
+        self.counts["cost"] += waiting.cost
 
     def _skipped(self, skip: Skip) -> None:
         """Let another pack take the slot of one that can no longer be made, which was counted where that was found.
@@ -174,20 +164,15 @@ class Balance(ItemStage):
 
     def _fill(self) -> None:
         while len(self._held) < self._rule.room and (measured := self.source.take_measured()) is not None:
-            self._held.append(self._measure(measured))
+            ref, sizes, item = measured
+            sizes = sizes or ((self._calls.length(item, least=0), self._calls.images(item)),)
+            place = self._place(ref, self._rule.count, sizes)
+            self._held.add([item], [ref])
+            self._places.append(place)
 
-    def _measure(self, measured: Measured) -> _Held:
-        ref, sizes, item = measured
-        sizes = sizes or ((self._calls.length(item, least=0), self._calls.images(item)),)
-        item_bytes = 0 if item is MISSING else size_of(item)
-        held = self._of(ref, self._rule.count, sizes)
-        if item is not MISSING and self._budget.hold(item_bytes):
-            held.item, held.item_bytes = item, item_bytes
-        return held
-
-    def _of(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _Held:
+    def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _Place:
         saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
-        return _Held(Waiting(self._costing.of_pack(sizes), arrival), ref, msgspec.msgpack.encode(saved))
+        return _Place(Waiting(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
 
     def save_state(self) -> State:
         """`held`: for each held pack, the oldest first, its ref, its slot of arrival, and lengths and images in turn.
@@ -195,7 +180,7 @@ class Balance(ItemStage):
         Each is a list in MessagePack. `count`: packs given so far; `past`: the costs of the last ones, 8 bytes each.
         """
         return {
-            "held": [held.saved for held in self._held],
+            "held": [place.saved for place in self._places],
             "count": self._rule.count,
             "past": self._rule.past.tobytes(),
             "source": self.source.save_state(),
@@ -211,10 +196,13 @@ class Balance(ItemStage):
             )
         self.source.restore_state(saved.source)
         self._rule.restore(saved.count, np.frombuffer(saved.past, "<i8").tolist())
-        self._held = [held for held in map(self._restored, saved.held) if held is not None]
+        self._held.restore([])
+        self._places = []
+        for raw in saved.held:
+            self._hold_again(raw)
 
-    def _restored(self, raw: bytes) -> _Held | None:
-        """A held pack of a state, without its excluded items; None if nothing of it is left."""
+    def _hold_again(self, raw: bytes) -> None:
+        """Hold a pack of a state, without its excluded items, if anything of it is left."""
         try:
             saved = msgspec.msgpack.decode(raw, type=_HeldState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -223,10 +211,9 @@ class Balance(ItemStage):
             raise CheckpointMismatchError(f"Balance: {saved.sizes} are no lengths and images of the pack {saved.ref}")
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)
-        left = next(iter(self.keep_known([ref])), None)
-        if left is None:
-            return None
-        return self._of(left, saved.arrival, left_sizes(sizes, ref, left))
+        for left in self.keep_known([ref]):
+            self._held.hold_refs([left])
+            self._places.append(self._place(left, saved.arrival, left_sizes(sizes, ref, left)))
 
     def settings(self) -> dict[str, Any]:
         """`hold`, the name of the cost, and the encoder unless it is the one upstream."""

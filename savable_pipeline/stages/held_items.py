@@ -1,0 +1,188 @@
+"""`HeldItems`: the elements that a stage has taken from its source and not given yet, each held by its ref.
+
+refs     r3  r7  r8  r9     all that a state keeps of them
+items    a   ·   b   ·      in memory, or · MISSING: made again from the ref when it is needed
+bytes    40  0   52  0      of those in memory, counted for the whole process, where there is a limit
+
+An element that can no longer be made, since its sample is excluded now or gone, comes as a `Skip`, which the stage
+upstream has counted: leave it out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.task_encoder import Skip
+
+
+class HeldItems:
+    """A list of elements of `stage.source`: items, packs or samples, whose refs `stage` saves.
+
+    Args:
+        stage: The stage that holds them; its source makes them again.
+        max_bytes: Limit in bytes on the items that all such lists of a process hold together. An item beyond it is not
+            kept, but made again when it is taken. Default: no limit.
+
+    Example:
+        >>> class Swapped(sp.ItemStage):  # gives items in pairs, the second one first
+        ...     ref = ()
+        ...     def __init__(self, source):
+        ...         super().__init__(source)
+        ...         self.held = sp.HeldItems(self)
+        ...     def __next__(self):
+        ...         while self.held or self.held.fill(2):
+        ...             item, self.ref = self.held.take(-1)
+        ...             if type(item) is not sp.Skip:
+        ...                 return item
+        ...         raise StopIteration
+        ...     def save_state(self):
+        ...         return {"held": self.held.refs(), **super().save_state()}
+        ...     def restore_state(self, state):
+        ...         super().restore_state(state)
+        ...         self.held.restore(state["held"])
+        >>> class Ids(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> swapped = Swapped(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids()))
+        >>> [next(swapped) for _ in range(4)]
+        [1, 0, 3, 2]
+    """
+
+    def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
+        self._stage = weakref.ref(
+            stage
+        )  # weak: a stage that is let go of frees its items and its source's files at once
+        self._items: list[Any] = []
+        self._refs: list[ItemRef] = []
+        self._bytes: list[int] = []  # as long as the others, where there is a limit
+        self._made = 0
+        self._share: BudgetShare | None = None
+        if max_bytes is not None:
+            self._share = BudgetShare(stage.source.lane.shared("held items", MemoryBudget), max_bytes=max_bytes)
+
+    @property
+    def _holder(self) -> Stage:
+        stage = self._stage()
+        assert stage is not None, "a stage lives as long as it asks"
+        return stage
+
+    @property
+    def _source(self) -> Stage:
+        return self._holder.source
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    @property
+    def made(self) -> int:
+        """How many of them are in memory."""
+        return self._made
+
+    def refs(self) -> list[ItemRef]:
+        """The refs, in order: for `save_state`."""
+        return list(self._refs)
+
+    def restore(self, refs: Sequence[Any]) -> None:
+        """Hold the elements with these refs of a saved state, none of them made, and no others.
+
+        Those of a source that was removed since are left out, and counted.
+        """
+        self.drop(len(self._refs))
+        self.hold_refs(self._holder.keep_known(list(map(as_ref, refs))))
+
+    def hold_refs(self, refs: Sequence[ItemRef]) -> None:
+        """Hold the elements with these refs too, made when they are needed."""
+        self.add([MISSING] * len(refs), refs)
+
+    def add(self, items: Sequence[Any], refs: Sequence[ItemRef]) -> None:
+        """Hold these elements too, behind the others; an item may be `MISSING`."""
+        self._refs += refs
+        if self._share is None:
+            self._items += items
+            self._made += sum([item is not MISSING for item in items])
+            return
+        for item in items:
+            self._items.append(MISSING)
+            self._bytes.append(0)
+            if item is not MISSING:
+                self._keep(-1, item)
+
+    def fill(self, n: int) -> int:
+        """Take elements from the source until `n` are held or it ends; return how many were taken."""
+        before = len(self._refs)
+        while len(self._refs) < n:
+            items, refs = self._source.take(n - len(self._refs))
+            if not items:
+                break
+            self.add(items, refs)
+        return len(self._refs) - before
+
+    def look(self, at: int) -> tuple[Any, ItemRef]:
+        """An element, made if it is missing, and its ref; a `Skip` if it can no longer be made. It stays as it is held.
+
+        The ref is that of what is left: a pack may have lost items.
+        """
+        item, ref = self._items[at], self._refs[at]
+        return self._source.make_again(ref) if item is MISSING else (item, ref)
+
+    def take(self, at: int, *, last_fills: bool = False) -> tuple[Any, ItemRef]:
+        """The same, and hold it no more: those behind it move up, or with `last_fills` the last one takes its place.
+
+        Where the source raises, it is still held.
+        """
+        found = self.look(at)
+        self.remove(at, last_fills=last_fills)
+        return found
+
+    def remove(self, at: int, *, last_fills: bool = False) -> None:
+        """Hold an element no more, as `take`."""
+        self._let_go(at, at + 1 if at != -1 else None)
+        columns: list[list[Any]] = [self._items, self._refs, *([] if self._share is None else [self._bytes])]
+        for column in columns:
+            if last_fills:
+                column[at] = column[-1]
+            del column[-1 if last_fills else at]
+
+    def _let_go(self, begin: int, end: int | None) -> None:
+        """Count what is in memory of these elements as gone."""
+        for place, item in enumerate(self._items[begin:end]):
+            if item is not MISSING:
+                self._made -= 1
+                if self._share is not None:
+                    self._share.release(self._bytes[begin + place])
+
+    def ready(self, n: int) -> list[Any]:
+        """The first `n` items, made; fewer if fewer are held. Those that can no longer be made are held no more."""
+        if self._made == len(self._refs):
+            return self._items[:n]
+        made: list[Any] = []
+        while (at := len(made)) < min(n, len(self._refs)):
+            item, ref = self.look(at)
+            if type(item) is Skip:
+                self.remove(at)
+                continue
+            if self._items[at] is MISSING:
+                self._refs[at] = ref
+                self._keep(at, item)
+            made.append(item)
+        return made
+
+    def _keep(self, at: int, item: Any) -> None:
+        """Keep a missing item that was made, as far as the limit allows it."""
+        if self._share is not None:
+            item_bytes = size_of(item)
+            if not self._share.hold(item_bytes):
+                return
+            self._bytes[at] = item_bytes
+        self._items[at] = item
+        self._made += 1
+
+    def drop(self, n: int) -> None:
+        """Hold the first `n` no more."""
+        self._let_go(0, n)
+        del self._items[:n], self._refs[:n], self._bytes[:n]

@@ -1,0 +1,166 @@
+"""`HeldItems`: what a stage holds is a ref each, with its item or to be made again; what is lost is left out."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.stages.item_ref import MISSING
+from savable_pipeline.testing import assert_exact_resume
+
+
+class Ids(sp.TaskEncoder):
+    """The number of a sample as text; `gone` samples are skipped, `broken` ones fail."""
+
+    global_rng = False
+    gone: frozenset[int] = frozenset()
+    broken: frozenset[int] = frozenset()
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        if number in self.broken:
+            raise OSError("a disk")
+        return sp.Skip("gone") if number in self.gone else str(number)
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+class Holder(sp.PassThrough, sp.ItemStage):
+    """A stage to hold for."""
+
+    def __init__(self, source: sp.ItemStage, max_bytes: int | None = None) -> None:
+        super().__init__(source)
+        self.held = sp.HeldItems(self, max_bytes=max_bytes)
+
+
+@pytest.fixture
+def shards(make_shards: Any) -> str:
+    return str(make_shards([31]))
+
+
+def holder(shards: str, max_bytes: int | None = None, lane: sp.Lane | None = None) -> tuple[Holder, Ids]:
+    encoder = Ids()
+    lane = lane or sp.Lane()
+    reader = sp.TarShardReader(shards, lane, epochs=1, shuffle=False)
+    return Holder(sp.Encode(reader, encoder), max_bytes), encoder
+
+
+def ref(number: int) -> sp.ItemRef:
+    return (number, 0, 0)
+
+
+def test_elements_come_back_in_any_order_with_their_refs(shards: str) -> None:
+    stage, _ = holder(shards)
+    held = stage.held
+    assert held.fill(5) == 5 and len(held) == 5 and held.made == 5
+    assert held.take(1) == ("1", ref(1))
+    assert held.refs() == [ref(0), ref(2), ref(3), ref(4)], "those behind it move up"
+    assert held.take(0, last_fills=True) == ("0", ref(0))
+    assert held.refs() == [ref(4), ref(2), ref(3)], "the last one takes its place"
+    assert held.take(-1, last_fills=True) == ("3", ref(3))
+    held.drop(1)
+    assert held.refs() == [ref(2)] and held.look(0) == ("2", ref(2)) and len(held) == 1
+
+
+def test_what_is_restored_is_made_when_it_is_needed(shards: str) -> None:
+    stage, _ = holder(shards)
+    held = stage.held
+    held.restore([[3, 0, 0], [1, 0, 0], [2, 0, 0]])
+    assert held.refs() == [ref(3), ref(1), ref(2)] and held.made == 0
+    assert held.look(1) == ("1", ref(1)) and held.made == 0, "looking keeps nothing"
+    assert held.ready(2) == ["3", "1"] and held.made == 2
+    assert held.take(2) == ("2", ref(2)) and held.made == 2
+
+
+def test_what_can_no_longer_be_made_is_a_skip_or_left_out(shards: str) -> None:
+    stage, encoder = holder(shards)
+    encoder.gone = frozenset({1, 2})
+    stage.held.restore([ref(number) for number in range(5)])
+    item, found = stage.held.take(1)
+    assert type(item) is sp.Skip and found == ref(1)
+    assert stage.held.ready(2) == ["0", "3"] and stage.held.refs() == [ref(0), ref(3), ref(4)]
+    assert stage.held.ready(9) == ["0", "3", "4"]
+
+
+def test_an_element_whose_making_fails_is_still_held_and_can_be_asked_for_again(shards: str) -> None:
+    stage, encoder = holder(shards)
+    stage.held.restore([ref(0), ref(1)])
+    encoder.broken = frozenset({1})
+    for ask in (lambda: stage.held.take(1, last_fills=True), lambda: stage.held.ready(2)):
+        with pytest.raises(sp.EncodeError):
+            ask()
+        assert stage.held.refs() == [ref(0), ref(1)]
+    encoder.broken = frozenset()
+    assert stage.held.ready(2) == ["0", "1"]
+
+
+def test_items_beyond_the_limit_of_the_process_are_made_again(shards: str) -> None:
+    lane = sp.Lane()
+    one, other = (holder(shards, max_bytes=180, lane=lane)[0] for _ in range(2))
+    assert one.held.fill(3) == 3 and one.held.made == 3
+    assert other.held.fill(3) == 3 and other.held.made == 0, "the first holds what there is room for"
+    assert [other.held.take(0)[0] for _ in range(3)] == ["0", "1", "2"]
+    one.held.drop(3)
+    assert other.held.fill(2) == 2 and other.held.made == 2, "let go of, their bytes are free again"
+    other.held.restore([ref(0)])
+    one.held.add(["x", MISSING], [ref(7), ref(8)])
+    assert other.held.made == 0 and one.held.made == 1 and one.held.take(1) == ("8", ref(8))
+    assert one.held.ready(1) == ["x"]
+
+
+def test_a_stage_that_is_let_go_of_is_freed_at_once_and_so_are_its_bytes(shards: str) -> None:
+    lane = sp.Lane()
+    stage, _ = holder(shards, max_bytes=180, lane=lane)
+    stage.held.fill(3)
+    gone = weakref.ref(stage)
+    gc.disable()
+    try:
+        del stage
+        assert gone() is None
+    finally:
+        gc.enable()
+    next_one, _ = holder(shards, max_bytes=180, lane=lane)
+    next_one.held.fill(3)
+    assert next_one.held.made == 3
+
+
+class Swapped(sp.ItemStage):
+    """Items in pairs, the second one first."""
+
+    ref: sp.ItemRef = ()
+
+    def __init__(self, source: sp.ItemStage) -> None:
+        super().__init__(source)
+        self.held = sp.HeldItems(self)
+
+    def __next__(self) -> Any:
+        while self.held or self.held.fill(2):
+            item, self.ref = self.held.take(-1)
+            if type(item) is not sp.Skip:
+                return item
+        raise StopIteration
+
+    def save_state(self) -> dict[str, Any]:
+        return {"held": self.held.refs(), **super().save_state()}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        super().restore_state(state)
+        self.held.restore(state["held"])
+
+
+def swapped(shards: str, lane: sp.Lane) -> sp.Stage:
+    return Swapped(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, shuffle=False), Ids()))
+
+
+def test_a_stage_of_ones_own_that_holds_gives_all_and_resumes_exactly(shards: str) -> None:
+    items = list(swapped(shards, sp.Lane()))
+    assert items[:4] == ["1", "0", "3", "2"] and Counter(items) == Counter(map(str, range(31))), (
+        "the last of an odd number comes too"
+    )
+    assert_exact_resume(lambda lane: sp.Batcher(swapped(shards, lane), size=2), lanes=3, steps=9, world_sizes=[1, 3])
