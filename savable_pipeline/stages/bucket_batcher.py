@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -14,7 +13,8 @@ from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.bucket_sizes import BatchSize, BucketSizes, Group, plain_group
 from savable_pipeline.stages.encoder_batches import EncoderBatches
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 from savable_pipeline.stages.user_function import check_function, function_settings
@@ -29,14 +29,6 @@ class _BucketState(msgspec.Struct):
     source: dict[str, Any]
     keys: list[tuple[Any, int]] | None = None
     first: Any = None
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """The items that wait for their batch, and their refs."""
-
-    items: list[Any] = field(default_factory=list)
-    refs: list[ItemRef] = field(default_factory=list)
 
 
 class BucketBatcher(EncoderBatches):
@@ -97,8 +89,8 @@ class BucketBatcher(EncoderBatches):
         self.max_tokens = max_tokens
         self.group = group
         self._check_group(group)
-        self._buckets: dict[_Key, _Bucket] = {}  # those that hold items, in the order in which they began
-        self._taken: tuple[Any, ItemRef] | None = None  # an item of the source that is in no bucket yet, and its ref
+        self._buckets: dict[_Key, HeldItems] = {}  # those that hold items, in the order in which they began
+        self._taken = HeldItems(self)  # an item of the source that is in no bucket yet
         self._row_of_skips = 0
 
     def _check_group(self, group: Callable[[Any], Group] | str | None) -> None:
@@ -110,12 +102,12 @@ class BucketBatcher(EncoderBatches):
     @property
     def held_items(self) -> int:
         """Made items that wait for their batch."""
-        return sum(item is not MISSING for bucket in self._buckets.values() for item in bucket.items)
+        return sum(held.made for held in self._buckets.values())
 
     def __next__(self) -> Any:
         key = self._due()
-        bucket, size = self._buckets[key], self._size(key)
-        batch = self._given(bucket.items[:size], bucket.refs[:size], size)
+        held, size = self._buckets[key], self._size(key)
+        batch = self._given(held.ready(size), held.refs()[:size], size)
         self._let_go(key)
         return batch
 
@@ -128,7 +120,7 @@ class BucketBatcher(EncoderBatches):
         key = self._next_bucket()
         if key is None:
             raise StopIteration
-        self._note_first(self._buckets[key].refs[0])
+        self._note_first(self._buckets[key].refs()[0])
         return key
 
     def _rows_of(self, item: Any) -> int:
@@ -143,15 +135,16 @@ class BucketBatcher(EncoderBatches):
 
     def _make_items(self, key: _Key) -> bool:
         """Make the missing items of a bucket's next batch; False if one is in the bucket no more."""
-        bucket = self._buckets[key]
-        due = range(min(self._size(key), len(bucket.refs)))
-        return all(bucket.items[i] is not MISSING or self._make(key, i) for i in due)
+        held = self._buckets[key]
+        due = range(min(self._size(key), len(held)))
+        return held.made == len(held) or all(self._make(key, i) for i in due)
 
     def _let_go(self, key: _Key) -> None:
-        bucket, size = self._buckets.pop(key), self._size(key)
-        self._gave(bucket.refs[:size])
-        if len(bucket.refs) > size:  # of a state that was saved with a larger size
-            self._buckets[key] = _Bucket(bucket.items[size:], bucket.refs[size:])
+        held, size = self._buckets.pop(key), self._size(key)
+        self._gave(held.refs()[:size])
+        held.drop(size)
+        if held:  # of a state that was saved with a larger size
+            self._buckets[key] = held
 
     def more(self) -> bool:
         """Whether another batch will come, found by filling a bucket."""
@@ -159,41 +152,29 @@ class BucketBatcher(EncoderBatches):
 
     def _fill(self) -> _Key | None:
         """The bucket that gives the next batch; None at the end."""
-        full = [key for key, bucket in self._buckets.items() if len(bucket.refs) >= self._size(key)]
+        full = [key for key, held in self._buckets.items() if len(held) >= self._size(key)]
         if full:
             return min(full, key=_number)
-        while self._taken is not None or self._take():
+        while self._taken or self._taken.fill(1):
             placed = self._place()
-            if placed is not None and len(self._buckets[placed].refs) >= self._size(placed):
+            if placed is not None and len(self._buckets[placed]) >= self._size(placed):
                 return placed
         return None if self.drop_last else min(self._buckets, key=_number, default=None)
 
     def _size(self, key: _Key) -> int:
         return self._sizes.of(*key)
 
-    def _take(self) -> bool:
-        items, refs = self.source.take(1)
-        if items:
-            self._taken = items[0], refs[0]
-        return bool(items)
-
     def _place(self) -> _Key | None:
         """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
-        assert self._taken is not None
-        item, ref = self._taken
-        if item is MISSING:
-            item, ref = self.source.make_again(ref)
-        if type(item) is Skip:  # it can no longer be made, which the stage upstream has counted
-            self._taken = None
-            return None
-        key = self._key(item)
-        if key[1] == self._sizes.buckets:
+        item, ref = self._taken.look(0)
+        key = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
+        if key is not None and key[1] == self._sizes.buckets:
             self._skipped(ref)
-            self._taken = None
-            return None
-        self._row_of_skips = 0
-        self._put(key, item, ref)
-        self._taken = None
+            key = None
+        elif key is not None:
+            self._row_of_skips = 0
+            self._put(key, item, ref)
+        self._taken.drop(1)
         return key
 
     def _key(self, item: Any) -> _Key:
@@ -221,11 +202,11 @@ class BucketBatcher(EncoderBatches):
 
     def _make(self, key: _Key, i: int) -> bool:
         """Make the item `i` of a bucket; False if it is lost, or a pack that lost an item and is of another bucket."""
-        bucket = self._buckets[key]
-        item, ref = self.source.make_again(bucket.refs[i])
+        held = self._buckets[key]
+        item, ref = held.look(i)
         found = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
         if found == key:
-            bucket.items[i], bucket.refs[i] = item, ref
+            held.keep(i, item, ref)
             return True
         if found is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(
@@ -233,17 +214,15 @@ class BucketBatcher(EncoderBatches):
                 f"{_shown(found)}: {self._calls.encoder_name} or the data changed since the state was saved, or its "
                 "result depends on more than the sample and `rng`"
             )
-        del bucket.items[i], bucket.refs[i]
-        if not bucket.refs:
+        held.remove(i)
+        if not held:
             del self._buckets[key]
         if found is not None:
             self._put(found, item, ref)
         return False
 
     def _put(self, key: _Key, item: Any, ref: ItemRef) -> None:
-        bucket = self._buckets.setdefault(key, _Bucket())
-        bucket.items.append(item)
-        bucket.refs.append(ref)
+        self._buckets.setdefault(key, HeldItems(self)).add([item], [ref])
 
     def save_state(self) -> State:
         """`buckets`: the refs of the items in each bucket; `count`: batches given so far.
@@ -255,8 +234,8 @@ class BucketBatcher(EncoderBatches):
         if self.group is not None:
             keys = list(self._buckets)
         state: State = {
-            "buckets": [list(self._buckets[key].refs) if key in self._buckets else [] for key in keys],
-            "taken": None if self._taken is None else self._taken[1],
+            "buckets": [self._buckets[key].refs() if key in self._buckets else [] for key in keys],
+            "taken": next(iter(self._taken.refs()), None),
             "count": self._count,
             "source": self.source.save_state(),
         }
@@ -270,13 +249,13 @@ class BucketBatcher(EncoderBatches):
         keys = self._saved_keys(saved)
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
-        kept = [self.keep_known(list(map(as_ref, refs))) for refs in saved.buckets]
-        self._buckets = {
-            key: _Bucket([MISSING] * len(refs), refs) for key, refs in zip(keys, kept, strict=True) if refs
-        }
-        self._taken = None
-        for taken in self.keep_known([] if saved.taken is None else [as_ref(saved.taken)]):
-            self._taken = MISSING, taken
+        self._buckets = {}
+        for key, refs in zip(keys, saved.buckets, strict=True):
+            held = HeldItems(self)
+            held.restore(refs)
+            if held:
+                self._buckets[key] = held
+        self._taken.restore([] if saved.taken is None else [saved.taken])
         self._count = saved.count
 
     def _saved_keys(self, saved: _BucketState) -> list[_Key]:

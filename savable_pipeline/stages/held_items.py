@@ -166,14 +166,17 @@ class HeldItems:
             if type(item) is Skip:
                 self.remove(at)
                 continue
-            if self._items[at] is MISSING:
-                self._refs[at] = ref
-                self._keep(at, item)
+            self.keep(at, item, ref)
             made.append(item)
         return made
 
+    def keep(self, at: int, item: Any, ref: ItemRef) -> None:
+        """Keep an element that `look` has made, in its place, as far as the limit allows it."""
+        if self._items[at] is MISSING:
+            self._refs[at] = ref
+            self._keep(at, item)
+
     def _keep(self, at: int, item: Any) -> None:
-        """Keep a missing item that was made, as far as the limit allows it."""
         if self._share is not None:
             item_bytes = size_of(item)
             if not self._share.hold(item_bytes):

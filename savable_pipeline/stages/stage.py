@@ -107,25 +107,24 @@ class Stage:
     Draw random numbers from `self.lane.rng("a name")`: its position is saved with the lane. A class with `__next__`
     and no `ref` raises TypeError when it is defined; a source of the wrong kind raises ValueError.
 
+    What a stage has taken and not given yet lies in `sp.HeldItems`.
+
     >>> class Swapped(sp.ItemStage):  # gives items in pairs, the second one first
-    ...     ref = held = ()
+    ...     ref = ()
+    ...     def __init__(self, source):
+    ...         super().__init__(source)
+    ...         self.held = sp.HeldItems(self)
     ...     def __next__(self):
-    ...         if self.held:
-    ...             self.ref, self.held = sp.as_ref(self.held), ()
-    ...             if not isinstance(item := self.source.fetch(self.ref), sp.Skip):
+    ...         while self.held or self.held.fill(2):
+    ...             item, self.ref = self.held.take(-1)
+    ...             if type(item) is not sp.Skip:
     ...                 return item
-    ...         first = next(self.source)
-    ...         self.held = self.source.ref
-    ...         for second in self.source:
-    ...             self.ref = self.source.ref
-    ...             return second
-    ...         self.ref, self.held = self.held, ()  # the last one of an odd number
-    ...         return first
+    ...         raise StopIteration
     ...     def save_state(self):
-    ...         return {"held": self.held, "source": self.source.save_state()}
+    ...         return {"held": self.held.refs(), **super().save_state()}
     ...     def restore_state(self, state):
-    ...         self.held = state["held"]
-    ...         self.source.restore_state(state["source"])
+    ...         super().restore_state(state)
+    ...         self.held.restore(state["held"])
     >>> class Ids(sp.TaskEncoder):
     ...     def encode(self, sample, rng):
     ...         return sample.json()["id"]
