@@ -102,15 +102,21 @@ class HeldItems:
     def add(self, items: Sequence[Any], refs: Sequence[ItemRef]) -> None:
         """Hold these elements too, behind the others; an item may be `MISSING`."""
         self._refs += refs
-        if self._share is None:
-            self._items += items
-            self._made += sum([item is not MISSING for item in items])
-            return
         for item in items:
             self._items.append(MISSING)
-            self._bytes.append(0)
+            if self._share is not None:
+                self._bytes.append(0)
             if item is not MISSING:
                 self._keep(-1, item)
+
+    def _add_made(self, items: Sequence[Any], refs: Sequence[ItemRef]) -> None:
+        """The same with items that are all there: without a limit in few steps, as a batch of many needs."""
+        if self._share is not None:
+            self.add(items, refs)
+            return
+        self._refs += refs
+        self._items += items
+        self._made += len(items)
 
     def fill(self, n: int) -> int:
         """Take elements from the source until `n` are held or it ends; return how many were taken."""
@@ -119,7 +125,7 @@ class HeldItems:
             items, refs = self._source.take(n - len(self._refs))
             if not items:
                 break
-            self.add(items, refs)
+            self._add_made(items, refs)
         return len(self._refs) - before
 
     def look(self, at: int) -> tuple[Any, ItemRef]:
@@ -150,6 +156,9 @@ class HeldItems:
 
     def _let_go(self, begin: int, end: int | None) -> None:
         """Count what is in memory of these elements as gone."""
+        if self._share is None and self._made == len(self._items):
+            self._made -= len(self._items[begin:end])
+            return
         for place, item in enumerate(self._items[begin:end]):
             if item is not MISSING:
                 self._made -= 1
