@@ -109,29 +109,26 @@ class Stage:
 
     What a stage has taken and not given yet lies in `sp.HeldItems`.
 
-    >>> class Swapped(sp.ItemStage):  # gives items in pairs, the second one first
-    ...     ref = ()
-    ...     def __init__(self, source):
-    ...         super().__init__(source)
-    ...         self.held = sp.HeldItems(self)
+    >>> class Numbered(sp.ItemStage):  # gives each item with its number
+    ...     ref, count = (), 0
     ...     def __next__(self):
-    ...         while self.held or self.held.fill(2):
-    ...             item, self.ref = self.held.take(-1)
-    ...             if type(item) is not sp.Skip:
-    ...                 return item
-    ...         raise StopIteration
+    ...         item = next(self.source)
+    ...         self.ref, self.count = (self.count, self.source.ref), self.count + 1
+    ...         return self.count - 1, item
+    ...     def fetch(self, ref):
+    ...         item = self.source.fetch(ref[1])
+    ...         return item if isinstance(item, sp.Skip) else (ref[0], item)
     ...     def save_state(self):
-    ...         return {"held": self.held.refs(), **super().save_state()}
+    ...         return {"count": self.count, **super().save_state()}
     ...     def restore_state(self, state):
     ...         super().restore_state(state)
-    ...         self.held.restore(state["held"])
+    ...         self.count = state["count"]
     >>> class Ids(sp.TaskEncoder):
     ...     def encode(self, sample, rng):
     ...         return sample.json()["id"]
-    >>> def swapped(**how):
-    ...     return Swapped(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False, epochs=1, **how), Ids()))
-    >>> list(swapped())[:4], len(list(swapped(subset=3)))
-    ([1, 0, 3, 2], 3)
+    >>> numbered = Numbered(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids()))
+    >>> next(numbered), next(numbered), numbered.fetch(numbered.ref)
+    ((0, 0), (1, 1), (1, 1))
     """
 
     source: Stage
