@@ -185,6 +185,8 @@ class Run:
 
     def __next__(self) -> Any:
         if self.position.previous is not None:
+            if self._is_finite and not self.position.told:
+                self.prefetcher.look()
             self.end_epoch()
             raise StopIteration
         if not self._is_settled:
