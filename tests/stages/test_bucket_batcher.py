@@ -351,3 +351,39 @@ def test_padded_buckets_are_the_same_from_workers_and_resume_exactly(make_shards
     for how in PADDED[::2]:
         wide: dict[str, Any] = {"steps": 4, "workers": (0,), "world_sizes": (1, 2), "after": 2}
         assert assert_exact_resume(partial(padded, shards, how), seed=3, lanes=6, tail="pad", **wide)
+
+
+@pytest.mark.parametrize("how", PADDED)
+@pytest.mark.parametrize("first", ["made", "passed over", "restored"])
+def test_rows_that_fill_up_repeat_the_first_item_of_their_batch_and_in_a_filler_that_of_the_lane(
+    make_shards: Any, how: dict[str, Any], first: str
+) -> None:
+    shards = str(make_shards([23]))
+    stage, as_it_was = (padded(shards, how, sp.Lane(seed=3, pad=True)) for _ in range(2))
+    begun = next(as_it_was)
+    if first == "passed over":
+        stage.pass_over()
+    else:
+        assert next(stage)["id"].tolist() == begun["id"].tolist()
+    if first == "restored":
+        state, stage = stage.save_state(), padded(shards, how, sp.Lane(seed=3, pad=True))
+        stage.restore_state(state)
+    filled = 0
+    for batch in stage:
+        ids, valid = batch["id"].tolist(), sum(batch["valid"].tolist())
+        assert ids[valid:] == ids[:1] * (len(ids) - valid)
+        filled += len(ids) - valid
+    assert filled
+    for _ in range(2):
+        filler = stage.filler()
+        assert filler["id"].tolist() == begun["id"].tolist()[:1] * len(begun["id"])
+        assert not filler["valid"].any()
+
+
+def test_a_lane_without_an_item_fills_up_with_one_of_another_lane(make_shards: Any) -> None:
+    shards = str(make_shards([3]))
+    stage = padded(shards, PADDED[0], sp.Lane(5, 6, seed=3, pad=True))
+    assert next(stage, None) is None
+    filler = stage.filler()
+    ids = filler["id"].tolist()
+    assert ids == ids[:1] * stage._rows_of(ids[0]) and ids[0] in (0, 1, 2) and not filler["valid"].any()

@@ -98,7 +98,6 @@ def check_wide_finite(
     chosen = {**with_keys(chosen), "drop_last": False, "skip": 0, "subset": None, "join": None}
     chosen["block_size"] = min(chosen["block_size"] or 4, 4)
     chosen["weights"] = "fixed" if chosen["weights"] in ("step", "linear") else chosen["weights"]  # they have no end
-    tail = "stop" if chosen["pack"] in ("buckets", "groups", "both") else tail  # they have no filler
     with tempfile.TemporaryDirectory() as folder:
         write_store(chosen["store"], Path(folder), [size, 1, 3])
         pipeline = partial(wide_pipeline, folder, epochs=epochs, **chosen)

@@ -14,8 +14,8 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -47,11 +47,11 @@ class ExcludeFile:
         content = self._read()
         self._content = _digest(content)
         of_shards: dict[str, set[str]] = {}
-        unnamed: list[int] = []
-        keys = _keys_in(self.path, content, of_shards, unnamed)
+        unnamed: set[int] = set()
         found: set[int] = set()
         unknown = _Unknown()
-        _take_keys(dataset, keys, found, unknown)  # which reads the lines, those of single shards too
+        read = partial(_keys_in, self.path, content, of_shards, unnamed)
+        _take_keys(dataset, read, found, unknown)  # which reads the lines, those of single shards too
         unknown.add([os.fsencode(text) for text in _take_of_shards(dataset, of_shards, found)])
         self.numbers = frozenset(found)
         if unknown.count:
@@ -129,7 +129,7 @@ class _Unknown:
         return listed(map(os.fsdecode, self._first), self.count)
 
 
-def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed: list[int]) -> Iterator[bytes]:
+def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed: set[int]) -> Iterator[bytes]:
     """The keys in a file, line by line; those of one shard are added to `of_shards`, by its name.
 
     The numbers of the lines with neither are added to `unnamed`.
@@ -142,7 +142,7 @@ def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed
             continue
         shard, key = _entry(path, number, os.fsdecode(line))
         if key is None:
-            unnamed.append(number)
+            unnamed.add(number)
         elif shard is None:
             yield os.fsencode(key)
         else:
@@ -163,24 +163,43 @@ def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
     return shard, key
 
 
-def _take_keys(dataset: Dataset, keys: Iterator[bytes], found: set[int], unknown: _Unknown) -> None:
-    """Add the numbers of all samples with these keys to `found`, and the keys that no sample has to `unknown`."""
+def _take_keys(dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: _Unknown) -> None:
+    """Add the numbers of all samples with the keys that `read` gives to `found`, and keys of no sample to `unknown`."""
+    keys = read()
     first = next(keys, None)
     if first is None:
         return
-    keys = chain([first], keys)
     # The index of keys is known by the shards: of tables, a setting of the reader says which column is the key.
     index = key_index(dataset) if isinstance(dataset.store, TarStore) else None
     if index is None or index.twice is not None:
-        wanted = {os.fsdecode(key) for key in keys}
-        here = {number: key for number, key in enumerate(dataset.all_keys()) if key in wanted}
-        found.update(here)
-        unknown.add([os.fsencode(key) for key in wanted.difference(here.values())])
+        _take_by_reading(dataset, read, found, unknown)
         return
-    while some := list(islice(keys, _AT_ONCE)):
+    for some in _chunks(chain([first], keys)):
         numbers = index.find(some)
         found.update(numbers[numbers >= 0].tolist())
         unknown.add([some[place] for place in np.flatnonzero(numbers < 0).tolist()])
+
+
+def _take_by_reading(dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: _Unknown) -> None:
+    """The same without an index: all keys of the dataset are read, and of each in the file 8 bytes are kept."""
+    wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read())), np.uint64))
+    alike: dict[int, bytes] = {}  # keys of the dataset that may be among them, by number
+    start = 0
+    for some in _chunks(map(os.fsencode, dataset.all_keys())):
+        hashes = np.fromiter(map(xxh3_64_intdigest, some), np.uint64, len(some))
+        at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+        alike |= {start + place: some[place] for place in np.flatnonzero(wanted[at] == hashes).tolist()}
+        start += len(some)
+    here, named = set(alike.values()), set()
+    for some in _chunks(read()):
+        named |= here.intersection(some)
+        unknown.add([key for key in some if key not in here])
+    found.update(number for number, key in alike.items() if key in named)
+
+
+def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
+    while some := list(islice(keys, _AT_ONCE)):
+        yield some
 
 
 def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set[int]) -> Iterator[str]:

@@ -43,9 +43,9 @@ class ArrowRows:
         self._names = names
         self._constants = {name: value for name, value in constants.items() if name not in names}
         self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
-        self.lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
+        self._lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
         self._alone = len(self._media) == 1
-        self._naming = {name: count for name in [*self._media, *self.lists] if (count := self._named(name))}
+        self._naming = {name: count for name in [*self._media, *self._lists] if (count := self._named(name))}
         self._refuses = bool(self._naming) and not partial
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class ArrowRows:
         for name in self._names:
             if self.value(row, name) is not None:
                 yield (self._media_name(row, name) if name in self._media else name), name
-            elif name in self.lists:
+            elif name in self._lists:
                 yield from self._elements(row, name)
         for name in self._constants:
             yield name, name
@@ -106,7 +106,7 @@ class ArrowRows:
     def places(self, row: int) -> dict[Place, bytes]:
         """The bytes at the places of a row that are not null."""
         found: dict[Place, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
-        for name in self.lists:
+        for name in self._lists:
             found |= {place: self._at(row, place) for _, place in self._elements(row, name)}
         found |= {name: value for name, value in self._constants.items() if found.get(name) is None}
         return {place: value for place, value in found.items() if value is not None}
@@ -180,7 +180,7 @@ class ArrowRows:
 
     def _part_name(self, column: str, extension: str, number: int | None = None) -> str:
         """`jpg` for the image in the only such column, `left.jpg` where there are several; in a list `0.jpg`."""
-        alike = self._media if number is None else self.lists
+        alike = self._media if number is None else self._lists
         short = extension if number is None else f"{number}.{extension}"
         return short if alike == [column] and short not in self._names else f"{column}.{short}"
 

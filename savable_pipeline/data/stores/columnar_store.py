@@ -80,15 +80,15 @@ class ColumnarStore(FileStore):
         """The columns of a file, an Arrow schema. Raises `ShardError`."""
 
     @cached_property
-    def media_lists(self) -> list[str]:
-        """The columns that hold lists of images, as the first file that can be read says: parts `0.jpg`, `1.jpg`, …"""
-        from savable_pipeline.data.stores.media_columns import media_lists
+    def parts_since(self) -> dict[str, int]:
+        """The columns of images that were JSON once, as the first file that can be read says: see media_columns.py."""
+        from savable_pipeline.data.stores.media_columns import parts_since
 
         for shard, entry in enumerate(self.entries):
             if entry.samples:
                 with contextlib.suppress(ShardError):
-                    return media_lists(self.schema(shard), self.wanted)
-        return []
+                    return parts_since(self.schema(shard), self.wanted)
+        return {}
 
     @property
     def most_decoded(self) -> int:
@@ -176,14 +176,20 @@ class ColumnarStore(FileStore):
             return ShardError(f"{self.place(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
         return self.damaged(shard, f"row {row}", str(error))
 
-    def _check_lists(self, shard: int, lists: list[str]) -> None:
-        """Raises `ShardError` for a list of images that is none in the first file: a state does not tell of it."""
-        if other := [name for name in lists if name not in self.media_lists]:
-            raise ShardError(
-                f"{self.place(shard)}: the column {other[0]!r} holds lists of images, and something else in the first "
-                "file: write all files with one schema",
-                reason="another schema",
-            )
+    def _check_media(self, shard: int, schema: Any) -> None:
+        """Raises `ShardError` for images that are parts since later than those of the first file: a state does not tell
+        of them."""
+        from savable_pipeline.data.stores.media_columns import is_media_list, parts_since
+
+        for name, version in parts_since(schema, self.wanted).items():
+            if version > self.parts_since.get(name, 1):
+                what = "lists of images" if is_media_list(schema.field(name).type) else "images"
+                views = " of Arrow's view types" if version > 2 else ""
+                raise ShardError(
+                    f"{self.place(shard)}: the column {name!r} holds {what}{views}, and something else in the first "
+                    "file: write all files with one schema",
+                    reason="another schema",
+                )
 
     def _check_columns_of_first(self) -> None:
         shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)
@@ -241,7 +247,8 @@ class ColumnarStore(FileStore):
             rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
-        self._check_lists(shard, rows.lists)
+        if batches:
+            self._check_media(shard, batches[0].schema)
         if len(rows) != expected:
             raise self.damaged(shard, f"row group {group}", f"{len(rows)} rows, where the file says {expected}")
         return rows, size

@@ -3,6 +3,8 @@
 {bytes, path}                       the bytes; the part is named by the path's extension: png
 a list of them                      a part for each: 0.png, 1.png, …
 {bytes: null, path}                 the file lies elsewhere: a `NamedFile`, and no part
+
+Both fields may be of Arrow's view types, as Polars writes them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from savable_pipeline.data.stores.arrow_columns import (
 )
 
 _LONGEST_EXTENSION = 8
+_BYTES = ("binary", "large_binary", "binary_view", "null")
+_PATHS = ("string", "large_string", "string_view")
 _BEGINNINGS = {  # of files whose path says nothing
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",
@@ -173,11 +177,12 @@ def is_media(kind: Any) -> bool:
     """Whether a type is a struct of `bytes` and `path`, and of nothing else."""
     if not pa.types.is_struct(kind) or kind.num_fields != 2:
         return False
-    fields = {kind.field(i).name: str(kind.field(i).type) for i in range(2)}
-    return fields.get("bytes") in ("binary", "large_binary", "null") and fields.get("path") in (
-        "string",
-        "large_string",
-    )
+    fields = _fields(kind)
+    return fields.get("bytes") in _BYTES and fields.get("path") in _PATHS
+
+
+def _fields(kind: Any) -> dict[str, str]:
+    return {kind.field(i).name: str(kind.field(i).type) for i in range(kind.num_fields)}
 
 
 def is_media_list(kind: Any) -> bool:
@@ -186,9 +191,21 @@ def is_media_list(kind: Any) -> bool:
     return bool(lists and is_media(kind.value_type))
 
 
-def media_lists(schema: Any, wanted: list[str] | None) -> list[str]:
-    """The columns of a schema that are lists of structs of `bytes` and `path`; of the `wanted` ones (None: all)."""
-    return [field.name for field in schema if is_media_list(field.type) and (wanted is None or field.name in wanted)]
+def parts_since(schema: Any, wanted: list[str] | None) -> dict[str, int]:
+    """The columns of a schema that were JSON once, of the `wanted` ones (None: all), by name.
+
+    With each the version of the parts since which it is parts: 2 for a list of images, 3 where a field is a view.
+    """
+    found = {field.name: _since(field.type) for field in schema if wanted is None or field.name in wanted}
+    return {name: version for name, version in found.items() if version > 1}
+
+
+def _since(kind: Any) -> int:
+    listed = is_media_list(kind)
+    if not listed and not is_media(kind):
+        return 1
+    views = any(field.endswith("_view") for field in _fields(kind.value_type if listed else kind).values())
+    return 3 if views else 1 + listed
 
 
 def extension_of(path: str) -> str:

@@ -53,6 +53,9 @@ class InProcess:
         """Look at the shards. Raises `ShardError` if one changed of which batches may be made that were given."""
         self._runner.verify_given()
 
+    look = verify_given
+    """See `Pool.look`."""
+
     def close(self) -> None:
         """Drop the lanes, after a last look at the shards."""
         try:

@@ -1,4 +1,5 @@
-"""What is found once batches were given: a worker looks at its shards when it is idle, and when it is to end.
+"""What is found once batches were given: a worker looks at its shards when it is idle, at the end of a finite pass,
+where it is asked to, and when it is to end.
 
     trainer closes its end of the channel ──▶ worker: looks, reports on its status page, ends
 
@@ -52,6 +53,11 @@ class LastLook:
                     self.runner.verify_given()
             except Exception as error:
                 self._status.report(str(error))
+
+    def answer(self) -> None:
+        """Look, and tell that it is done."""
+        self.look()
+        self._status.looked()
 
     def next_of(self, requests: queue.SimpleQueue[T]) -> T:
         """The next request; where none comes for a second, look meanwhile."""

@@ -19,6 +19,7 @@ from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import Pipeline
 
 STARTED = 0  # the ticket of a worker's first message
+LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
 
 RequestKind: TypeAlias = Literal["batch", "peek", "skip"]
 """"batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it."""

@@ -26,7 +26,7 @@ from savable_pipeline.errors import ShardError, WorkerError
 from savable_pipeline.run.engine.blame import may_avoid, where
 from savable_pipeline.run.engine.last_look import tell
 from savable_pipeline.run.engine.launchers import EXIT_WAIT_S, Launcher, wait_until_ended
-from savable_pipeline.run.engine.messages import STARTED, Delivery, Failure, Request, RequestKind
+from savable_pipeline.run.engine.messages import LOOK, STARTED, Delivery, Failure, Request, RequestKind
 from savable_pipeline.run.engine.sealed_job import NOT_IMPORTED, UNGUARDED, UNGUARDED_CODE
 from savable_pipeline.run.engine.worker_handle import LaneAssignment, PendingRequest, WorkerHandle
 from savable_pipeline.run.engine.worker_main import answer_request
@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 RESTARTS_OVER_ONE = 3  # restarts because of the same sample, or in a row before a worker has started
 _START_S = 300.0  # timeout for a worker's start, with the imports of the user's modules
 _STACK_S = 1.0  # timeout for a hanging worker to write its stack
+_LOOK_S, _LOOKS_S = (
+    5.0,
+    0.001,
+)  # timeout for workers to look at their shards, and how often it is looked whether they did
 _MOVE_S = 0.002  # estimated time to build and restore a lane
 
 
@@ -214,6 +218,22 @@ class Pool:
         fault = self._reported()
         if fault:
             raise ShardError(fault, reason="changed shard")
+
+    def look(self) -> None:
+        """Have the workers look at their shards, and wait for them, some seconds at most. Raises as `verify_given`."""
+        self._check_process()
+        asked = [(worker, worker.status, worker.status.looks) for worker in self._workers if worker.pid]
+        for worker, _, _ in asked:
+            with contextlib.suppress(OSError):  # as in `_send`
+                worker.channel.send(LOOK)
+        deadline = time.monotonic() + _LOOK_S
+        while any(
+            worker in self._workers and not worker.gone and status.looks == before for worker, status, before in asked
+        ):
+            if time.monotonic() > deadline:
+                break  # it still looks when it ends
+            self._hear(_LOOKS_S)
+        self.verify_given()
 
     def _reported(self) -> str:
         return self.fault or next(filter(None, (worker.status.reported() for worker in self._workers)), "")

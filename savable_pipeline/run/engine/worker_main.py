@@ -31,7 +31,7 @@ from savable_pipeline.core.parent_watch import poll_while_parent_lives
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.last_look import LastLook
-from savable_pipeline.run.engine.messages import STARTED, Delivery, Failure, Request
+from savable_pipeline.run.engine.messages import LOOK, STARTED, Delivery, Failure, Request
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.channel import Channel
@@ -146,7 +146,10 @@ def _listen(channel: Channel, requests: queue.SimpleQueue[Request], parent: int,
         for ready in poll_while_parent_lives(poll, parent):
             if ready:
                 for message, _ in channel.receive():
-                    requests.put(pickle.loads(message))
+                    if message == LOOK:
+                        last_look.answer()
+                    else:
+                        requests.put(pickle.loads(message))
     finally:
         last_look.end()
 

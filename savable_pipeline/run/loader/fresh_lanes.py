@@ -4,8 +4,8 @@
                           begun: their own     fresh: nothing but `cuts`, the unit in which the shares
                           states say `cut`     of all lanes are cut in this epoch
 
-Where a run goes on in mid-epoch with other settings, such as another batch size, the shares of all lanes must stay cut
-as they were, or a fresh lane would read what is another one's.
+Where a run goes on in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes must
+stay cut as they were, or a fresh lane would read what is another one's.
 """
 
 from __future__ import annotations
@@ -71,12 +71,26 @@ def with_known_cuts(
     if unknown and state["slot"] and settings_differ:
         log.warning(
             "%d lanes have given no batch of this epoch yet, and this state, which an earlier release saved, does not "
-            "say how their shares are cut: if these settings cut them otherwise, as another batch_size does, some "
-            "samples of the epoch come twice and others not at all. Load the state of all lanes (global_state_dict() "
-            "or merge_states), which tells it",
+            "say how their shares are cut: if these settings cut them otherwise, as another batch_size or tail "
+            "does, some samples of the epoch come twice and others not at all. Load the state of all lanes "
+            "(global_state_dict() or merge_states), which tells it",
             len(unknown),
         )
     return dict(state)
+
+
+def may_be_cut_otherwise(state: Mapping[str, Any], lanes: Mapping[int, LaneState], local: LocalLanes) -> bool:
+    """Whether the epoch of a state, in its middle, may have been begun with another `tail`, of which no setting tells,
+    and so with shares cut otherwise than here."""
+    if not state["slot"]:
+        return False
+    known = _begun(state) or next(iter(lanes.values()))
+    epoch, grown = known.epoch, known.grown
+    here = local.last_stage if grown == local.growth else local.looked_at(LaneState(known.lane, epoch), grown)
+    if not any(isinstance(stage, RecordReader) and stage.is_cut_by_tail(epoch) for stage in upstream(here)):
+        return False
+    saved = known.cuts if known.stages is None else cuts_of(local.looked_at(known, grown), epoch)
+    return saved != cuts_of(here, epoch)
 
 
 def _lacks_cuts(lane: LaneState) -> bool:

@@ -101,6 +101,17 @@ class Prefetcher:
         if makers is not None:
             makers.verify_given()
 
+    def look(self) -> None:
+        """The same, once the last batch of a pass is given: workers are asked."""
+        if self._makers is None:
+            self.verify_given()
+            return
+        try:
+            self._makers.look()
+        except BaseException:
+            self.reset()
+            raise
+
     def count(self, position: Position) -> dict[int, int]:
         """How many batches each of this rank's lanes has from here on, by passing over all of them, side by side."""
         try:

@@ -21,7 +21,7 @@ from savable_pipeline.errors import CheckpointMismatchError, SavableError, Shard
 from savable_pipeline.run.engine.launchers import check_picklable
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.epoch_end import counted_end, proposed_end, warn_unused
-from savable_pipeline.run.loader.fresh_lanes import cuts_of, drawing_by, with_known_cuts
+from savable_pipeline.run.loader.fresh_lanes import cuts_of, drawing_by, may_be_cut_otherwise, with_known_cuts
 from savable_pipeline.run.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.run.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -185,6 +185,8 @@ class Run:
 
     def __next__(self) -> Any:
         if self.position.previous is not None:
+            if self._is_finite and not self.position.told:
+                self.prefetcher.look()
             self.end_epoch()
             raise StopIteration
         if not self._is_settled:
@@ -515,11 +517,12 @@ class Run:
         order = self.local.subset_order
         if order is not None:  # an earlier release saved it
             state = {**state, **{lane_name(number): drawing_by(lane, order) for number, lane in lanes.items()}}
-        state = with_known_cuts(state, lanes, self.local, settings_differ=bool(differing) or changed)
+        differs = bool(differing and state["slot"]) or changed or may_be_cut_otherwise(state, lanes, self.local)
+        state = with_known_cuts(state, lanes, self.local, settings_differ=differs)
         pad = self.settings.pad
         loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=pad, subset_order=order)
         # with larger batches, say, a lane of which some was left may have no batch
-        return loaded.with_changes() if changed or (differing and state["slot"]) else loaded
+        return loaded.with_changes() if differs else loaded
 
     @cached_property
     def _fingerprint(self) -> FingerprintHere:

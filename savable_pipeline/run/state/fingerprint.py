@@ -40,7 +40,8 @@ _FIXED = {
 }
 _FIXED_OF_READERS = {
     "order": _OTHER_ORDER,
-    "parts": "lists of images, which were JSON, are parts since: go on with the release that saved the state",
+    "parts": "lists of images, or images of Arrow's view types, which were JSON, are parts since: go on with the "
+    "release that saved the state",
     _SUBSET_ORDER: _OTHER_ORDER,
     "shards": "shards were added, removed or rewritten since",
 }

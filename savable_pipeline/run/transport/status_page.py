@@ -1,11 +1,12 @@
 """`StatusPage`: memory in which a worker records its current stage and sample, so that a crash can be reported.
 
-    word 0 │ 1     │ 2     │ 3      │ 4      │ …     from byte 4096 on: the Python stack, written when the worker
-    depth  │ index │ epoch │ ticket │ length │ text     crashes or receives STACK_SIGNAL
+    word 0 │ 1     │ 2     │ 3      │ 4      │ 5     │ …     from byte 4096 on: the Python stack, written when the
+    depth  │ index │ epoch │ ticket │ length │ looks │ text     worker crashes or receives STACK_SIGNAL
 
 `depth` is the number of stages before the one that runs; `index` and `epoch` are the ref of the sample being encoded;
-`ticket` is the number of the request; `text`, of so many bytes, says what is wrong with batches that were given. The
-page outlives the worker. `faulthandler` writes the stack, even in a worker that is stuck in C code.
+`ticket` is the number of the request; `text`, of so many bytes, says what is wrong with batches that were given;
+`looks` counts how often the worker has looked for that because it was asked to. The page outlives the worker.
+`faulthandler` writes the stack, even in a worker that is stuck in C code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 NOTHING = (1 << 64) - 1
 _PAGE = 4096
-_TEXT = 40  # the byte where the text begins
+_TEXT = 48  # the byte where the text begins
 STACK_SIGNAL = signal.SIGUSR2  # tells a worker to write its stack
 
 
@@ -64,6 +65,15 @@ class StatusPage:
         raw = fault.encode(errors="replace")[: _PAGE - _TEXT]
         self._page[_TEXT : _TEXT + len(raw)] = raw
         self.words[4] = len(raw)  # last: the text is whole
+
+    def looked(self) -> None:
+        """In the worker: tell that it has looked, as it was asked to, and that what was found is reported."""
+        self.words[5] += 1
+
+    @property
+    def looks(self) -> int:
+        """In the trainer: how often it has told so."""
+        return int(self.words[5])
 
     def reported(self) -> str:
         """In the trainer, in any thread: what was told so; "" if nothing was."""

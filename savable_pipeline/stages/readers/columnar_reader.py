@@ -16,8 +16,6 @@ from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBl
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 
-_PARTS = 2  # the version of the parts that lists of images become, which a state must agree on: in 1 they were JSON
-
 
 class ColumnarReader(RecordReader):
     """Gives the rows of a lane's share of files as samples; a subclass says in `store` which kind of files."""
@@ -60,12 +58,13 @@ class ColumnarReader(RecordReader):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Those of every reader; the columns and the key; `parts`, where a column holds lists of images."""
+        """Those of every reader; the columns and the key; `parts`, where a column holds images that were JSON once: the
+        version of what they become, which a state must agree on."""
         store = self.dataset.store
-        lists = isinstance(store, ColumnarStore) and store.media_lists
+        since = store.parts_since.values() if isinstance(store, ColumnarStore) else ()
         return {
             **super().settings(),
             "columns": self.columns,
             "key": self.key,
-            **({"parts": _PARTS} if lists else {}),
+            **({"parts": max(since)} if since else {}),
         }

@@ -203,6 +203,11 @@ class RecordReader(SampleStage):
         first = epoch * (self._pass.epochs if self._pass else 0)
         return self._cut if first == self._first_epoch else self._best_cut(first)
 
+    def is_cut_by_tail(self, epoch: int) -> bool:
+        """Whether a run with another `tail` would cut the lanes' shares of pass `epoch` in another unit."""
+        first = epoch * (self._pass.epochs if self._pass else 0)
+        return self.shuffle and self.epochs is not None and not self._has_batches(first)
+
     def _best_cut(self, first_epoch: int) -> int:
         """The unit in which samples are dealt over the lanes, which is saved: blocks in file order, else batches.
 
@@ -211,8 +216,11 @@ class RecordReader(SampleStage):
         """
         if not self.shuffle:
             return self.block_size or (self._rows if self._aligned else 8)
-        enough = self._lane.pad or self._count(first_epoch, first_epoch) >= self._rows * self._lane.count
-        return self._rows if self.epochs is not None and enough else 0
+        return self._rows if self.epochs is not None and (self._lane.pad or self._has_batches(first_epoch)) else 0
+
+    def _has_batches(self, first_epoch: int) -> bool:
+        """Whether a pass has a batch for each lane."""
+        return self._count(first_epoch, first_epoch) >= self._rows * self._lane.count
 
     def _count(self, epoch: int, first_epoch: int) -> int:
         """The number of samples of an epoch in the pass that begins with `first_epoch`."""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,26 @@ def test_one_that_this_run_writes_is_refused(make_shards: Any, file: Path, caplo
         sp.TarShardReader(make_shards([5]), sp.Lane(), quarantine=file, exclude=file)
 
 
-def test_hundreds_of_thousands_of_unknown_keys_are_counted_once_each_in_little_memory(
-    data: Dataset, file: Path, caplog: pytest.LogCaptureFixture
+def lines_of(folder: Path) -> Dataset:
+    """A table: it has no index of keys."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"id": f"s{n:06d}"}) + "\n" for n in range(10)))
+    return sp.JsonlReader(folder / "rows.jsonl", sp.Lane(), key="id").dataset
+
+
+def twins_of(folder: Path) -> Dataset:
+    """Tars with a key twice."""
+    for shard in ("a.tar", "b.tar"):
+        write_tar(folder / "twins" / shard, [(f"{key}.txt", b"") for key in ("other", f"s00000{ord(shard[0]) - 94}")])
+    return open_dataset(folder / "twins")
+
+
+@pytest.mark.parametrize("make", [lambda folder: open_dataset(folder / "shards"), lines_of, twins_of])
+def test_a_hundred_thousand_unknown_keys_are_counted_once_each_in_little_memory(
+    make: Callable[[Path], Dataset], make_shards: Any, tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines = [f"unknown-{number:09d}" for number in range(300_000)]
+    make_shards([5, 5])
+    data = make(tmp_path)
+    lines = [f"unknown-{number:09d}" for number in range(100_000)]
     file.write_text("\n".join([*reversed(lines), "s000003", "", "unknown-000000007"]) + "\r\n")
     key_index(data)
     tracemalloc.start()
@@ -120,6 +137,18 @@ def test_hundreds_of_thousands_of_unknown_keys_are_counted_once_each_in_little_m
     finally:
         tracemalloc.stop()
     assert len(found.numbers) == 1
-    assert "names 300000 samples that are not there: unknown-000000000, unknown-000000001, " in caplog.text
-    assert "unknown-000000004 and 299995 more" in caplog.text
+    assert "names 100000 samples that are not there: unknown-000000000, unknown-000000001, " in caplog.text
+    assert "unknown-000000004 and 99995 more" in caplog.text
     assert peak < 4 * file.stat().st_size
+
+
+@pytest.mark.parametrize("make", [lines_of, twins_of])
+def test_keys_of_one_hash_are_told_apart(
+    make: Callable[[Path], Dataset], tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make(tmp_path)
+    monkeypatch.setattr(exclude_file, "xxh3_64_intdigest", len)
+    file.write_text("nothing\ns000003\ns00000x")
+    assert [key for number, key in enumerate(data.all_keys()) if number in ExcludeFile(file, data).numbers] == [
+        "s000003"
+    ]

@@ -259,7 +259,7 @@ def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: P
             ask()
 
 
-@pytest.mark.parametrize("column", ["image", "viewed"])
+@pytest.mark.parametrize("column", ["image", "viewed", "viewed image"])
 def test_a_column_of_images_or_of_views_that_lies_does_not_kill_the_process(tmp_path: Path, column: str) -> None:
     """Whatever lies in its buffers: Arrow itself follows them, and ends the process or reads what is not there."""
     code = f"""
@@ -278,6 +278,9 @@ def read_with_lies(folder: Path, column: str) -> None:
     names = [f"a rather long name {n}.png" for n in range(4)]
     if column == "image":
         table = pa.table({"image": pa.array([{"bytes": b"?", "path": name} for name in names])})
+    elif column == "viewed image":
+        kind = pa.struct({"bytes": pa.binary_view(), "path": pa.string_view()})
+        table = pa.table({"image": pa.array([{"bytes": b"? in its buffer", "path": name} for name in names], kind)})
     else:
         table = pa.table({"viewed": pa.array(names).cast(pa.string_view())})
     path = write(folder / "a.arrow", table)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
+from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline.data.stores.arrow_columns import BrokenColumnError
@@ -15,6 +19,7 @@ from savable_pipeline.data.stores.arrow_rows import ArrowRows
 from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.media_columns import MediaListColumn, NamedFile
 from savable_pipeline.data.stores.parquet_store import ParquetStore
+from savable_pipeline.tools.cli.main import app
 
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 STORES: dict[str, Any] = {"a.parquet": ParquetStore, "a.arrow": ArrowStore}
@@ -202,5 +207,100 @@ def test_only_files_with_lists_of_images_have_another_number_and_their_old_state
     with loader() as before:
         state = before.state_dict()
     monkeypatch.undo()
-    with loader() as after, pytest.raises(sp.CheckpointMismatchError, match="lists of images, which were JSON, are"):
+    with loader() as after, pytest.raises(sp.CheckpointMismatchError, match=r"lists of images, .*which were JSON, are"):
         after.load_state_dict(state)
+
+
+def picture(seed: int) -> bytes:
+    """A PNG."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (seed, 2 * seed, 255)).save(file, "PNG")
+    return file.getvalue()
+
+
+VIEWS = pa.struct({"bytes": pa.binary_view(), "path": pa.string_view()})
+PICTURES = [named(f"{i}.png", picture(i)) for i in range(8)]
+every_view = pytest.mark.parametrize(
+    ("name", "images", "kind"),
+    [
+        ("a.parquet", PICTURES, VIEWS),  # pyarrow writes no others in Parquet
+        ("a.arrow", PICTURES, VIEWS),
+        ("a.arrow", PICTURES, pa.struct({"path": pa.string(), "bytes": pa.binary_view()})),
+        ("a.arrow", [[each, None, each] for each in PICTURES], pa.large_list(VIEWS)),
+        ("a.arrow", [[each, each] for each in PICTURES], pa.list_(VIEWS, 2)),
+    ],
+)
+
+
+def without_views(kind: Any) -> Any:
+    if pa.types.is_struct(kind):
+        return MEDIA
+    return pa.list_(MEDIA, *([kind.list_size] if pa.types.is_fixed_size_list(kind) else []))
+
+
+@every_view
+def test_images_of_view_types_are_the_parts_that_images_are(
+    tmp_path: Path, name: str, images: list[Any], kind: Any
+) -> None:
+    plain = STORES[name](write(tmp_path / "plain" / name, table([*images, None], without_views(kind))))
+    viewed = STORES[name](
+        write(tmp_path / "viewed" / name, table([*images, None], kind), group=4 if name == "a.arrow" else 9)
+    )
+    found = [parts_of(viewed, row) for row in range(9)]
+    assert found == [parts_of(plain, row) for row in range(9)]
+    assert PICTURES[3]["bytes"] in found[3].values() and all(part.endswith(("png", "caption")) for part in found[3])
+    assert set(found[8]) == {"caption"}
+
+
+@every_view
+def test_images_of_view_types_are_converted_as_they_are(
+    tmp_path: Path, name: str, images: list[Any], kind: Any
+) -> None:
+    path = write(tmp_path / name, table(images, kind))
+    result = CliRunner().invoke(app, ["convert", str(path), str(tmp_path / "shards")])
+    assert result.exit_code == 0, result.output
+    read, stored = sp.open_dataset(tmp_path / "shards"), sp.open_dataset(path)
+    assert [dict(read[row]) for row in range(8)] == [dict(stored[row]) for row in range(8)]
+    assert PICTURES[3]["bytes"] in dict(read[3]).values()
+
+
+@every_view
+def test_files_with_images_of_view_types_have_another_number_and_their_old_states_are_refused(
+    tmp_path: Path, name: str, images: list[Any], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / name, table(images, kind))
+    reader = READERS[name]
+    assert reader(path, sp.Lane()).settings()["parts"] == 3
+
+    def loader() -> sp.SavableLoader:
+        return sp.SavableLoader(lambda lane: sp.Batcher(reader(path, lane), size=2), seed=1, lanes=1)
+
+    settings = reader.settings
+
+    def of_before(self: Any, version: dict[str, int]) -> dict[str, Any]:
+        return {**{k: v for k, v in settings(self).items() if k != "parts"}, **version}
+
+    for version in ({}, {"parts": 2}):  # as a file had it without other lists of images, and with them
+        monkeypatch.setattr(reader, "settings", partialmethod(of_before, version))
+        with loader() as old:
+            state = old.state_dict()
+        monkeypatch.undo()
+        with loader() as new, pytest.raises(sp.CheckpointMismatchError, match="images of Arrow's view types, which"):
+            new.load_state_dict(state)
+
+
+@every_store
+def test_images_of_view_types_that_the_first_file_does_not_have_are_an_error(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"0{name}", table(PICTURES))
+    write(tmp_path / f"1{name}", table(PICTURES, VIEWS))
+    data = sp.open_dataset(tmp_path)
+    assert data[0]["png"] == PICTURES[0]["bytes"]
+    with pytest.raises(sp.ShardError, match=r"1a\.\w+: the column 'image' holds images of Arrow's view types, and"):
+        list(data[8])
+
+
+@every_store
+def test_a_view_without_bytes_names_its_file(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, table([named("0.png"), *PICTURES], VIEWS))
+    with pytest.raises(sp.ShardError, match=r"holds '0\.png' and no bytes \(1 of 9"):
+        list(sp.open_dataset(path)[0])

@@ -15,6 +15,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.stores import pins
+from savable_pipeline.run.engine import last_look
 
 OVERWRITTEN = (
     r"0000\.tar: it was overwritten while this run read from it; the batches of the slots \d.* may hold bytes of both"
@@ -93,6 +94,36 @@ def test_a_finite_run_does_not_end_without_an_error(root: Path, workers: int) ->
     with pytest.raises(sp.ShardError, match=OVERWRITTEN):
         own.state_dict()
     own.close()  # it was told
+
+
+def left_over(root: Path, lane: Lane) -> sp.Stage:
+    """Lane 1, which gives the last batch, has more: the sources of a blend begin at different lanes."""
+    samples = sp.Blend({"b": sp.TarShardReader(root, lane, shuffle=False, epochs=1)}, weights={"b": 1})
+    return sp.Batcher(sp.Encode(samples, Ids()), size=2)
+
+
+@each
+def test_a_pass_does_not_end_without_an_error_where_the_lane_of_its_last_batch_has_more(
+    root: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_look, "_IDLE_S", 10_000.0)
+    own = sp.SavableLoader(
+        partial(left_over, root), seed=0, lanes=2, num_workers=workers, multiprocessing_context="fork"
+    )
+    batches = [next(own) for _ in range(40)]
+    ended = own._run.position.previous
+    assert len(batches) == 40 and ended is not None and [ended.lanes[lane].more for lane in (0, 1)] == [False, True]
+    overwrite(root)
+    for _ in range(2):
+        with pytest.raises(sp.ShardError, match=OVERWRITTEN):
+            next(own)
+    own.close()
+
+
+@each
+def test_a_pass_of_shards_that_stay_ends_and_the_next_begins(root: Path, workers: int) -> None:
+    with sp.SavableLoader(partial(left_over, root), seed=0, lanes=2, num_workers=workers) as own:
+        assert [sum(1 for _ in own) for _ in range(3)] == [40] * 3 and own.stats()["restarts"] == 0
 
 
 @each

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from functools import partial
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -183,6 +183,85 @@ def test_at_the_start_of_an_epoch_the_new_size_cuts_the_shares(shards: Path) -> 
         assert list(map(counted, resumed)) == list(map(counted, own))
         resumed.load_state_dict(later, allow={"batch_size"})
         assert sum(1 for _ in resumed) and list(map(counted, resumed)) == list(map(counted, own)), "the next epoch"
+
+
+def run_to(make: Any, steps: int | None, state: dict[str, Any] | None = None, **more: Any) -> tuple[list[Given], Any]:
+    """What each batch of the first pass gives, `steps` of them (None: all), and the state then."""
+    with loader(make, **more) as own:
+        if state is not None:
+            own.load_state_dict(state)
+        found = [counted(batch) for batch in islice(own, steps)]
+        return found, through_a_file(own.state_dict())
+
+
+def resumed_in(shards: str, order: dict[str, Any], first: str, steps: int, *, lanes: int, size: int) -> list[Given]:
+    """The batches of a pass that is begun with one tail, and goes on with the other. Skips one that cannot begin."""
+    make = partial(pipeline, shards, size=size, epochs=1, **order)
+    try:
+        found, state = run_to(make, steps, lanes=lanes, tail=first)
+    except sp.SavableError as error:
+        assert "has no batch" in str(error) and first == "stop"
+        assume(False)
+    assume(state["slot"] and not state["epoch"])
+    found += run_to(make, None, state, lanes=lanes, tail="pad" if first == "stop" else "stop")[0]
+    return [batch for batch in found if all(epoch == 0 for epoch, _ in batch)]  # of an epoch that was not over there
+
+
+@given(
+    samples=st.sampled_from([17, 60, 96]),
+    order=st.sampled_from(ORDERS),
+    lanes=st.integers(1, 9),
+    size=st.integers(1, 9),
+    steps=st.integers(1, 12),
+)
+@example(samples=17, order=ORDERS[0], lanes=9, size=3, steps=2)
+@settings(max_examples=40)
+def test_a_pass_begun_with_tail_stop_that_goes_on_with_pad_gives_each_sample_once(
+    shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
+) -> None:
+    found = resumed_in(str(shards / str(samples)), order, "stop", steps, lanes=lanes, size=size)
+    assert sorted(chain(*found)) == [(0, number) for number in range(samples)]
+
+
+@given(
+    samples=st.sampled_from([17, 60, 96]),
+    order=st.sampled_from(ORDERS[:4]),
+    lanes=st.integers(1, 9),
+    size=st.integers(1, 9),
+    steps=st.integers(1, 12),
+)
+@example(samples=17, order=ORDERS[0], lanes=9, size=2, steps=3)
+@settings(max_examples=40)
+def test_a_pass_begun_with_tail_pad_that_goes_on_with_stop_ends_before_the_round_that_a_lane_cannot_fill(
+    shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
+) -> None:
+    found = resumed_in(str(shards / str(samples)), order, "pad", steps, lanes=lanes, size=size)
+    of_pad, _ = run_to(
+        partial(pipeline, str(shards / str(samples)), size=size, epochs=1, **order), None, lanes=lanes, tail="pad"
+    )
+    rounds = next(n for n in count() if sum(map(bool, of_pad[n * lanes : (n + 1) * lanes])) < lanes)
+    assert found == of_pad[: max(steps, rounds * lanes)]
+
+
+def test_ranks_agree_where_a_pass_ends_that_goes_on_with_another_tail(shards: Path) -> None:
+    """Also a rank that was given fresh lanes alone."""
+    make = partial(pipeline, str(shards / "17"), size=3, epochs=1)
+    found, state = run_to(make, 1, lanes=8, tail="stop")
+    runs = []
+    for rank in range(2):
+        runs.append(Run(LoaderSettings(make, seed=3, lanes=8, tail="pad", rank=rank, world_size=2)))
+        held = {lane_name(lane) for lane in range(1 - rank, 8, 2)}
+        runs[rank].load_state_dict({k: v for k, v in state.items() if k not in held})
+    given = list(chain(*found))
+    while (taken := _take_step(runs))[0].epoch == 0:
+        given += [pair for entry in taken for pair in counted(entry.batch)]
+    assert sorted(given) == [(0, number) for number in range(17)]
+
+
+def test_at_the_start_of_an_epoch_the_new_tail_cuts_the_shares(shards: Path) -> None:
+    make = partial(pipeline, str(shards / "17"), size=3, epochs=1)
+    _, state = run_to(make, 0, lanes=9, tail="stop")
+    assert run_to(make, None, state, lanes=9, tail="pad") == run_to(make, None, lanes=9, tail="pad")
 
 
 def without_cuts(state: dict[str, Any]) -> dict[str, Any]:
