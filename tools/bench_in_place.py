@@ -2,6 +2,8 @@
 
     python tools/bench_in_place.py rows      Parquet rows as dicts, through a buffer of 10,000
     python tools/bench_in_place.py images    Parquet rows with 20 kB of bytes, as Hugging Face has images
+    python tools/bench_in_place.py arrow     the same rows in Arrow, in the trainer's process and in a worker
+    python tools/bench_in_place.py arrow-images    the same with 20 kB of bytes
     python tools/bench_in_place.py tokens    windows of 2,048 tokens of .bin and .idx, against a bare numpy.memmap loop
     python tools/bench_in_place.py join      tars with captions joined by key, against tars that hold both
     python tools/bench_in_place.py joined-images    the same of images of 256 x 256, which are decoded
@@ -37,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import savable_pipeline as sp
+from savable_pipeline.core.replaceable import become_replaced
 
 ROWS, BUFFER = 60_000, 10_000
 ROUNDS = 5
@@ -57,6 +60,16 @@ def write_rows(folder: Path, payload: int = 0) -> None:
         if payload:
             columns["image"] = [{"bytes": draw.bytes(payload), "path": f"{number}.jpg"} for number in numbers]
         pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=1000)
+
+
+def write_arrow(folder: Path, payload: int = 0) -> None:
+    """The same as Arrow, in record batches of 1,000 rows."""
+    write_rows(folder, payload)
+    for path in folder.glob("*.parquet"):
+        table = pq.read_table(path)
+        with pa.ipc.new_file(path.with_suffix(".arrow"), table.schema) as file:
+            file.write_table(table, max_chunksize=1000)
+        path.unlink()
 
 
 def write_tokens(folder: Path) -> None:
@@ -122,6 +135,13 @@ def items_of(items: sp.Encode) -> Iterator[Any]:
 def ours(folder: Path) -> Iterator[Any]:
     image = "image" in pq.read_schema(next(folder.glob("*.parquet"))).names
     samples = sp.ShuffleBuffer(sp.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER)
+    return items_of(sp.Encode(samples, Dicts(image)))
+
+
+def our_arrow(folder: Path, *, image: bool = False, worker: bool = False) -> Iterator[Any]:
+    if worker:  # which maps the files
+        become_replaced()
+    samples = sp.ShuffleBuffer(sp.ArrowReader(folder, sp.Lane(seed=1)), size=BUFFER)
     return items_of(sp.Encode(samples, Dicts(image)))
 
 
@@ -202,6 +222,12 @@ CASES: dict[str, tuple[Callable[[Path], None], int, dict[str, Reader]]] = {
         15_000,
         {"ours": ours, "hf": hf_datasets, "litdata": litdata, "grain": grain},
     ),
+    "arrow": (write_arrow, 60_000, {"ours": our_arrow, "worker": partial(our_arrow, worker=True)}),
+    "arrow-images": (
+        lambda folder: write_arrow(folder, 20_000),
+        15_000,
+        {"ours": partial(our_arrow, image=True), "worker": partial(our_arrow, image=True, worker=True)},
+    ),
     "tokens": (write_tokens, 40_000, {"ours": our_tokens, "bare": bare_memmap}),
     "join": (write_pairs, 40_000, {"ours": joined, "one tar": in_one}),
     "joined-images": (
@@ -216,7 +242,9 @@ def run_one(case: str, name: str, folder: Path) -> None:
     """Print the processor time of as many samples, after a tenth of them."""
     _, count, readers = CASES[case]
     samples = readers[name](folder)
-    for _ in itertools.islice(samples, (BUFFER if case in ("rows", "images") else 0) + count // 10):
+    for _ in itertools.islice(
+        samples, (BUFFER if case not in ("tokens", "join", "joined-images") else 0) + count // 10
+    ):
         pass
     begun = time.process_time()
     for _ in itertools.islice(samples, count):

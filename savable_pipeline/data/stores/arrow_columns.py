@@ -10,8 +10,9 @@ null                                the sample has no such part
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from struct import calcsize
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -57,13 +58,23 @@ class Validity:
         return found
 
 
+class Unread(Protocol):
+    """Arrays whose values are partly not in memory."""
+
+    def reader(self, buffer: Any, /) -> Callable[[int, int], bytes] | None:
+        """What reads the bytes of a buffer from the first up to the second number; None if they are in memory."""
+
+    def rows(self, array: Any, first: int, count: int, /) -> Any:
+        """Rows of an array that is valid but for what is not read, with all that they hold. Raises `ShardError`."""
+
+
 class BytesColumn:
-    """A column of strings or bytes: views its buffers, and copies one value when it is asked for.
+    """A column of strings or bytes: views its buffers, and copies, or reads, one value when it is asked for.
 
     Raises `BrokenColumnError`.
     """
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
         if array.type in (pa.string_view(), pa.binary_view()):
             try:
                 array.validate(full=True)  # before Arrow follows the views, to wherever they point
@@ -78,6 +89,7 @@ class BytesColumn:
         usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
         self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
         self._data = memoryview(b"" if data is None else data).cast("B")
+        self._read = None if unread is None else unread.reader(data)
         self.rows = max(0, len(self._offsets) - 1 - self._first)  # that lie in it
 
     def value(self, row: int) -> bytes | None:
@@ -91,7 +103,7 @@ class BytesColumn:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
         if not 0 <= begin <= end <= len(self._data):
             raise BrokenColumnError(f"row {row} is said to lie at the bytes {begin} to {end} of {len(self._data)}")
-        return self._data[begin:end].tobytes()
+        return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
 
 
 class NumberColumn:
@@ -119,8 +131,8 @@ class NumberColumn:
 class ValueColumn:
     """A column of any other type, whose values become JSON."""
 
-    def __init__(self, array: Any) -> None:
-        self._array = array
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
+        self._array, self._unread = array, unread
         self._checked = False
 
     def value(self, row: int) -> bytes | None:
@@ -129,7 +141,9 @@ class ValueColumn:
             if not self._checked:
                 self._array.validate(full=True)
                 self._checked = True
-            return as_part(self._array[row].as_py())
+            if self._unread is None or not 0 <= row < len(self._array):
+                return as_part(self._array[row].as_py())
+            return as_part(self._unread.rows(self._array, row, 1)[0].as_py())
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
 

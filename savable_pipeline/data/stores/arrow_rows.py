@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.stores.arrow_columns import Unread
 from savable_pipeline.data.stores.media_columns import (
     Column,
     MediaColumn,
@@ -29,13 +30,23 @@ class ArrowRows:
     """Rows in record batches of one schema. `hidden` names a column that is read, but is no part.
 
     `constants` are parts that all rows have, such as the values of partitions. A row that names a file without its
-    bytes raises `NoBytesError`; with `partial` it is given without that part, which `named_files` tells.
+    bytes raises `NoBytesError`; with `partial` it is given without that part, which `named_files` tells. Of the values
+    some may be `unread`.
     """
 
     def __init__(
-        self, batches: list[Any], *, constants: dict[str, bytes], hidden: str | None = None, partial: bool = False
+        self,
+        batches: list[Any],
+        *,
+        constants: dict[str, bytes],
+        hidden: str | None = None,
+        partial: bool = False,
+        unread: Unread | None = None,
     ) -> None:
-        self._batches = [dict(zip(b.schema.names, map(column_of, b.columns), strict=True)) for b in batches]
+        self._batches: list[dict[str, Any]] = [
+            {name: column_of(column, unread) for name, column in zip(b.schema.names, b.columns, strict=True)}
+            for b in batches
+        ]
         self._firsts = [0]
         for batch in batches:
             self._firsts.append(self._firsts[-1] + batch.num_rows)

@@ -1,6 +1,9 @@
-"""`ArrowStore`: the record store of Arrow IPC files and streams, memory-mapped.
+"""`ArrowStore`: the record store of Arrow IPC files and streams.
 
-What lies uncompressed in a file is viewed, not read: only the bytes of the parts that are asked for are touched.
+Of what lies uncompressed in a file, only the bytes of the parts that are asked for are touched:
+
+    in a worker             views of the file, which is memory-mapped: cut short meanwhile, it ends the worker
+    in any other process    each value is read when it is asked for (`UnreadBatch`): cut short, it is an error
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from savable_pipeline.core.replaceable import is_replaced
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows
@@ -25,21 +29,24 @@ from savable_pipeline.data.stores.arrow_file import (
 )
 from savable_pipeline.data.stores.arrow_footer import file_of_footer
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
-from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, Decoded
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
+from savable_pipeline.data.stores.local_files import LocalFiles
 from savable_pipeline.data.stores.saved_dataset import data_files
 from savable_pipeline.errors import SavableError
 
-_MAPPED = 256  # files
+_OPEN = 256  # files
 _VIEW = 1 << 14  # bytes that a batch which is only viewed counts in the cache
+_SMALL = 1 << 16  # bytes up to which a batch is read whole; one that is not counts at least so many in the cache
 
 
 class _File:
-    """An open file: its map if it has one, its schema, its batches, and the row after the last of each."""
+    """A file: its schema, its batches, the row after the last of each, and its map once there is one."""
 
-    def __init__(self, view: memoryview | None, schema: Any, batches: Batches) -> None:
-        self.view, self.schema, self.batches = view, schema, batches
+    def __init__(self, schema: Any, batches: Batches) -> None:
+        self.schema, self.batches = schema, batches
+        self.view: memoryview | None = None
         self.ends: list[int] = np.cumsum(batches.rows.astype(np.int64)).tolist()
 
 
@@ -73,7 +80,7 @@ class ArrowStore(ColumnarStore):
         """See `ColumnarStore.schema`."""
         return self._file(shard).schema
 
-    def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
+    def decode(self, shard: int, group: int) -> Decoded:
         """See `ColumnarStore.decode`."""
         import pyarrow as pa
 
@@ -81,46 +88,76 @@ class ArrowStore(ColumnarStore):
         begin, end = int(file.batches.begins[group]), int(file.batches.ends[group])
         try:
             self.check_columns(shard, file.schema.names)
+            if isinstance(self.files, LocalFiles):
+                self.files.read(shard, end - 1, 1)  # of a file that was cut short, the error says so
             message = read_message(self.file(shard), begin)
             if message.digest != file.batches.digests[group]:
                 raise ValueError("another record batch than was indexed")
-            if file.view is not None:
-                raw, size = file.view[begin:end], _VIEW
-            else:
-                raw = self._fetched(shard, begin, end, message, file.schema)
-                size = end - begin
-            if message.compressed:
-                size = decoded_bytes(raw, message)
-            if size > self.most_decoded:
-                raise ValueError(f"it decodes to {human_bytes(size)}: write smaller batches, or give more cache_bytes")
-            batch = _batch(raw, file.schema)
-            wanted = self.wanted
-            batch = batch if wanted is None else batch.select(wanted)
+            return self._batch(shard, begin, end, message, file)
         except SavableError:
             raise
         except (pa.ArrowException, MessageError, OSError, ValueError, KeyError, MemoryError) as error:
             text = " ".join(str(error).split()) or "no memory"
             raise self.damaged(shard, f"record batch {group} at byte {begin}", text) from error
-        return [batch], size
+
+    def _batch(self, shard: int, begin: int, end: int, message: Message, file: _File) -> Decoded:
+        """A record batch: viewed, read, or to be read by value."""
+        if isinstance(self.files, CachedBlocks):
+            raw, size = self._fetched(shard, begin, end, message, file.schema), end - begin
+        elif is_replaced():
+            raw, size = self._view(shard, file)[begin:end], _VIEW
+        elif message.compressed or end - begin <= _SMALL:
+            raw, size = memoryview(self.files.read(shard, begin, end - begin)), max(end - begin, _VIEW)
+        else:
+            return self._unread(shard, begin, end, message, file)
+        return self._whole(raw, message, file, size)
+
+    def _whole(self, raw: memoryview, message: Message, file: _File, size: int) -> Decoded:
+        """A record batch whose bytes are at hand, and take `size` bytes of memory where they are not compressed."""
+        size = decoded_bytes(raw, message) if message.compressed else size
+        self._check_size(size)
+        return Decoded([self._selected(_batch(raw, file.schema))], size)
+
+    def _unread(self, shard: int, begin: int, end: int, message: Message, file: _File) -> Decoded:
+        """A record batch of which no value is read that can be read by itself."""
+        from savable_pipeline.data.stores.unread_batch import UnreadBatch
+
+        unread = UnreadBatch(self.files, shard, begin, end)
+        unread.fill(0, message.head)
+        batch = self._selected(_batch(unread.raw.data, file.schema))
+        if not unread.holds(batch.columns):  # copied, to align it
+            return self._whole(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
+        places = unread.buffers(batch.columns)
+        size = max(_SMALL, sum(size for _, size in places))
+        self._check_size(size)
+        for place, length in places:
+            unread.fill(place, length)
+        return Decoded([batch], size, unread)
+
+    def _selected(self, batch: Any) -> Any:
+        return batch if self.wanted is None else batch.select(self.wanted)
+
+    def _check_size(self, size: int) -> None:
+        if size > self.most_decoded:
+            raise ValueError(f"it decodes to {human_bytes(size)}: write smaller batches, or give more cache_bytes")
 
     def _file(self, shard: int) -> _File:
         found = self._open.get(shard)
         if found is None:
-            found = self._open[shard] = self._mapped(shard)
-            while len(self._open) > _MAPPED:
+            found = self._open[shard] = self._opened(shard)
+            while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         return found
 
-    def _mapped(self, shard: int) -> _File:
+    def _opened(self, shard: int) -> _File:
         import pyarrow as pa
 
         batches = batches_of(self.places(shard))
-        view = None if isinstance(self.files, CachedBlocks) else self._map(shard)
         try:
             schema = self._schema(shard, batches)
         except (pa.ArrowException, MessageError, OSError) as error:
             raise self.damaged(shard, f"schema at byte {batches.schema}", " ".join(str(error).split())) from error
-        return _File(view, schema, batches)
+        return _File(schema, batches)
 
     def _schema(self, shard: int, batches: Batches) -> Any:
         import pyarrow as pa
@@ -132,14 +169,17 @@ class ArrowStore(ColumnarStore):
         raw = self.files.read(shard, message.offset, message.end - message.offset)
         return pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
 
-    def _map(self, shard: int) -> memoryview:
+    def _view(self, shard: int, file: _File) -> memoryview:
         """A file on a disk, mapped."""
+        if file.view is not None:
+            return file.view
         descriptor, path = self.files[shard], self.files.path(shard)
         self.files.watch_view(shard, path)
         try:
-            return memoryview(mmap.mmap(descriptor, self.entries[shard].size, access=mmap.ACCESS_READ))
+            file.view = memoryview(mmap.mmap(descriptor, self.entries[shard].size, access=mmap.ACCESS_READ))
         except OSError as error:
             raise self.damaged(shard, "the file", error.strerror or str(error)) from error
+        return file.view
 
     def _fetched(self, shard: int, begin: int, end: int, message: Message, schema: Any) -> memoryview:
         """The bytes of a batch of a file behind a URL; of columns that are not wanted zeros.

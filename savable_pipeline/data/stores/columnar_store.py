@@ -10,7 +10,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Collection
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,19 @@ from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
+    from savable_pipeline.data.stores.arrow_columns import Unread
     from savable_pipeline.data.stores.media_columns import NamedFile
 
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
 _MOST_DECODED = 4 << 30  # bytes of a row group, beyond which it is refused unless the cache is as large
+
+
+class Decoded(NamedTuple):
+    """The record batches of a group, their bytes in memory, and what reads the values that are not there."""
+
+    batches: list[Any]
+    bytes: int
+    unread: Unread | None = None
 
 
 class ColumnarStore(FileStore):
@@ -63,8 +72,8 @@ class ColumnarStore(FileStore):
         """The row after the last of each group of a file."""
 
     @abstractmethod
-    def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
-        """The record batches of a group, and their bytes in memory. Raises `ShardError`."""
+    def decode(self, shard: int, group: int) -> Decoded:
+        """The rows of a group. Raises `ShardError`."""
 
     @property
     def cure(self) -> str:
@@ -236,7 +245,7 @@ class ColumnarStore(FileStore):
         if (shard, group) in self._broken:  # found once: decoding it again for each row would take hours
             raise ShardError(self._broken[shard, group])
         try:
-            batches, size = self.decode(shard, group)
+            batches, size, unread = self.decode(shard, group)
         except ShardError as error:
             if error.reason == "damaged shard":
                 self._broken[shard, group] = str(error)
@@ -244,7 +253,7 @@ class ColumnarStore(FileStore):
         hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None
         try:
             constants = partition_values(self.entries[shard].name)
-            rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial)
+            rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial, unread=unread)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
         if batches:

@@ -23,6 +23,7 @@ from savable_pipeline.data.stores.arrow_columns import (
     BrokenColumnError,
     BytesColumn,
     NumberColumn,
+    Unread,
     Validity,
     ValueColumn,
 )
@@ -55,13 +56,13 @@ class NamedFile:
 class MediaColumn:
     """A column of structs of `bytes` and `path`, such as images."""
 
-    def __init__(self, array: Any) -> None:
-        self._validity, self._paths = Validity(array), BytesColumn(array.field("path"))
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
+        self._validity, self._paths = Validity(array), BytesColumn(array.field("path"), unread)
         self._rows = min(len(array), self._paths.rows)
         data = array.field("bytes")
         if pa.types.is_null(data.type):  # of a file in which no row has bytes, if it says no more than that
             data = pa.nulls(self._rows, pa.binary())
-        self._bytes = BytesColumn(data)
+        self._bytes = BytesColumn(data, unread)
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
@@ -107,9 +108,9 @@ class MediaColumn:
 class MediaListColumn:
     """A column of lists of structs of `bytes` and `path`. Raises `BrokenColumnError`."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._first, self._validity = array.offset, Validity(array)
-        self.items = MediaColumn(array.values)
+        self.items = MediaColumn(array.values, unread)
         self._count = len(array.values)
         self._each = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0
         if not self._each:
@@ -162,15 +163,15 @@ class MediaListColumn:
 Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn | MediaListColumn
 
 
-def column_of(array: Any) -> Column:
-    """The column that reads this array."""
+def column_of(array: Any, unread: Unread | None = None) -> Column:
+    """The column that reads this array, of whose values some may be `unread`."""
     if str(array.type) in OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
-        return BytesColumn(array)
+        return BytesColumn(array, unread)
     if str(array.type) in NUMBERS:
         return NumberColumn(array)
     if is_media_list(array.type):
-        return MediaListColumn(array)
-    return MediaColumn(array) if is_media(array.type) else ValueColumn(array)
+        return MediaListColumn(array, unread)
+    return MediaColumn(array, unread) if is_media(array.type) else ValueColumn(array, unread)
 
 
 def is_media(kind: Any) -> bool:

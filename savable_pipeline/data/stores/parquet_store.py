@@ -10,7 +10,7 @@ import numpy as np
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, Decoded
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.data.stores.parquet_file import PARQUET, column_bytes, parsed_footer, read_footer
@@ -69,7 +69,7 @@ class ParquetStore(ColumnarStore):
             ends = self._ends[shard] = np.cumsum(self.group_rows(shard), dtype=np.int64).tolist()
         return ends
 
-    def decode(self, shard: int, group: int) -> tuple[list[Any], int]:
+    def decode(self, shard: int, group: int) -> Decoded:
         """See `ColumnarStore.decode`. In this thread: pyarrow starts none, so that processes may be forked."""
         import pyarrow as pa
 
@@ -89,7 +89,7 @@ class ParquetStore(ColumnarStore):
             raise
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
-        return batches, size
+        return Decoded(batches, size)
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The columns that are decoded of the row groups with these rows."""

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.parent_watch import poll_while_parent_lives
+from savable_pipeline.core.replaceable import become_replaced
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.last_look import LastLook
@@ -61,6 +62,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
     `opened` is what this process has inherited open.
     """
     be_quiet()
+    become_replaced()
     channel = Channel(end, waits=True)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     last_look: LastLook | None = None

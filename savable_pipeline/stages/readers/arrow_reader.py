@@ -1,4 +1,4 @@
-"""`ArrowReader`: reads samples from Arrow IPC files and streams, memory-mapped; a row is a sample."""
+"""`ArrowReader`: reads samples from Arrow IPC files and streams; a row is a sample."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ class ArrowReader(ColumnarReader):
     """Gives the rows of a lane's share of Arrow files as samples, as `sp.TarShardReader` does those of tars.
 
     `files` is a folder that HF `datasets` wrote (`save_to_disk`, or one split in its cache), any folder of Arrow files
-    with its subfolders, a glob, a brace pattern, one file, or a list of these: IPC files and streams. They are
-    memory-mapped, and only the parts that are asked for are read. `columns`, `key` and the parts of a sample are those
-    of `sp.ParquetReader`; so is `cache_bytes`, for files whose record batches are compressed.
+    with its subfolders, a glob, a brace pattern, one file, or a list of these: IPC files and streams. Only
+    the parts that are asked for are read: workers map the files into their memory, any other process reads each value.
+    `columns`, `key` and the parts of a sample are those of `sp.ParquetReader`; so is `cache_bytes`, for what is held of
+    record batches: all where they are compressed, else no more than columns of numbers and where values lie.
 
     `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`, `on_error`, `quarantine` and `exclude` are those of
     `TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
