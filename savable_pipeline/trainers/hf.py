@@ -52,7 +52,11 @@ class SavableData:
         if train_loader is not None:
             counter = _Counter()
             self._batches = counter.batches = Whole(
-                train_loader, trained=lambda: counter.trained, begun=lambda: counter.begun
+                # where it knows no length, gradients of an epoch's last batches wait for the next one's first step
+                train_loader,
+                trained=lambda: counter.trained,
+                begun=lambda: counter.begun,
+                carries=True,
             )
             self._counter = counter
             self.add_callback(counter)  # type: ignore[attr-defined]
@@ -135,11 +139,12 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
         _check_accumulation(args, self.batches)
         self.batches.give_back()  # those of a step that was interrupted, whose gradients are gone
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trained = self.begun  # gradients of an epoch's last batches may wait for the next one's first step
-
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trained = self.begun
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not (control.should_epoch_stop or control.should_training_stop):
+            _check_steps(self.batches.ahead, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.batches.check()
@@ -190,11 +195,22 @@ def _check_accumulation(args: Any, batches: Whole) -> None:
         length = len(batches)
     except TypeError:
         return
-    if length % steps and args.save_strategy not in ("no", "epoch"):
+    in_mid_epoch = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
+    if length % steps and in_mid_epoch:
         raise ValueError(
             f"an epoch has {length} batches, which gradient_accumulation_steps={steps} does not divide: resumed in "
-            "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch', "
-            "or an endless pipeline (epochs=None) with max_steps"
+            "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch' "
+            "without enable_jit_checkpoint, or an endless pipeline (epochs=None) with max_steps"
+        )
+
+
+def _check_steps(waiting: int, steps: int) -> None:
+    """Raise ValueError where so many batches wait at an epoch's end that no epoch is long enough for a step."""
+    if waiting >= steps:
+        raise ValueError(
+            f"the optimizer has not stepped on the last {waiting} batches, and never would: the trainer counts the "
+            f"gradient_accumulation_steps={steps} of a step anew in each epoch, and an epoch has fewer batches. "
+            "Accumulate fewer, or take an endless pipeline (epochs=None)"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -62,7 +63,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         super().__init__()
         self._makers = {"train": train, "val": val, "test": test, "predict": predict}
         self._made: dict[str, Any] = {}
-        self._checkpoints = _Checkpoints(self, lambda: self._loaders("train"))
+        self._checkpoints = _Checkpoints(self, partial(self._loaders, "train"))  # picklable, for `ddp_spawn`
 
     def _loaders(self, name: str) -> Any:
         """What the function under this name makes; [] without one."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.trainer_calls import module_of, refuse_dataset, refuse_fetching_ahead
@@ -39,8 +40,9 @@ class Whole:
     that it has begun to train on, from the same start, where gradients of several batches are added up before a step,
     up to 16 with what is fetched ahead; without it, that is `trained`. `most_ahead` is how many it may have fetched
     beyond that. `place` moves a batch to the trainer's device. Batches that the trainer fetched and left when it began
-    another pass are given again. Each `iter()` begins with its first batch, so that one that is thrown away takes
-    nothing.
+    another pass are given again; not so with `carries`, for a trainer whose gradients wait through the end of a pass:
+    it calls `give_back()` where it has dropped them. Each `iter()` begins with its first batch, so that one that is
+    thrown away takes nothing.
 
     Between two batches only this object may move the loader: by `load_state_dict` and `skip`.
 
@@ -66,6 +68,7 @@ class Whole:
         begun: Callable[[], int] | None = None,
         most_ahead: int = 0,
         place: Callable[[Any], Any] | None = None,
+        carries: bool = False,
     ) -> None:
         if not isinstance(loader, SavableLoader):
             raise TypeError(
@@ -75,8 +78,10 @@ class Whole:
         self._run = run_of(loader)
         self._ahead = Ahead(trained, most_ahead, begun)
         self._place = place
+        self._carries = carries
         self._left = LeftAt(self._run)
-        self._given: deque[_Given] = deque(maxlen=most_ahead + 1 if begun is None else MAX_LAG)  # the last ones
+        steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
+        self._given: deque[_Given] = deque(maxlen=most_ahead + 1 if begun is None else steps * MAX_LAG)  # the last ones
         self._skipped: list[Span] = []  # since the last one
         self._to_skip: list[Span] = []  # where the loader comes to them
 
@@ -125,7 +130,8 @@ class Whole:
         return _Pass(partial(self._begin, self._ahead.begun), self._next)
 
     def _begin(self, begun: int) -> None:
-        self.give_back()
+        if not self._carries:
+            self.give_back()
         iter(self._loader)
         self._ahead.begin(begun)
         self._left.leave()
@@ -170,6 +176,10 @@ class Whole:
         ahead = max(0, self.ahead)
         if ahead > len(self._given):
             self._ahead.check()
+            raise SavableError(
+                f"the optimizer has not stepped on the last {ahead} batches, and at most {self._given.maxlen} can be "
+                "taken back: accumulate fewer, larger batches, and no more than an epoch has"
+            )
         return list(self._given)[-ahead:] if ahead else []
 
     def _spans(self) -> list[Span]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,10 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import hf
+from tests.conftest import write_numbered_shards
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
+
+EPOCH = 18  # batches
 
 
 @pytest.fixture
@@ -57,13 +61,15 @@ def trainer(folder: Path, loader: Any, *callbacks: Any, **settings: Any) -> hf.S
 
 
 class Preempted(TrainerCallback):  # type: ignore[misc]
-    """Asks for a checkpoint in an event of a step, as SIGTERM does."""
+    """Asks for a checkpoint in an event of a step, or only in the `nth` of those, as SIGTERM does."""
 
-    def __init__(self, event: str, step: int) -> None:
+    def __init__(self, event: str, step: int, nth: int | None = None) -> None:
         self.trainer: Any = None
+        self.events = 0
 
         def ask(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == step:
+            self.events += state.global_step == step
+            if state.global_step == step and nth in (None, self.events):
                 [jit] = [each for each in self.trainer.callback_handler.callbacks if hasattr(each, "jit_manager")]
                 assert isinstance(jit, JITCheckpointCallback) and jit.jit_manager is not None
                 jit.jit_manager.is_checkpoint_requested = True
@@ -114,6 +120,53 @@ def test_gradients_that_wait_for_the_next_epoch_do_not_give_their_batches_twice(
     made = trainer(tmp_path, make("packed"), gradient_accumulation_steps=4, max_steps=8)
     made.train()
     assert len(made.model.seen) == len(set(made.model.seen))
+
+
+@pytest.mark.parametrize("accumulate", [4, 16])
+@pytest.mark.parametrize("event,nth", [("on_epoch_end", 1), ("on_step_begin", 2), ("on_substep_end", 3)])
+def test_gradients_that_wait_through_an_epochs_end_are_not_lost_with_a_checkpoint(
+    make: Any, tmp_path: Path, event: str, nth: int, accumulate: int
+) -> None:
+    """An epoch has 18 batches, and the trainer does not know it: the last two wait for the next epoch's first step."""
+    of_epoch = EPOCH // accumulate
+    settings = {"gradient_accumulation_steps": accumulate, "max_steps": 2 * of_epoch}
+    straight = trainer(tmp_path / "straight", make("packed"), **settings)
+    straight.train()
+    asks = Preempted(event, of_epoch, nth)
+    killed = trainer(tmp_path / "run", make("packed"), asks, enable_jit_checkpoint=True, **settings)
+    asks.trainer = killed
+    killed.train()
+    assert len(killed.model.seen) > EPOCH  # the step behind the epoch's end was begun, and not ended
+    saved = tmp_path / f"run/checkpoint-{of_epoch}"
+    resumed = trainer(tmp_path / "run", make("packed"), **settings)
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert resumed.model.seen == straight.model.seen[of_epoch * accumulate :]
+    assert resumed.model.weights == straight.model.weights
+
+
+def test_a_step_that_was_interrupted_behind_an_epochs_end_begins_anew_with_the_gradients_that_waited(
+    make: Any, tmp_path: Path
+) -> None:
+    settings = {"gradient_accumulation_steps": 4, "max_steps": 6}
+    straight = trainer(tmp_path / "straight", make("packed"), **settings)
+    straight.train()
+    made = trainer(tmp_path / "run", make("packed"), **settings)
+    made.model.fails_at = EPOCH + random.choice([1, 2, 3, 4])  # in the step that they wait for
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    made.model.seen, made.model.fails_at = [], 0
+    made.train()
+    assert made.model.seen[: EPOCH - 16 + 8] == straight.model.seen[16 : EPOCH + 8]
+
+
+def test_an_accumulation_for_which_no_epoch_is_long_enough_is_an_error_and_no_run_without_end(tmp_path: Path) -> None:
+    write_numbered_shards(tmp_path / "shards", [12])
+    for kind, trained_on in (("packed", 6), ("counted", 3)):  # which steps at an epoch's end that it knows
+        loader = sp.SavableLoader(ToyPipeline(str(tmp_path / "shards"), kind), seed=7, lanes=3)
+        made = trainer(tmp_path, loader, gradient_accumulation_steps=4, max_steps=1)
+        with nullcontext() if kind == "counted" else pytest.raises(ValueError, match="not stepped on the last 6 batch"):
+            made.train()
+        assert len(made.model.seen) == trained_on
 
 
 def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 from collections.abc import Callable
@@ -183,6 +184,14 @@ def test_a_data_module_that_leaves_out_our_setup_is_told(make: Any, tmp_path: Pa
     fit(trainer(tmp_path, ModelCheckpoint(tmp_path / "saved"), max_epochs=1), SavableDataModule(make()))
     with pytest.raises(sp.StateError, match=r"must call `super\(\).setup\(stage\)`"):
         fit(trainer(tmp_path, max_epochs=2), Own(make()), resume=newest(tmp_path / "saved"))
+
+
+def no_loader() -> sp.SavableLoader:
+    raise AssertionError("a rank makes it")
+
+
+def test_a_data_module_of_plain_functions_can_be_sent_to_ranks_that_are_spawned() -> None:
+    pickle.loads(pickle.dumps(SavableDataModule(no_loader, val=no_loader)))
 
 
 # Any moment of a step.
