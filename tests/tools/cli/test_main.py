@@ -186,7 +186,7 @@ def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytes
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "convert_files", interrupted)
+    monkeypatch.setattr(command, "run_conversion", interrupted)
     result = run("convert", tmp_path, tmp_path / "out")
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "stopped"
 
