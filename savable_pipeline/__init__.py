@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StateError,
         WorkerError,
     )
+    from savable_pipeline.run.given.ledger import Ledger
     from savable_pipeline.run.loader.open_metrics import open_metrics
     from savable_pipeline.run.loader.savable_loader import SavableLoader
     from savable_pipeline.run.loader.stateful_dataset import StatefulDataset
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
     from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage
     from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+    from savable_pipeline.tools.convert.conversion import convert
     from savable_pipeline.tools.convert.shard_writer import ShardWriter
 
 __version__ = "0.1.0"
@@ -78,6 +80,7 @@ __all__ = [
     "Join",
     "JsonlReader",
     "Lane",
+    "Ledger",
     "Mixture",
     "OnlinePacker",
     "ParquetReader",
@@ -106,6 +109,7 @@ __all__ = [
     "WorkerError",
     "as_ref",
     "attention_cost",
+    "convert",
     "empty",
     "merge_states",
     "open_dataset",
@@ -134,6 +138,7 @@ _PLACES = {
     "Join": "stages.readers.join",
     "JsonlReader": "stages.readers.jsonl_reader",
     "Lane": "core.lane",
+    "Ledger": "run.given.ledger",
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.parquet_reader",
@@ -162,6 +167,7 @@ _PLACES = {
     "WorkerError": "errors",
     "as_ref": "stages.item_ref",
     "attention_cost": "stages.cost",
+    "convert": "tools.convert.conversion",
     "empty": "core.batch_memory",
     "merge_states": "run.state.state_dict",
     "open_dataset": "data.dataset.random_access",

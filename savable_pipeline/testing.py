@@ -1,16 +1,17 @@
-"""`assert_exact_resume`: a test that a pipeline, yours too, resumes exactly; it names the first difference."""
+"""For your tests: `assert_exact_resume`, which names the first difference, and the ranks of a run in one process."""
 
 from __future__ import annotations
 
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_difference import first_difference
@@ -76,6 +77,59 @@ def assert_exact_resume(
     return resumes
 
 
+def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
+    """Take the steps of all ranks of a run in this process: an epoch, or what is left of it.
+
+    The ranks of a finite run must agree on its end, for which loaders in processes of their own use torch.distributed.
+    Here they vote together. Between two steps each loader can be asked for its state, as after a batch of its own, and
+    the next call goes on as the next `iter()` of the loaders would. Where one rank raises, the others may stand behind
+    that step already: load a state into all of them then.
+
+    Args:
+        loaders: One of each rank, in the order of the ranks, made alike with `rank=` and `world_size=`.
+
+    Returns:
+        An iterator that gives, for each step, the list of the ranks' batches in the order of the ranks
+        (`sorted_by_slot` has them in that of the slots). Without end for an endless run without `epoch_slots`.
+
+    Raises:
+        ValueError: The loaders are not those of all ranks of one run, in their order and at the same place.
+
+    Example:
+        >>> class Numbers(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane, epochs=1), Numbers()), size=4)
+        >>> from savable_pipeline.testing import steps_of_ranks
+        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in range(2)]
+        >>> steps = list(steps_of_ranks(ranks))
+        >>> len(steps), len(steps[0])
+        (50, 2)
+        >>> len({number for step in steps for batch in step for number in batch.tolist()})  # no sample twice
+        400
+    """
+    runs = [run_of(loader) for loader in loaders]
+    found = [(run.ranks.rank, run.ranks.world_size) for run in runs]
+    if not runs or found != [(rank, len(runs)) for rank in range(len(runs))]:
+        listed = ", ".join(f"{rank} of {world_size}" for rank, world_size in found) or "none"
+        raise ValueError(f"steps_of_ranks takes the loaders of all ranks of a run, in their order, not {listed}")
+    if len({(run.settings.seed, run.settings.lanes, run.settings.tail, run.settings.epoch_slots) for run in runs}) > 1:
+        raise ValueError("the loaders differ in seed, lanes, tail or epoch_slots: make them alike but for their ranks")
+    return _steps(runs)
+
+
+def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
+    places = {(run.position.epoch, run.position.slot) for run in map(iter, runs)}
+    if len(places) > 1:
+        told = ", ".join(f"slot {slot} of epoch {epoch}" for epoch, slot in sorted(places))
+        raise ValueError(f"the ranks stand at different places, {told}: load one state into all of their loaders")
+    while runs[0].position.previous is None:
+        yield _voted_step(runs)
+    for run in runs:
+        run.end_epoch()
+
+
 class _Entry(NamedTuple):
     """A batch of the stream, and where it stands in it."""
 
@@ -103,7 +157,15 @@ def _take_step(runs: Sequence[Run]) -> list[_Entry]:
 
     At the end of an epoch the next one is begun.
     """
-    steps = [iter(run).taking() for run in runs]
+    taken = _voted_step([iter(run) for run in runs])
+    at = runs[0].position.previous or runs[0].position  # after the step
+    first = at.slot - len(runs)
+    return [_Entry(at.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(taken, first))]
+
+
+def _voted_step(runs: Sequence[Run]) -> list[Any]:
+    """The batch of each rank in the next step, whose votes are taken together."""
+    steps = [run.taking() for run in runs]
     taken: list[Any] = []
     sent: int | None = None
     while not taken:
@@ -116,9 +178,7 @@ def _take_step(runs: Sequence[Run]) -> list[_Entry]:
         assert not taken or not votes, "some ranks vote, others do not"
         if votes:
             sent = max(votes) if runs[0].settings.pad else min(votes)
-    at = runs[0].position.previous or runs[0].position  # after the step
-    first = at.slot - len(runs)
-    return [_Entry(at.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(taken, first))]
+    return taken
 
 
 def _chain(

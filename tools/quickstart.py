@@ -36,7 +36,6 @@ from rich.console import Console
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.tools.convert import Options, convert
 from task_encoders import CaptioningEncoder, LanguageModelingEncoder
 
 SEED = 7
@@ -45,7 +44,7 @@ CHECKPOINT_EVERY = 10
 PACK = 256  # tokens
 WORLD_SIZES = [1, 2, 4]  # divide the lanes
 
-# 1. Data that is there after installation, as files; `savable convert FILES SHARDS` is the same as `convert` below.
+# 1. Data that is there after installation, as files; `savable convert FILES SHARDS` is the same as `sp.convert` below.
 
 
 def write_digits(folder: Path) -> None:
@@ -207,7 +206,7 @@ def prepare(recipe: Recipe, folder: Path) -> None:
     """Write the files of a recipe and convert them; nothing is converted that an earlier run has."""
     (folder / "files").mkdir(parents=True, exist_ok=True)
     recipe.write_files(folder / "files")
-    report = convert(folder / "files", folder / "shards", Options(shard_samples=256))
+    report = sp.convert(folder / "files", folder / "shards", shard_samples=256)
     reasons = ", ".join(sorted({reject.reason for reject in report.rejected}))
     left_out = f"; {len(report.rejected)} left out: {reasons}" if reasons else ""
     console.print(f"{recipe.name}: {report.samples:,} samples in {report.shards} shards{left_out}")

@@ -109,6 +109,15 @@ def test_pages_speak_of_loggers_that_are_there() -> None:
             assert path.is_dir() or path.with_suffix(".py").is_file(), f"{name_of(page)}: {name}"
 
 
+def test_pages_import_only_what_is_promised() -> None:
+    for page in [*PAGES, README]:
+        for block in blocks_of(page):
+            inner = re.findall(
+                r"^\s*(?:from|import) (savable_pipeline\.(?!testing\b|trainers\b)\S+)", block.text, re.MULTILINE
+            )
+            assert not inner, f"{block.place}: {inner}"
+
+
 def test_every_public_name_has_its_place_on_the_page_of_the_api() -> None:
     text = (ROOT / "docs/api.md").read_text()
     listed = re.findall(r"^::: savable_pipeline\.(\w+)$", text, re.MULTILINE)

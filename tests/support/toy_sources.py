@@ -14,7 +14,7 @@ from typing import Any
 
 import zstandard
 
-from savable_pipeline.tools.convert import Options, Report, convert
+from savable_pipeline.tools.convert import Options, Report, run_conversion
 from tests.support.toy_files import fill, jpeg, write_lines
 from tests.support.toy_records import write_arrow_litdata, write_captioned_litdata, write_captioned_mds
 
@@ -64,7 +64,7 @@ def packed(write: Write, ending: str, folder: Path, count: int = 8) -> Path:
 
 
 def tars(folder: Path, count: int = 8) -> Path:
-    convert(fill(folder / "files", count), folder / "tars", Options(shard_samples=4))
+    run_conversion(fill(folder / "files", count), folder / "tars", Options(shard_samples=4))
     return folder / "tars"
 
 
@@ -152,5 +152,5 @@ HALVES = Options(shard_samples=2, split=(("a", "0.5"), ("b", "0.5")))
 def convert_in_halves(source: Path, target: Path, **settings: Any) -> Report:
     """Convert into small shards of two splits; compressed tars, which know no settings, as they are."""
     if source.is_dir() and next(source.glob("*.tar.gz"), None):
-        return convert(source, target, Options(), progress=settings.get("progress", lambda *_: None))
-    return convert(source, target, HALVES, reshard="tars" in source.name, **settings)
+        return run_conversion(source, target, Options(), progress=settings.get("progress", lambda *_: None))
+    return run_conversion(source, target, HALVES, reshard="tars" in source.name, **settings)

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from savable_pipeline.tools.convert import Options, Report, convert
+from savable_pipeline.tools.convert import Options, Report, run_conversion
 from tests.support.toy_files import SMALL, fill, jpeg, snapshot
 from tests.support.toy_server import ToyServer
 from tests.support.toy_sources import SOURCES
@@ -42,7 +42,7 @@ def write_arrow(folder: Path) -> Path:
 
 def write_tars(folder: Path) -> Path:
     """Seven tars without an index."""
-    convert(fill(folder.parent / "files", 20, **{"b/020.jpg": jpeg(1)}), folder, SMALL)
+    run_conversion(fill(folder.parent / "files", 20, **{"b/020.jpg": jpeg(1)}), folder, SMALL)
     shutil.rmtree(folder / ".nv-meta")
     return folder
 
@@ -88,4 +88,4 @@ def shards_in(folder: Path) -> dict[str, str]:
 
 
 def converted(source: Path | str, target: Path, **more: Any) -> Report:
-    return convert(source, target, SETTINGS, reshard="tars" in str(source), **more)
+    return run_conversion(source, target, SETTINGS, reshard="tars" in str(source), **more)

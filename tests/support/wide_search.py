@@ -20,10 +20,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.run.ledger.reader import Ledger
+from savable_pipeline.run.given.made_again import make_again
+from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume
-from savable_pipeline.tools.preview.given_batch import make_again
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.whole import Whole
 from tests.support.processes import descendants, workers
@@ -300,7 +300,7 @@ def _check_ledger(
     epoch_slots: int | None,
 ) -> None:
     """Each batch is in the ledger once, in order, and some, made again, are what was given."""
-    ledger = Ledger(folder)
+    ledger = LedgerFiles(folder)
     places = sorted(given.batch.place for given in ledger.batches() if not given.lost)
     assert len(places) == len(set(places)), "a batch is in the ledger twice"
     taken_ahead = len(places) - len(found)  # by an `OnDevice` on each rank of the last leg

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import savable_pipeline as sp
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import SMALL, fill, jpeg, write_lines
 
@@ -82,14 +82,14 @@ def packed(tmp_path: Path) -> Path:
 
 
 def test_repacked_tars_load_in_energon_with_the_bytes_that_we_read(packed: Path, tmp_path: Path) -> None:
-    report = convert(packed, tmp_path / "out", Options())
+    report = run_conversion(packed, tmp_path / "out", Options())
     assert (report.samples, report.rejected) == (9, [])
     assert crude(tmp_path / "out") == ours(tmp_path / "out")
     assert len(ours(tmp_path / "out")) == 9
 
 
 def test_excludes_leave_out_the_same_samples_in_energon(packed: Path, tmp_path: Path) -> None:
-    convert(packed, tmp_path / "out", Options())
+    run_conversion(packed, tmp_path / "out", Options())
     key = f"{'d' * 60}/é"
     splits = {
         "split_parts": {"train": ["s{0..1}/x.tar"], "val": ["s2/x.tar"], "all": ["s{0..2}/x.tar"]},
@@ -109,7 +109,7 @@ def test_converted_captions_load_in_energon_as_what_our_field_map_reads(tmp_path
         names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.jpg"))
         lines = [{"image": name, "caption": f"no. {i} é"} for i, name in enumerate(names)]
         source = write_lines(source / "meta.jsonl", *lines)
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     expected = {}
     for sample in sp.TarShardReader(tmp_path / "out", sp.Lane(), split="train", epochs=1):
         caption = sample.field("caption")
@@ -148,7 +148,7 @@ def test_a_metadataset_has_the_datasets_weights_repetitions_and_subflavors_that_
 
     for name in "abc":
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"caption": "{name} {i}"}}\n' for i in range(9)))
-        convert(tmp_path / f"{name}.jsonl", tmp_path / "data" / name, Options())
+        run_conversion(tmp_path / f"{name}.jsonl", tmp_path / "data" / name, Options())
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: "
     texts = {
         "blend": "{blend: [{path: data/a, weight: 3, subflavors: {x: 1, y: 1}}, {path: data/b}]}}",

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import savable_pipeline as sp
-from savable_pipeline.testing import assert_exact_resume, sorted_by_slot
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.testing import assert_exact_resume, sorted_by_slot, steps_of_ranks
+from tests.support.streams import take
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -177,3 +179,84 @@ def test_an_epoch_without_a_batch_is_an_error(make_shards: Any) -> None:
 def test_the_batches_of_a_step_are_sorted_by_slot() -> None:
     """A step of 3 ranks from slot 4 on: slot 4 is of rank 1, slot 5 of rank 2, slot 6 of rank 0."""
     assert sorted_by_slot(["six", "four", "five"], 4) == ["four", "five", "six"]
+
+
+# The ranks of a run in one process.
+
+
+def ranks_of(pipeline: Any, world_size: int, **settings: Any) -> list[sp.SavableLoader]:
+    settings = {"seed": 3, "lanes": 12, "world_size": world_size, **settings}
+    return [sp.SavableLoader(pipeline, rank=rank, **settings) for rank in range(world_size)]
+
+
+def in_slots(steps: Any, first: int = 0) -> list[str]:
+    """The hashes of all batches of these steps, of which the first begins at slot `first`, in the order of slots."""
+    found = []
+    for step in steps:
+        found += [digest(batch) for batch in sorted_by_slot(step, first)]
+        first += len(step)
+    return found
+
+
+@pytest.mark.parametrize("tail", ["stop", "pad"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_ranks_of_a_finite_run_give_in_one_process_what_one_rank_gives(
+    make_shards: Any, tail: Any, world_size: int
+) -> None:
+    pipeline = partial(toy_pipeline, str(make_shards([150, 27])), epochs=1)
+    alone = sp.SavableLoader(pipeline, seed=3, lanes=12, tail=tail)
+    ranks = ranks_of(pipeline, world_size, tail=tail)
+    for epoch in range(2):
+        expected, found = take(alone, 1000), in_slots(steps_of_ranks(ranks))
+        assert len(expected) > 12 and found[: len(expected)] == expected, f"epoch {epoch}"
+        assert len(found) - len(expected) < world_size, "only what fills up the last step"
+        assert [rank.epoch for rank in ranks] == [epoch + 1] * world_size
+
+
+def test_between_two_steps_the_ranks_are_saved_and_others_go_on(shards: Path) -> None:
+    pipeline = partial(toy_pipeline, str(shards), epochs=1)
+    expected = in_slots([batch] for batch in sp.SavableLoader(pipeline, seed=3, lanes=12))
+    ranks = ranks_of(pipeline, 2)
+    steps = steps_of_ranks(ranks)
+    found = in_slots(next(steps) for _ in range(3))
+    states = [rank.state_dict() for rank in ranks]
+    assert found + in_slots(steps, 6) == expected, "the state is taken, and the steps go on"
+    others = ranks_of(pipeline, 3)
+    for other in others:
+        other.load_state_dict(sp.merge_states(states))
+    assert found + in_slots(steps_of_ranks(others), 6) == expected
+    broken_off = ranks_of(pipeline, 2)
+    assert in_slots([next(steps_of_ranks(broken_off))]) == expected[:2]
+    assert in_slots(steps_of_ranks(broken_off), 2) == expected[2:], "goes on, as the loaders would"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "listed"), [((), "none"), ((0,), "0 of 2"), ((1, 0), "1 of 2, 0 of 2"), ((0, 0), "0 of 2, 0 of 2")]
+)
+def test_loaders_that_are_not_all_ranks_in_their_order_are_refused(
+    shards: Path, ranks: tuple[int, ...], listed: str
+) -> None:
+    there = ranks_of(partial(number_pipeline, str(shards), epochs=1), 2)
+    with pytest.raises(ValueError, match=f"the loaders of all ranks of a run, in their order, not {listed}$"):
+        steps_of_ranks([there[rank] for rank in ranks])
+
+
+@pytest.mark.parametrize("settings", [{"seed": 4}, {"lanes": 4}, {"tail": "pad"}])
+def test_loaders_of_several_runs_are_refused(shards: Path, settings: dict[str, Any]) -> None:
+    pipeline = partial(number_pipeline, str(shards), epochs=1)
+    with pytest.raises(ValueError, match="the loaders differ in seed, lanes, tail or epoch_slots"):
+        steps_of_ranks([ranks_of(pipeline, 2)[0], ranks_of(pipeline, 2, **settings)[1]])
+
+
+def test_ranks_at_different_places_are_refused(make_shards: Any) -> None:
+    ranks = ranks_of(partial(number_pipeline, str(make_shards([40, 40])), epochs=None), 2)
+    next(ranks[1])
+    with pytest.raises(ValueError, match="at different places, slot 0 of epoch 0, slot 2 of epoch 0: load one state"):
+        next(steps_of_ranks(ranks))
+
+
+def test_an_epoch_of_epoch_slots_ends_in_all_ranks(make_shards: Any) -> None:
+    pipeline = partial(number_pipeline, str(make_shards([40, 40])), epochs=None)
+    ranks = ranks_of(pipeline, 2, epoch_slots=12)
+    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 24)
+    assert in_slots(steps_of_ranks(ranks)) + in_slots(steps_of_ranks(ranks)) == expected

@@ -1,4 +1,4 @@
-"""`Ledger`: what a run was given, read from the files of all its starts.
+"""`LedgerFiles`: what a run was given, read from the files of all its starts.
 
 A run that is resumed begins new files, and what was given after the place where it goes on no longer counts: it was
 given to a model that was thrown away. It is kept in the files, and marked here as `lost`.
@@ -49,7 +49,7 @@ class _File:
         return read_records(self.path)
 
 
-class Ledger:
+class LedgerFiles:
     """The ledger in a folder. Raises `SavableError` if there is none, or its files are of several runs."""
 
     def __init__(self, folder: Path) -> None:

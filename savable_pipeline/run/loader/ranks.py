@@ -70,7 +70,8 @@ class Ranks:
             raise ValueError(
                 f"the {self.world_size} ranks of a finite run must agree on its end, but rank and world_size were "
                 "given as numbers: call torch.distributed.init_process_group with these ranks, or use epochs=None, or "
-                "a pipeline whose length is known: no packing, one_to_one encoders, on_error='raise'"
+                "a pipeline whose length is known: no packing, one_to_one encoders, on_error='raise'; in a test, "
+                "savable_pipeline.testing.steps_of_ranks lets all ranks agree in one process"
             )
         import torch
         import torch.distributed as dist

@@ -12,8 +12,7 @@ from savable_pipeline.tools.cli.convert_output import print_report
 from savable_pipeline.tools.cli.engines import EngineOption, engine_named
 from savable_pipeline.tools.cli.errors import errors_as_lines
 from savable_pipeline.tools.cli.progress import progress_of
-from savable_pipeline.tools.convert import REJECTED, Options, recognize
-from savable_pipeline.tools.convert import convert as convert_files
+from savable_pipeline.tools.convert import REJECTED, Options, recognize, run_conversion
 from savable_pipeline.tools.convert.jsonl import FILE_FIELDS
 from savable_pipeline.tools.convert.run import check_reshard
 from savable_pipeline.tools.convert.sources import WORDS
@@ -125,7 +124,7 @@ def convert(
             engine_named(engine, workers) as cluster,
             progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress,
         ):
-            report = convert_files(
+            report = run_conversion(
                 found,
                 target,
                 options,

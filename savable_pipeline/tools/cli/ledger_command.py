@@ -31,22 +31,19 @@ def seen(
     What was given after a place from which the run was later resumed is marked as lost: the model that saw it is gone.
     Keys are read in the data as the run opened them. The exit code is 1 if a sample was not given.
     """
-    from savable_pipeline.run.ledger.reader import Ledger
-    from savable_pipeline.tools.preview.given_keys import find_keys
+    from savable_pipeline.run.given.ledger import Ledger
 
     with errors_as_lines():
-        ledger = Ledger(folder)
         missing = False
-        for key, found in find_keys(ledger, keys, source=source, data=data).items():
+        for key, found in Ledger(folder).seen(keys, source=source, data=data).items():
             missing |= not found
             if not found:
                 out.print(printable(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))
-            for name, given in found or ():
-                batch, start = given.batch, given.start
-                of = f" of {name}" if name else ""
-                lost = ", lost: the run was resumed from a place before it" if given.lost else ""
-                where = f"slot {batch.slot}, step {given.step}, rank {start.rank} of {start.world_size}"
-                out.print(printable(f"{key}{of}: epoch {batch.epoch}, {where}{lost}"))
+            for each in found or ():
+                of = f" of {each.source}" if each.source else ""
+                lost = ", lost: the run was resumed from a place before it" if each.lost else ""
+                where = f"slot {each.slot}, step {each.step}, rank {each.rank} of {each.world_size}"
+                out.print(printable(f"{key}{of}: epoch {each.epoch}, {where}{lost}"))
     if missing:
         raise typer.Exit(1)
 
@@ -63,16 +60,16 @@ def again(
     save: Annotated[Path | None, typer.Option(help="Write the batch itself, by torch.save.")] = None,
 ) -> None:
     """Make a batch again that the run was given, byte for byte, on any machine that has the data."""
-    from savable_pipeline.run.ledger.reader import Ledger
+    from savable_pipeline.run.given.made_again import make_again  # with torch, which takes seconds
+    from savable_pipeline.run.ledger.reader import LedgerFiles
     from savable_pipeline.stages.pipeline import named_pipeline
-    from savable_pipeline.tools.preview.given_batch import make_again  # with torch, which takes seconds
     from savable_pipeline.tools.preview.pipeline_page import batch_page
 
     with errors_as_lines():
         if output is None and save is None:
             raise ValueError("nothing to write: give -o page.html, --save batch.pt, or both")
         check_output(output, save)
-        made = make_again(named_pipeline(pipeline), Ledger(folder), epoch, slot)
+        made = make_again(named_pipeline(pipeline), LedgerFiles(folder), epoch, slot)
         title = f"{pipeline}, epoch {epoch}, slot {slot}"
         if output is not None:
             number = slot // made.given.start.lanes
@@ -91,10 +88,10 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write: one file of HTML.")],
 ) -> None:
     """Write a page of the run: waiting for data and what would help, sources, packs, ranks, starts, skips."""
-    from savable_pipeline.run.ledger.reader import Ledger
+    from savable_pipeline.run.ledger.reader import LedgerFiles
     from savable_pipeline.tools.preview.report_page import report_page
 
     with errors_as_lines():
         check_output(output)
-        replace_file(output, [report_page(Ledger(folder))])
+        replace_file(output, [report_page(LedgerFiles(folder))])
         out.print(printable(str(output)))

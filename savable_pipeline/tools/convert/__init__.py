@@ -1,4 +1,4 @@
-"""Conversion of anything into shards; `convert` is what the command `savable convert` calls.
+"""Conversion of anything into shards; `convert` is `sp.convert`; the command calls `run_conversion`.
 
 sources, folder_marks   what a source is, by its marks            model     options, samples, parts, rejects
 read                    a source of any kind as samples           plan      which samples go into which shard
@@ -9,10 +9,12 @@ stored                  what a store reads in place               run       the 
 engine, ray_engine      jobs on other machines                    elsewhere shards that other machines write or scan
 mirror                  a local folder for a bucket
 energon                 metadata for Megatron-Energon             shard_writer  `sp.ShardWriter`
+conversion              `sp.convert`
 """
 
+from savable_pipeline.tools.convert.conversion import convert
 from savable_pipeline.tools.convert.model import Options
-from savable_pipeline.tools.convert.run import REJECTED, Report, convert
+from savable_pipeline.tools.convert.run import REJECTED, Report, run_conversion
 from savable_pipeline.tools.convert.sources import Source, recognize
 
-__all__ = ["REJECTED", "Options", "Report", "Source", "convert", "recognize"]
+__all__ = ["REJECTED", "Options", "Report", "Source", "convert", "recognize", "run_conversion"]

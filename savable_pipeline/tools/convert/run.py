@@ -75,7 +75,7 @@ class Report:
     already: bool = field(default=False, compare=False)  # all of it was there before, and nothing was written
 
 
-def convert(
+def run_conversion(
     source: Path | str | Source,
     target: Path | str,
     options: Options,
@@ -112,7 +112,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """The settings of `convert`."""
+    """The settings of `run_conversion`."""
 
     options: Options
     files_from: Path | None

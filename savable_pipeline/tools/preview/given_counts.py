@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from savable_pipeline.data.dataset.sample import TAG_SHIFT
-from savable_pipeline.run.ledger.reader import GivenBatch, Ledger
+from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Start, unpack_column
 from savable_pipeline.stages.batch_samples import Integers
 from savable_pipeline.stages.cost import waiting_share
@@ -38,7 +38,7 @@ class Step:
 class GivenCounts:
     """The batches of a ledger that count, in the order of their slots. Lost ones are only counted."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: LedgerFiles) -> None:
         self.sources = ledger.sources
         self._column = {source.tag: place for place, source in enumerate(self.sources)}
         self.lost = 0

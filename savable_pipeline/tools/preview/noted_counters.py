@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-from savable_pipeline.run.ledger.reader import Ledger
+from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Numbers
 from savable_pipeline.tools.preview.given_counts import PIECES
 
@@ -17,7 +17,7 @@ Course = list[tuple[float, float]]
 class NotedCounters:
     """Sums of differences within each file, since counters go on from start to start in one process."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: LedgerFiles) -> None:
         self.totals: Counter[str] = Counter()  # of counters, over all ranks
         self.last: dict[str, float] = {}  # the largest that any file ends with, as of percentiles
         self.names: dict[str, str] = {}  # of the numbers in `last` that have one

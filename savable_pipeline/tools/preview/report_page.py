@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from savable_pipeline.run.ledger.reader import Ledger
+from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.tools.preview.advice import advice, fill_of, waited
 from savable_pipeline.tools.preview.expected_shares import ExpectedShares, summed
 from savable_pipeline.tools.preview.given_counts import PIECES, GivenCounts, Step, waiting
@@ -44,7 +44,7 @@ class StartRow:
     lost: int
 
 
-def report_page(ledger: Ledger) -> bytes:
+def report_page(ledger: LedgerFiles) -> bytes:
     """One file of HTML without scripts, UTF-8. Raises `SavableError` for a ledger that cannot be read."""
     given, counters = GivenCounts(ledger), NotedCounters(ledger)
     expected = ExpectedShares(ledger.starts[-1])
@@ -81,7 +81,7 @@ def report_page(ledger: Ledger) -> bytes:
     )
 
 
-def _starts(ledger: Ledger, given: GivenCounts) -> list[StartRow]:
+def _starts(ledger: LedgerFiles, given: GivenCounts) -> list[StartRow]:
     """The last starts in the order of time."""
     rows = []
     for group in ledger.together[-_MOST_STARTS:]:

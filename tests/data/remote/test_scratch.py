@@ -16,7 +16,7 @@ from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.remote.scratch import RemoteObject, close_scratch, scratch, scratch_place
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.remote_indexing import index_remote_files
-from savable_pipeline.tools.convert import convert
+from savable_pipeline.tools.convert import run_conversion
 from tests.support.kills import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill
@@ -27,7 +27,7 @@ from tests.support.toy_server import ToyServer, serving_a_machine
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     """Five tars and a folder of each other kind, without an index; machines have a folder for what passes through."""
-    convert(fill(tmp_path / "in", 15), tmp_path / "www/tar", SMALL)
+    run_conversion(fill(tmp_path / "in", 15), tmp_path / "www/tar", SMALL)
     shutil.rmtree(tmp_path / "www/tar/.nv-meta")
     for kind, write in WRITERS.items():
         (tmp_path / "www" / kind).mkdir()

@@ -24,15 +24,15 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline.run.given.made_again import make_again
 from savable_pipeline.run.ledger import writer
-from savable_pipeline.run.ledger.reader import Ledger
+from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Start, framed, pack_column, read_records, unpack_column
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.preview.given_batch import make_again
 from tests.conftest import write_numbered_shards
 from tests.support.processes import workers
 from tests.support.streams import take
@@ -54,7 +54,7 @@ def loader(pipeline: Any, folder: Path, **settings: Any) -> sp.SavableLoader:
     return sp.SavableLoader(pipeline, seed=3, lanes=12, ledger=folder, **settings)
 
 
-def kept(ledger: Ledger) -> dict[tuple[int, int], list[int]]:
+def kept(ledger: LedgerFiles) -> dict[tuple[int, int], list[int]]:
     """The indices of the samples of each batch that counts, by epoch and slot."""
     found: dict[tuple[int, int], list[int]] = {}
     for given in ledger.batches():
@@ -69,7 +69,7 @@ def kept(ledger: Ledger) -> dict[tuple[int, int], list[int]]:
 def test_what_was_given_is_in_it_with_every_row(shards: str, folder: Path, num_workers: int, pack: str | None) -> None:
     with loader(partial(toy_pipeline, shards, pack=pack), folder, num_workers=num_workers) as own:
         traced = [(own.trace(), numbers(batch)) for _, batch in zip(range(30), own, strict=False)]
-    found = list(Ledger(folder).batches())
+    found = list(LedgerFiles(folder).batches())
     assert [given.batch.place for given in found] == [(0, slot) for slot in range(30)]
     for given, (trace, ids) in zip(found, traced, strict=True):
         assert given.batch.samples.refs[:, 0].tolist() == ids
@@ -97,8 +97,8 @@ def test_a_resume_cuts_what_was_given_after_it_and_chains_of_them_keep_one_batch
             states.append(sp.merge_states([own.state_dict() for own in ranks]))
         for own in ranks:
             own.close()
-    assert kept(Ledger(folder)) == expected
-    assert any(given.lost for given in Ledger(folder).batches())
+    assert kept(LedgerFiles(folder)) == expected
+    assert any(given.lost for given in LedgerFiles(folder).batches())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -110,7 +110,7 @@ def test_a_kill_loses_nothing_that_was_given(shards: str, folder: Path, workers:
     run.send_signal(signal.SIGKILL)
     given += [int(line) for line in run.stdout]
     run.wait()
-    slots = [slot for _, slot in kept(Ledger(folder))]
+    slots = [slot for _, slot in kept(LedgerFiles(folder))]
     assert slots[: len(given)] == given and len(slots) <= len(given) + 1
 
 
@@ -121,7 +121,7 @@ def test_loading_in_one_process_begins_another_file(shards: str, folder: Path) -
     lost = take(own, 4)
     own.load_state_dict(state)
     assert take(own, 2) == lost[:2]
-    ledger = Ledger(folder)
+    ledger = LedgerFiles(folder)
     assert [start.slot for start in ledger.starts] == [0, 3]
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [3, 4, 5, 6]
     assert sorted(kept(ledger)) == [(0, slot) for slot in range(5)]
@@ -141,7 +141,7 @@ def test_what_is_skipped_after_a_resume_no_longer_counts(shards: str, folder: Pa
         own = loader(partial(toy_pipeline, shards), folder)
         own.load_state_dict(state)
     take(own, 2)
-    ledger = Ledger(folder)
+    ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, slot) for slot in (0, 1, 2, 3, 4, 8, 9)]
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [5, 6, 7, 8, 9]
 
@@ -157,7 +157,7 @@ def write_starts(folder: Path, *starts: tuple[int, int, int]) -> None:
 
 def counted(folder: Path) -> list[tuple[int, int]]:
     """Number of the start and rank of each batch that counts."""
-    return sorted((given.start.number, given.start.rank) for given in Ledger(folder).batches() if not given.lost)
+    return sorted((given.start.number, given.start.rank) for given in LedgerFiles(folder).batches() if not given.lost)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_any_batch_can_be_made_again_byte_for_byte(
     own.close()
     assert len(given) > 30
     for (epoch, slot), expected in random.Random(1).sample(sorted(given.items()), 12):
-        assert digest(make_again(pipeline, Ledger(folder), epoch, slot).batch) == expected
+        assert digest(make_again(pipeline, LedgerFiles(folder), epoch, slot).batch) == expected
 
 
 def test_without_a_state_the_lane_runs_from_the_start_of_its_epoch(shards: str, folder: Path) -> None:
@@ -219,15 +219,15 @@ def test_without_a_state_the_lane_runs_from_the_start_of_its_epoch(shards: str, 
         given = [take(own, 1000) for _ in range(2)]
     for epoch, batches in enumerate(given):
         for slot in (0, len(batches) - 1):
-            assert digest(make_again(pipeline, Ledger(folder), epoch, slot).batch) == batches[slot]
+            assert digest(make_again(pipeline, LedgerFiles(folder), epoch, slot).batch) == batches[slot]
 
 
 def test_another_pipeline_is_refused(shards: str, folder: Path) -> None:
     take(loader(partial(toy_pipeline, shards), folder), 13)
     with pytest.raises(sp.CheckpointMismatchError, match="max_length"):
-        make_again(partial(toy_pipeline, shards, max_length=21), Ledger(folder), 0, 12)
+        make_again(partial(toy_pipeline, shards, max_length=21), LedgerFiles(folder), 0, 12)
     with pytest.raises(sp.SavableError, match="no batch of slot 13 in epoch 0"):
-        make_again(partial(toy_pipeline, shards), Ledger(folder), 0, 13)
+        make_again(partial(toy_pipeline, shards), LedgerFiles(folder), 0, 13)
 
 
 # The file.
@@ -254,7 +254,7 @@ def test_a_batch_that_cannot_be_written_is_not_given(shards: str, folder: Path) 
         next(own)
     found += take(own, 8)
     assert found == expected
-    assert sorted(kept(Ledger(folder))) == [(0, slot) for slot in range(10)]
+    assert sorted(kept(LedgerFiles(folder))) == [(0, slot) for slot in range(10)]
 
 
 def test_a_batch_that_is_not_given_for_another_reason_is_not_in_it(
@@ -271,7 +271,9 @@ def test_a_batch_that_is_not_given_for_another_reason_is_not_in_it(
         patch.setattr(Prefetcher, "prefetch", fails)
         next(own)
     own.close()
-    assert sorted(kept(Ledger(folder))) == [(0, slot) for slot in range(own.state_dict()["slot"])] == [(0, 0), (0, 1)]
+    assert (
+        sorted(kept(LedgerFiles(folder))) == [(0, slot) for slot in range(own.state_dict()["slot"])] == [(0, 0), (0, 1)]
+    )
 
 
 # Ranks that can talk.
@@ -330,7 +332,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_once(shards: str, folder: Path
     assert not list(folder.iterdir())
     (tmp_path / "file").unlink()
     assert next_of_each(ranks) == ["slot 0", "slot 1"]
-    assert len({Ledger(at).starts[0].number for at in folders}) == 1
+    assert len({LedgerFiles(at).starts[0].number for at in folders}) == 1
 
 
 @pytest.mark.usefixtures("meeting")
@@ -339,7 +341,7 @@ def test_a_rank_that_was_closed_goes_on_without_the_others(shards: str, folder: 
     next_of_each(ranks)
     ranks[1].close()
     next(ranks[1])
-    ledger = Ledger(folder)
+    ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, 0), (0, 1), (0, 3)] and len(ledger.starts) == 2
 
 
@@ -351,10 +353,10 @@ def test_what_a_crash_leaves_of_a_record_is_passed_over(
     whole = path.read_bytes()
     for cut in range(1, 12):
         path.write_bytes(whole[:-cut])
-        assert len(list(Ledger(folder).batches())) == 4
+        assert len(list(LedgerFiles(folder).batches())) == 4
     assert "ends in a record that was not written whole" in caplog.text
     path.write_bytes(whole[:-5] + b"\xff" * 5)
-    assert len(list(Ledger(folder).batches())) == 4
+    assert len(list(LedgerFiles(folder).batches())) == 4
 
 
 def test_a_sample_takes_few_bytes(make_shards: Any, folder: Path) -> None:
@@ -387,7 +389,7 @@ def test_a_forged_number_of_items_takes_no_memory(folder: Path) -> None:
     forged = Batch(0, 0, 1 << 60, b"\x09\x00", b"\x09\x00", b"\x09\x00")
     (folder / "0.ledger").write_bytes(framed(start) + framed(forged))
     with pytest.raises(sp.SavableError, match="not a ledger that can be read"):
-        list(Ledger(folder).batches())
+        list(LedgerFiles(folder).batches())
 
 
 def test_batches_without_samples_have_a_record() -> None:
@@ -396,16 +398,16 @@ def test_batches_without_samples_have_a_record() -> None:
 
 def test_wrong_folders_are_told(tmp_path: Path, shards: str) -> None:
     with pytest.raises(sp.SavableError, match="no ledger here"):
-        Ledger(tmp_path)
+        LedgerFiles(tmp_path)
     (tmp_path / "0-rank.ledger").write_bytes(b"not a ledger")
     with pytest.raises(sp.SavableError, match="not a ledger of this release"):
-        Ledger(tmp_path)
+        LedgerFiles(tmp_path)
     with pytest.raises(ValueError, match="a ledger says what a run was given, once"):
         loader(partial(toy_pipeline, shards), tmp_path, on_iter="restart")
     for seed in (1, 2):
         take(sp.SavableLoader(partial(toy_pipeline, shards), seed=seed, ledger=tmp_path / "two"), 1)
     with pytest.raises(sp.SavableError, match="ledgers of several runs"):
-        Ledger(tmp_path / "two")
+        LedgerFiles(tmp_path / "two")
 
 
 # The commands.
@@ -500,7 +502,7 @@ def test_batches_from_before_and_after_shards_joined_can_be_made_again(
                     given[own.epoch, own.trace().slot] = digest(batch)
             state = own.state_dict()
         lengths.append(len(given))
-    ledger = Ledger(folder)
+    ledger = LedgerFiles(folder)
     assert ledger.starts[2].growth["a"][-1][1] == 4 and set(ledger.starts[2].growth) == {"a", "b"}
     for epoch, slot in random.Random(1).sample(sorted(given), 25):
         assert digest(make_again(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
@@ -517,7 +519,7 @@ def test_in_epochs_of_so_many_slots_the_slots_go_on_counting(shards: str, folder
     with loader(pipeline, folder, epoch_slots=24) as own:
         own.load_state_dict(state)
         given += take(own, 1000)
-    ledger = Ledger(folder)
+    ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, slot) for slot in range(72)]
     for slot in (0, 23, 24, 47, 52, 53, 71):
         assert digest(make_again(pipeline, ledger, 0, slot).batch) == given[slot]
@@ -537,7 +539,7 @@ def test_ranks_whose_workers_are_killed_keep_one_batch_a_slot(shards: str, folde
             found[own.trace().slot] = digest(batch)
     for own in ranks:
         own.close()
-    ledger = Ledger(folder)
+    ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, slot) for slot in range(48)]
     assert {start.rank for start in ledger.starts} == {0, 1} and not any(given.lost for given in ledger.batches())
     assert [found[slot] for slot in range(48)] == expected
@@ -566,6 +568,6 @@ def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, t
         assert slots(key) and max(slots(key)) < 60
     assert max(slots("s000004")) > 60
     for slot in (60, 100, 179):
-        assert digest(make_again(pipeline, Ledger(folder), 0, slot).batch) == expected[slot - 60]
+        assert digest(make_again(pipeline, LedgerFiles(folder), 0, slot).batch) == expected[slot - 60]
     with pytest.raises(sp.CheckpointMismatchError, match="exclude"):
-        make_again(pipeline, Ledger(folder), 0, 59)
+        make_again(pipeline, LedgerFiles(folder), 0, 59)

@@ -22,10 +22,10 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.selection import without_ending
-from savable_pipeline.run.ledger.reader import Ledger
+from savable_pipeline.run.given.made_again import make_again
+from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name
-from savable_pipeline.tools.preview.given_batch import make_again
 from savable_pipeline.trainers.elastic import complete_state
 from savable_pipeline.trainers.rescue import rescue
 from tests.conftest import write_tar
@@ -203,7 +203,7 @@ def test_a_batch_of_such_a_run_is_made_again_from_its_ledger(
         own.load_state_dict(saved["endless 2"]["data"])
         given = keys(own, 30)
     for slot in (2, 5, 20, 31):
-        made = make_again(partial(endless, folder), Ledger(tmp_path), 0, slot)
+        made = make_again(partial(endless, folder), LedgerFiles(tmp_path), 0, slot)
         assert [sample.key for sample in made.batch] == given[slot - 2]
 
 

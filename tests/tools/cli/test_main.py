@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import savable_pipeline as sp
 from savable_pipeline.tools.cli import convert_command as command
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import convert
+from savable_pipeline.tools.convert import run_conversion
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
 
 TOOL = Path(__file__).parents[3] / "tools/convert.py"
@@ -186,7 +186,7 @@ def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytes
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "convert_files", interrupted)
+    monkeypatch.setattr(command, "run_conversion", interrupted)
     result = run("convert", tmp_path, tmp_path / "out")
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "stopped"
 
@@ -217,7 +217,7 @@ def test_progress_is_plain_lines_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Pat
 
 
 def test_info_says_what_a_dataset_holds(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 7, **{"b/001.json": b"{}"}), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 7, **{"b/001.json": b"{}"}), tmp_path / "out", SMALL)
     before = snapshot(tmp_path / "out")
     shown = run("info", tmp_path / "out").stdout
     for words in ("shards 3", "samples 7", "split train 7 samples", "000002.tar: 1 sample,", "json │ 1", "000: jpg"):
@@ -232,13 +232,13 @@ def test_info_says_what_a_dataset_holds(tmp_path: Path) -> None:
 
 
 def test_info_of_some_shards_counts_those_only(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
     facts = json.loads(run("info", "--json", f"{tmp_path}/out/00000{{1..2}}.tar").stdout)
     assert (facts["shards"], facts["samples"], facts["parts"]["jpg"]["samples"]) == (2, 4, 4)
 
 
 def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
     splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000000.tar"]}
     (tmp_path / "out/.nv-meta/split.yaml").write_text(json.dumps(splits))
     assert json.loads(run("info", "--json", tmp_path / "out").stdout)["splits"] == {"train": 3, "val": 1}

@@ -16,7 +16,7 @@ from savable_pipeline.data.dataset.kinds import FORMATS, open_any
 from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import convert
+from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import SMALL, fill
 from tests.support.toy_remote_stores import KINDS, SIZES, WRITERS, names_of
@@ -30,7 +30,7 @@ def run(*arguments: str | Path) -> Result:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Seven captioned images in three shards, with Energon's metadata and a split that leaves one out."""
-    convert(fill(tmp_path / "in", 7), tmp_path / "data", SMALL)
+    run_conversion(fill(tmp_path / "in", 7), tmp_path / "data", SMALL)
     splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000001.tar/003"]}
     (tmp_path / "data/.nv-meta/split.yaml").write_text(json.dumps(splits))
     return tmp_path / "data"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import snapshot
 
@@ -42,14 +42,14 @@ def later(path: Path) -> None:
 
 def test_contents_that_changed_at_equal_sizes_are_another_conversion(tmp_path: Path) -> None:
     source = texts(tmp_path / "in")
-    report = convert(source, tmp_path / "out", TEXTS)
+    report = run_conversion(source, tmp_path / "out", TEXTS)
     later(tmp_path / "out")
-    assert convert(source, tmp_path / "out", TEXTS) == report  # every byte is compared, since each file is newer
+    assert run_conversion(source, tmp_path / "out", TEXTS) == report  # every byte is compared, since each file is newer
     (source / "003.txt").write_text("text X")
     os.utime(source / "003.txt", (1, 1))  # its old date hides nothing
     before = snapshot(tmp_path / "out")
     with pytest.raises(SavableError, match=r"1 files hold other bytes than were converted, at the same size: 003\.txt"):
-        convert(source, tmp_path / "out", TEXTS)
+        run_conversion(source, tmp_path / "out", TEXTS)
     assert snapshot(tmp_path / "out") == before
 
 
@@ -60,7 +60,7 @@ def test_another_source_of_equal_names_and_sizes_is_another_conversion(
     source, other = texts(tmp_path / "in" / "sub"), texts(tmp_path / "other" / "sub")
     (other / "003.txt").write_text("text X")  # before anything is converted: no file of it is newer than a shard
     no_margin(monkeypatch)
-    first = convert(source.parent, tmp_path / "out", TEXTS)
+    first = run_conversion(source.parent, tmp_path / "out", TEXTS)
     if way == "put in its place":
         source.parent.rename(tmp_path / "old")
         other.parent.rename(source.parent)
@@ -70,10 +70,10 @@ def test_another_source_of_equal_names_and_sizes_is_another_conversion(
     again = tmp_path / "other" if way == "of another name" else tmp_path / "in"
     before = snapshot(tmp_path / "out")
     with pytest.raises(SavableError, match=r"1 files hold other bytes than were converted, .*: sub/003\.txt"):
-        convert(again, tmp_path / "out", TEXTS)
+        run_conversion(again, tmp_path / "out", TEXTS)
     assert snapshot(tmp_path / "out") == before
     (again / "sub/003.txt").write_text("text 3")
-    assert convert(again, tmp_path / "out", TEXTS) == first
+    assert run_conversion(again, tmp_path / "out", TEXTS) == first
 
 
 def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,41 +82,41 @@ def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypat
     no_margin(monkeypatch)
     monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        convert(source, tmp_path / "out", TEXTS, workers=1)
+        run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
     with pytest.raises(SavableError, match=r"1 files hold other bytes .*: 009\.txt"):
-        convert(other, tmp_path / "out", TEXTS)
+        run_conversion(other, tmp_path / "out", TEXTS)
 
 
 def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: Path) -> None:
     source = texts(tmp_path / "in", 4)
     for i in range(5, 7):
         (source / f"{i:03d}.json").write_text("[1")
-    assert len(convert(source, tmp_path / "out", TEXTS).rejected) == 2
+    assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 2
     (source / "006.json").write_text("12")
     with pytest.raises(SavableError, match=r"at the same size: 006\.json"):
-        convert(source, tmp_path / "out", TEXTS)
+        run_conversion(source, tmp_path / "out", TEXTS)
 
 
 def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = texts(tmp_path / "in")
     monkeypatch.setattr("savable_pipeline.tools.convert.run._finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        convert(source, tmp_path / "out", TEXTS, workers=1)
+        run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
     (source / "009.txt").write_text("text Y")
     with pytest.raises(SavableError, match="1 files hold other bytes than were converted"):
-        convert(source, tmp_path / "out", TEXTS)
+        run_conversion(source, tmp_path / "out", TEXTS)
 
 
 def test_a_rejected_file_that_was_mended_is_a_change(tmp_path: Path) -> None:
     source = texts(tmp_path / "in")
     (source / "bad.json").write_text("[1")
-    assert len(convert(source, tmp_path / "out", TEXTS).rejected) == 1
-    assert len(convert(source, tmp_path / "out", TEXTS).rejected) == 1
+    assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
+    assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
     (source / "bad.json").write_text("12")
     with pytest.raises(SavableError, match=r"at the same size: bad\.json"):
-        convert(source, tmp_path / "out", TEXTS)
+        run_conversion(source, tmp_path / "out", TEXTS)
 
 
 def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
         (source / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
         if content == b"1":
             for _ in range(2):
-                assert convert(source, tmp_path / "out", Options()).samples == 1
+                assert run_conversion(source, tmp_path / "out", Options()).samples == 1
     with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz: it was changed since, at the same size"):
-        convert(source, tmp_path / "out", Options())
+        run_conversion(source, tmp_path / "out", Options())
 
 
 def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +138,9 @@ def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypat
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
     no_margin(monkeypatch)
-    assert convert(tmp_path / "in", tmp_path / "out", Options()).samples == 1
+    assert run_conversion(tmp_path / "in", tmp_path / "out", Options()).samples == 1
     with pytest.raises(SavableError, match=r"was made of another a\.tar\.gz"):
-        convert(tmp_path / "other", tmp_path / "out", Options())
+        run_conversion(tmp_path / "other", tmp_path / "out", Options())
 
 
 def dotted(folder: Path) -> Path:
@@ -169,7 +169,7 @@ def test_two_names_that_would_have_one_key_are_rejected(tmp_path: Path) -> None:
     (source / "a.b.txt").write_text("1")
     (source / "a_b.json").write_text("1")
     (source / "c.txt").write_text("1")
-    report = convert(source, tmp_path / "out", Options(key_end="last"))
+    report = run_conversion(source, tmp_path / "out", Options(key_end="last"))
     assert report.samples == 1
     assert [reject.reason for reject in report.rejected] == ["two names with one key"]
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import SMALL, fill, reasons, snapshot, tar_files, write_lines
 
@@ -23,12 +23,12 @@ def keys_of(folder: Path, split: str | None = None) -> list[str]:
 
 
 def test_a_split_has_shards_of_its_own_and_a_sample_stays_in_its_split(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 60), tmp_path / "out", HALVES)
+    run_conversion(fill(tmp_path / "in", 60), tmp_path / "out", HALVES)
     train, val = keys_of(tmp_path / "out", "train"), keys_of(tmp_path / "out", "val")
     assert len(train) + len(val) == 60 and 35 < len(train) < 55 and not set(train) & set(val)
     assert {path.name.partition("-")[0] for path in (tmp_path / "out").glob("*.tar")} == {"train", "val"}
     assert train == sorted(train) and val == sorted(val), "each in the order of the source"
-    convert(fill(tmp_path / "in", 90), tmp_path / "more", HALVES)
+    run_conversion(fill(tmp_path / "in", 90), tmp_path / "more", HALVES)
     assert set(train) < set(keys_of(tmp_path / "more", "train"))
     assert set(val) < set(keys_of(tmp_path / "more", "val"))
 
@@ -43,7 +43,7 @@ def test_what_can_be_read_in_place_is_split_here_or_a_warning_says_that_shares_m
         (lines, "halves", False),
     ):
         options = HALVES if name == "halves" else Options()
-        report = convert(source, tmp_path / name, options, reshard=source == tars)
+        report = run_conversion(source, tmp_path / name, options, reshard=source == tars)
         assert (
             any("others here than of the source: to keep a part apart, --split" in told for told in report.warnings)
             == warns
@@ -51,7 +51,7 @@ def test_what_can_be_read_in_place_is_split_here_or_a_warning_says_that_shares_m
 
 
 def test_the_split_of_a_key_is_the_same_for_ever(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 12), tmp_path / "out", HALVES)
+    run_conversion(fill(tmp_path / "in", 12), tmp_path / "out", HALVES)
     assert keys_of(tmp_path / "out", "val") == ["003"]
 
 
@@ -76,19 +76,19 @@ def test_splits_that_cannot_be(split: tuple[tuple[str, str], ...]) -> None:
 def test_only_the_parts_that_are_named_are_kept(tmp_path: Path) -> None:
     lines = [{"image": ["000.jpg", "b/001.jpg"]}, {"image": "000.jpg"}, {"x": 1}]
     source = write_lines(fill(tmp_path / "in", 2) / "m.jsonl", *lines)
-    report = convert(source, tmp_path / "out", Options(only=("JPG",)))
+    report = run_conversion(source, tmp_path / "out", Options(only=("JPG",)))
     assert list(tar_files(tmp_path / "out")) == ["000000001.0.jpg", "000000001.1.jpg", "000000002.jpg"]
     assert [reject.reason for reject in report.rejected] == ["no part that is kept"]
     with pytest.raises(ValueError, match=r"no sample has a part png; there are 0\.jpg, 1\.jpg, jpg, json"):
-        convert(source, tmp_path / "two", Options(only=("png",)))
+        run_conversion(source, tmp_path / "two", Options(only=("png",)))
     with pytest.raises(SavableError, match=r"only \('JPG',\) there, \(\) here"):
-        convert(source, tmp_path / "out", Options())
+        run_conversion(source, tmp_path / "out", Options())
 
 
 @pytest.mark.parametrize(("only", "caption"), [((), True), (("jpg", "json"), True), (("jpg",), False)])
 def test_energon_is_told_of_no_part_that_was_not_kept(tmp_path: Path, only: tuple[str, ...], caption: bool) -> None:
     source = write_lines(fill(tmp_path / "in", 1) / "m.jsonl", {"image": "000.jpg", "caption": "a cat"})
-    convert(source, tmp_path / "out", Options(only=only))
+    run_conversion(source, tmp_path / "out", Options(only=only))
     described = (tmp_path / "out/.nv-meta/dataset.yaml").read_text()
     assert ("json[caption]" in described) == caption
     assert ("CrudeWebdataset" in described) != caption
@@ -108,17 +108,17 @@ def test_the_options_of_the_command_choose(tmp_path: Path) -> None:
 
 def test_no_key_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no key is given"):
-        convert(fill(tmp_path / "in", 2), tmp_path / "out", SMALL, keys=[])
+        run_conversion(fill(tmp_path / "in", 2), tmp_path / "out", SMALL, keys=[])
 
 
 def test_tars_are_merged_or_split_into_other_shards(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 10), tmp_path / "threes", SMALL)
-    convert(tmp_path / "threes", tmp_path / "one", Options(), reshard=True)
-    convert(tmp_path / "one", tmp_path / "again", SMALL, reshard=True)
+    run_conversion(fill(tmp_path / "in", 10), tmp_path / "threes", SMALL)
+    run_conversion(tmp_path / "threes", tmp_path / "one", Options(), reshard=True)
+    run_conversion(tmp_path / "one", tmp_path / "again", SMALL, reshard=True)
     assert len(list((tmp_path / "one").glob("*.tar"))) == 1
     tars = {name: hashed for name, hashed in snapshot(tmp_path / "threes").items() if "tar" in name}
     assert {name: hashed for name, hashed in snapshot(tmp_path / "again").items() if "tar" in name} == tars
-    report = convert(
+    report = run_conversion(
         tmp_path / "one/000000.tar", tmp_path / "texts", Options(only=("txt",)), reshard=True, keys=["000"]
     )
     assert report.samples == 1 and list(tar_files(tmp_path / "texts")) == ["000.txt"]
@@ -127,7 +127,7 @@ def test_tars_are_merged_or_split_into_other_shards(tmp_path: Path) -> None:
 def test_keys_that_occur_again_get_the_name_of_their_shard(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("./k.txt", b"1"), ("./l.cls", b"")])
     write_tar(tmp_path / "in/b.v2.tar", [("k.txt", b"2"), ("m.txt", b"3"), ("k.txt", b"4")])
-    report = convert(tmp_path / "in", tmp_path / "out", Options(), reshard=True)
+    report = run_conversion(tmp_path / "in", tmp_path / "out", Options(), reshard=True)
     assert tar_files(tmp_path / "out") == {"k.txt": b"1", "l.cls": b"", "b_v2/k.txt": b"2", "m.txt": b"3"}
     assert "2 keys occur again, and got the name of their shard before them: k, k" in report.warnings
     assert reasons(tmp_path / "out") == {"b.v2.tar, record 4": "duplicate key"}

@@ -11,13 +11,13 @@ import pytest
 from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.indexing import open_index
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
 
 
 def test_a_folder_becomes_shards_of_its_samples_sorted_by_key(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 4, **{"b/001.seg.PNG.txt": b"mask"})
-    report = convert(source, tmp_path / "out", SMALL)
+    report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.shards, report.rejected) == (4, 2, [])
     names = ["000.jpg", "000.txt", "003.jpg", "003.txt", "b/001.jpg", "b/001.seg.PNG.txt", "b/001.txt"]
     files = tar_files(tmp_path / "out")
@@ -29,7 +29,7 @@ def test_a_jsonl_line_is_a_sample_with_the_files_it_names(tmp_path: Path) -> Non
     fill(tmp_path / "in", 3)
     lines = [b'{"image": "000.jpg",  "text": "\xc3\xa9"}', b"", {"image": ["b/001.jpg", "000.jpg"]}, {"x": 1}]
     source = write_lines(tmp_path / "in/meta.jsonl", *lines)
-    report = convert(source, tmp_path / "out", SMALL)
+    report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.rejected) == (3, [])
     files = tar_files(tmp_path / "out")
     assert list(files) == [
@@ -45,21 +45,21 @@ def test_jsonl_fields_name_keys_files_and_parts_as_told(tmp_path: Path) -> None:
     fill(tmp_path / "pictures", 2)
     source = write_lines(tmp_path / "meta.jsonl", {"id": "z/1", "a": "000.jpg", "m": "b/001.jpg"}, {"id": 7})
     options = Options(key_field="id", file_fields=("a", "m=mask"))
-    convert(source, tmp_path / "out", options, files_from=tmp_path / "pictures")
+    run_conversion(source, tmp_path / "out", options, files_from=tmp_path / "pictures")
     assert list(tar_files(tmp_path / "out")) == ["z/1.jpg", "z/1.json", "z/1.mask.jpg", "7.json"]
 
 
 def test_a_jsonl_with_a_byte_order_mark_and_no_last_newline_is_read_whole(tmp_path: Path) -> None:
     source = tmp_path / "meta.jsonl"
     source.write_bytes(b'\xef\xbb\xbf  {"a": 1}\r\n{"a": 2}')
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     assert list(tar_files(tmp_path / "out").values()) == [b'{"a": 1}', b'{"a": 2}']
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 20_480, 30_720])
 def test_a_shard_does_not_grow_longer_than_told(tmp_path: Path, shard_bytes: int) -> None:
     long_names = {f"{i:0200d}.txt": b"x" for i in range(30)}  # each takes two more blocks of headers
-    convert(fill(tmp_path / "in", 30, **long_names), tmp_path / "out", Options(shard_bytes=shard_bytes))
+    run_conversion(fill(tmp_path / "in", 30, **long_names), tmp_path / "out", Options(shard_bytes=shard_bytes))
     sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("*.tar"))]
     assert max(sizes) == max(shard_bytes, 10_240)
     assert len(sizes) == 60 if shard_bytes == 1 else len(sizes) < 12
@@ -68,14 +68,14 @@ def test_a_shard_does_not_grow_longer_than_told(tmp_path: Path, shard_bytes: int
 def test_names_that_are_long_or_not_ascii_come_back_as_they_were(tmp_path: Path) -> None:
     names = ["é/ü.txt", f"{'n' * 200}.txt", f"{'d' * 120}/{'e' * 120}/x.txt"]
     source = fill(tmp_path / "in", 0, **{name: name.encode() for name in names})
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     assert {name: content.decode() for name, content in tar_files(tmp_path / "out").items()} == dict(
         zip(names, names, strict=True)
     )
 
 
 def test_the_index_is_the_one_that_a_scan_of_the_shards_makes(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 10), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 10), tmp_path / "out", SMALL)
     written = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out/.nv-meta")
     for path in (tmp_path / "out").glob("*.idx"):
@@ -90,7 +90,7 @@ def test_the_index_is_the_one_that_a_scan_of_the_shards_makes(tmp_path: Path) ->
 def test_webdataset_reads_what_was_written(tmp_path: Path) -> None:
     wds = pytest.importorskip("webdataset")
     source = fill(tmp_path / "in", 7)
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     shards = [str(path) for path in sorted((tmp_path / "out").glob("*.tar"))]
     read = {item["__key__"]: item for item in wds.WebDataset(shards, shardshuffle=False)}
     assert sorted(read) == sorted(str(p.relative_to(source))[:-4] for p in source.rglob("*.jpg"))
@@ -101,8 +101,8 @@ def test_energon_loads_what_was_written(tmp_path: Path) -> None:
     energon = pytest.importorskip("megatron.energon")
     lines = [{"image": f"{('', 'b/', 'b/c.d/')[i % 3]}{i:03d}.jpg", "caption": f"no. {i}"} for i in range(7)]
     fill(tmp_path / "in", 7)
-    convert(tmp_path / "in", tmp_path / "folder", SMALL)
-    convert(write_lines(tmp_path / "in/meta.jsonl", *lines), tmp_path / "jsonl", SMALL)
+    run_conversion(tmp_path / "in", tmp_path / "folder", SMALL)
+    run_conversion(write_lines(tmp_path / "in/meta.jsonl", *lines), tmp_path / "jsonl", SMALL)
     for target, expected in (("folder", "caption of "), ("jsonl", "no. ")):
         config = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
         settings = {"batch_size": 1, "shuffle_buffer_size": None, "max_samples_per_sequence": None}
@@ -114,7 +114,7 @@ def test_energon_loads_what_was_written(tmp_path: Path) -> None:
 def test_the_sample_offsets_equal_those_of_energon_byte_for_byte(tmp_path: Path) -> None:
     prepare = pytest.importorskip("megatron.energon.flavors.webdataset.prepare").WebdatasetPreparator
     path_type = pytest.importorskip("megatron.energon.epathlib").EPath
-    convert(fill(tmp_path / "in", 8, **{f"é{'n' * 150}.txt": b"x"}), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 8, **{f"é{'n' * 150}.txt": b"x"}), tmp_path / "out", SMALL)
     before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.tar.idx")}
     for path in before:
         path.unlink()
@@ -124,7 +124,7 @@ def test_the_sample_offsets_equal_those_of_energon_byte_for_byte(tmp_path: Path)
 
 
 def test_samples_that_energon_has_no_type_for_are_left_to_a_cooker(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 1, **{"a.wav": b"x"}), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 1, **{"a.wav": b"x"}), tmp_path / "out", SMALL)
     assert "CrudeWebdataset" in (tmp_path / "out/.nv-meta/dataset.yaml").read_text()
 
 
@@ -141,12 +141,12 @@ def test_another_conversion_into_the_same_folder_is_refused(
     tmp_path: Path, change: str, options: Options, message: str
 ) -> None:
     source = fill(tmp_path / "in", 4)
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     before = snapshot(tmp_path / "out")
     if change:
         (source / change).write_text("other words")
     with pytest.raises(SavableError, match=message):
-        convert(source, tmp_path / "out", options)
+        run_conversion(source, tmp_path / "out", options)
     assert snapshot(tmp_path / "out") == before
 
 
@@ -155,7 +155,7 @@ def test_a_folder_with_shards_of_another_origin_is_refused_and_untouched(tmp_pat
     (tmp_path / "out/deep").mkdir(parents=True)
     (tmp_path / "out/deep/x.tar").write_bytes(b"")
     with pytest.raises(SavableError, match=r"x\.tar already"):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
     assert list(snapshot(tmp_path / "out")) == ["deep/x.tar"]
 
 
@@ -179,7 +179,7 @@ def test_a_source_or_target_that_cannot_be_is_an_error(
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=message):
-        convert(tmp_path / source, tmp_path / target, Options(**options))
+        run_conversion(tmp_path / source, tmp_path / target, Options(**options))
     assert not (tmp_path / "out").exists()
 
 
@@ -192,4 +192,4 @@ def test_a_shard_that_could_hold_nothing_is_an_error(options: dict[str, int]) ->
 def test_a_file_that_changes_after_the_plan_was_made_is_an_error(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 4)
     with pytest.raises(SavableError, match="it changed while it was converted"):
-        convert(source, tmp_path / "out", SMALL, progress=lambda *_: (source / "000.txt").write_bytes(b"no"))
+        run_conversion(source, tmp_path / "out", SMALL, progress=lambda *_: (source / "000.txt").write_bytes(b"no"))

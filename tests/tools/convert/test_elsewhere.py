@@ -19,7 +19,7 @@ from savable_pipeline.data.shards.indexing import index_shards
 from savable_pipeline.data.stores.file_indexing import index_files
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, convert, elsewhere
+from savable_pipeline.tools.convert import Options, elsewhere, run_conversion
 from savable_pipeline.tools.convert.elsewhere import attempt, each_shard_by
 from savable_pipeline.tools.convert.shard_job import Job, write_shard
 from tests.support.kills import run_until_killed
@@ -36,10 +36,10 @@ def test_machines_that_are_lost_write_the_bytes_of_local_processes(
     monkeypatch.chdir(tmp_path)
     source = ONE_A_READER[kind](Path("again"))  # a relative path, and machines in other folders
     reshard = "tars" in source.name
-    local = convert(source, Path("local"), HALVES, reshard=reshard)
+    local = run_conversion(source, Path("local"), HALVES, reshard=reshard)
     engine = ToyEngine(tmp_path / "elsewhere")
     told: list[tuple[int, int]] = []
-    far = convert(
+    far = run_conversion(
         source,
         Path("far"),
         HALVES,
@@ -55,16 +55,16 @@ def test_machines_that_are_lost_write_the_bytes_of_local_processes(
 
 
 def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert(fill(tmp_path / "in", 15), tmp_path / "tars", SMALL)
+    run_conversion(fill(tmp_path / "in", 15), tmp_path / "tars", SMALL)
     monkeypatch.chdir(tmp_path)
     Path("packed").mkdir()
     for tar in sorted(Path("tars").glob("*.tar")):
         Path("packed", f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes()))
     damaged = Path("packed/000003.tar.gz")
     damaged.write_bytes(damaged.read_bytes()[:200])
-    local = convert(Path("packed"), Path("local"), Options())
+    local = run_conversion(Path("packed"), Path("local"), Options())
     engine, told = ToyEngine(tmp_path / "elsewhere"), list[int]()
-    far = convert(
+    far = run_conversion(
         Path("packed"), Path("far"), Options(), engine=engine, workers=2, progress=lambda done, *_: told.append(done)
     )
     assert (far, len(far.rejected), told) == (local, 1, [0, 1, 2, 3, 4, 5])
@@ -74,19 +74,19 @@ def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, mon
 
 def test_rejects_are_those_of_local_processes(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 9, **{"003.jpg": b"bad", "nodot": b"", "zz.jpg": b""})
-    local = convert(source, tmp_path / "local", SMALL)
-    assert convert(source, tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere")) == local
+    local = run_conversion(source, tmp_path / "local", SMALL)
+    assert run_conversion(source, tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere")) == local
     assert len(local.rejected) == 3
     assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
 
 
 def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
-    convert(source, tmp_path / "local", SMALL)
+    run_conversion(source, tmp_path / "local", SMALL)
     event = 1
 
     def far() -> None:
-        convert(source, tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
+        run_conversion(source, tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
 
     while run_until_killed(far, tmp_path, event):
         far()
@@ -107,15 +107,15 @@ def test_what_is_finished_is_not_written_again_by_whichever_engine(tmp_path: Pat
                 yield pair
 
     with pytest.raises(SavableError, match="lost them all"):
-        convert(source, tmp_path / "far", SMALL, engine=Breaks(tmp_path / "elsewhere"))
+        run_conversion(source, tmp_path / "far", SMALL, engine=Breaks(tmp_path / "elsewhere"))
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "far").glob("*.tar")}
     assert len(written) == 2
-    convert(source, tmp_path / "far", SMALL)
+    run_conversion(source, tmp_path / "far", SMALL)
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
 def test_two_attempts_at_one_shard_at_once_leave_its_bytes_and_no_other_file(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 9), tmp_path / "local", Options())
+    run_conversion(fill(tmp_path / "in", 9), tmp_path / "local", Options())
     jobs: list[Job] = []
 
     class Keeps(ToyEngine):
@@ -128,7 +128,7 @@ def test_two_attempts_at_one_shard_at_once_leave_its_bytes_and_no_other_file(tmp
                 thread.join()
             yield from ((job, function(job)) for job in jobs)  # type: ignore[misc]
 
-    convert(tmp_path / "in", tmp_path / "far", Options(), engine=Keeps(tmp_path / "elsewhere"))
+    run_conversion(tmp_path / "in", tmp_path / "far", Options(), engine=Keeps(tmp_path / "elsewhere"))
     assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
     with pytest.raises(FileNotFoundError):  # who was taken for lost and comes after the end
         attempt(jobs[0])
@@ -148,11 +148,11 @@ def test_a_shard_that_another_machine_put_elsewhere_is_an_error(
     monkeypatch.setattr(elsewhere, "_SEEN_S", 0.3)
     monkeypatch.setattr(elsewhere, "attempt", unshared)
     with pytest.raises(SavableError, match=r"000000\.tar was finished by another machine, and is not there .* share"):
-        convert(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
+        run_conversion(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
 
 
 def test_an_index_made_elsewhere_is_the_one_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert(fill(tmp_path / "in", 9), tmp_path / "local", SMALL)
+    run_conversion(fill(tmp_path / "in", 9), tmp_path / "local", SMALL)
     shutil.rmtree(tmp_path / "local/.nv-meta")
     shutil.copytree(tmp_path / "local", tmp_path / "far")
     monkeypatch.chdir(tmp_path)
@@ -177,7 +177,7 @@ def test_tables_are_indexed_elsewhere_too(tmp_path: Path) -> None:
 
 
 def test_a_shard_of_another_size_elsewhere_is_an_error(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 3), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 3), tmp_path / "out", SMALL)
 
     class Elsewhere(ToyEngine):
         def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:

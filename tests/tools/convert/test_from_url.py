@@ -14,7 +14,7 @@ import pytest
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.errors import RemoteError, SavableError
-from savable_pipeline.tools.convert import Options, Report, convert
+from savable_pipeline.tools.convert import Options, Report, run_conversion
 from savable_pipeline.tools.convert.read import close_sources
 from tests.support.kills import run_until_killed
 from tests.support.toy_engine import ToyEngine
@@ -177,16 +177,16 @@ def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_on
 def test_files_that_records_name_come_from_a_folder_or_stay_text(server: ToyServer, tmp_path: Path) -> None:
     source = jsonl(tmp_path / "www/in")
     url = url_of(server, source)
-    local = convert(source, tmp_path / "local", HALVES)
+    local = run_conversion(source, tmp_path / "local", HALVES)
     with pytest.raises(
         ValueError, match=r"a\.jsonl: the field 'image' names 'b/001\.jpg', and files beside a URL are not"
     ):
-        convert(url, tmp_path / "there", HALVES)
+        run_conversion(url, tmp_path / "there", HALVES)
     assert not (tmp_path / "there").exists()
-    assert convert(url, tmp_path / "there", HALVES, files_from=source.parent) == local
+    assert run_conversion(url, tmp_path / "there", HALVES, files_from=source.parent) == local
     assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
     text = Options(shard_samples=2, file_fields=())
-    assert convert(url, tmp_path / "text", text) == convert(source, tmp_path / "text_here", text)
+    assert run_conversion(url, tmp_path / "text", text) == run_conversion(source, tmp_path / "text_here", text)
     assert shards_in(tmp_path / "text") == shards_in(tmp_path / "text_here")
 
 
@@ -206,4 +206,4 @@ def test_a_cache_without_room_for_all_files_gives_the_same_shards(
 def test_a_source_within_the_target_is_refused(server: ToyServer, tmp_path: Path) -> None:
     KINDS["tars"](tmp_path / "www/tars")
     with pytest.raises(ValueError, match="lie one within the other; convert to a URL beside the source"):
-        convert("s3://tars/", "s3://tars/out", SMALL, reshard=True)
+        run_conversion("s3://tars/", "s3://tars/out", SMALL, reshard=True)

@@ -16,7 +16,7 @@ import pytest
 
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert import convert
+from savable_pipeline.tools.convert import run_conversion
 from tests.support.kills import run_until_killed
 from tests.support.toy_files import SMALL, fill, snapshot
 from tests.support.toy_sources import ONE_A_READER, SOURCES, convert_in_halves
@@ -154,9 +154,9 @@ def test_a_disk_that_is_full_is_a_clear_line_and_the_same_command_goes_on(
 
     monkeypatch.setattr(ShardFile, "add", full)
     with pytest.raises(SavableError, match=r"out: No space left on device: the disk is full, .* start again to go on"):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
     assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["000000.tar"]
     monkeypatch.undo()
-    convert(source, tmp_path / "out", SMALL)
-    convert(source, tmp_path / "calm", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "calm", SMALL)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.linked_tars import holds_links
 from tests.data.shards.test_tar_links import FEW, HARD, SYMBOLIC, WHOLE, write
 from tests.support.toy_files import reasons
@@ -29,25 +29,25 @@ def test_convert_writes_out_what_links_lead_to_without_being_asked(tmp_path: Pat
     if indexed:
         assert samples_of(source) == {"a": WHOLE["a"], "b": {"jpg": b"image b"}}
     options = Options(shard_samples=2, check_images=False)
-    report = convert(source, tmp_path / "out", options, workers=workers)
+    report = run_conversion(source, tmp_path / "out", options, workers=workers)
     assert (report.samples, report.rejected) == (3, [])
     assert samples_of(tmp_path / "out") == WHOLE
     assert not holds_links(tmp_path / "out")
-    assert convert(source, tmp_path / "out", options).samples == 3  # again: all is there
+    assert run_conversion(source, tmp_path / "out", options).samples == 3  # again: all is there
 
 
 def test_tars_without_links_have_nothing_to_convert_and_their_samples_stay_as_they_are(tmp_path: Path) -> None:
     write(tmp_path / "source/0.tar", [("a.txt", b"1"), ("plain", (HARD, "a.txt")), ("d", (SYMBOLIC, "a.txt"))])
     for _ in range(2):  # with and without an index
         with pytest.raises(ValueError, match="tars are read as they are, with nothing to convert"):
-            convert(tmp_path / "source", tmp_path / "out", Options())
+            run_conversion(tmp_path / "source", tmp_path / "out", Options())
         sp.open_dataset(tmp_path / "source")
 
 
 def test_keys_of_several_tars_and_links_to_nothing_are_told_by_name(tmp_path: Path) -> None:
     for i in range(2):
         write(tmp_path / f"source/{i}.tar", [*FEW, ("d.txt", (HARD, "gone.txt"))])
-    report = convert(tmp_path / "source", tmp_path / "out", Options(check_images=False))
+    report = run_conversion(tmp_path / "source", tmp_path / "out", Options(check_images=False))
     assert report.samples == 6
     assert {key: parts for key, parts in samples_of(tmp_path / "out").items() if "/" in key} == {
         f"1/{key}": parts for key, parts in WHOLE.items()
@@ -69,17 +69,17 @@ def test_a_tar_that_changes_while_it_is_converted_is_an_error(tmp_path: Path, mo
     made = run.make_plan
     monkeypatch.setattr(run, "make_plan", replaced)
     with pytest.raises(sp.SavableError, match=r"0\.tar"):
-        convert(tmp_path / "source", tmp_path / "out", Options(check_images=False))
+        run_conversion(tmp_path / "source", tmp_path / "out", Options(check_images=False))
 
 
 def test_compressed_tars_are_repacked_with_their_links_and_that_is_told(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     raw = write(tmp_path / "0.tar", FEW).read_bytes()
     (tmp_path / "source/0.tar.gz").write_bytes(gzip.compress(raw))
-    report = convert(tmp_path / "source", tmp_path / "plain", Options())
+    report = run_conversion(tmp_path / "source", tmp_path / "plain", Options())
     assert (tmp_path / "plain/0.tar").read_bytes() == raw
     assert "3 members are links to other files of their tar, such as b.txt in 0.tar" in report.warnings[0]
-    convert(tmp_path / "plain", tmp_path / "out", Options(check_images=False))
+    run_conversion(tmp_path / "plain", tmp_path / "out", Options(check_images=False))
     assert samples_of(tmp_path / "out") == WHOLE
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, Report, convert
+from savable_pipeline.tools.convert import Options, Report, run_conversion
 from tests.support.toy_files import reasons
 from tests.support.toy_samples import plain_png
 
@@ -57,7 +57,7 @@ def tars(folder: Path) -> list[bytes]:
 
 
 def taken(source: Path, target: Path, files: Path, **options: Any) -> Report:
-    return convert(source, target, Options(**options), files_from=files, workers=1)
+    return run_conversion(source, target, Options(**options), files_from=files, workers=1)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
@@ -66,9 +66,9 @@ def test_without_their_folder_rows_that_name_files_are_an_error_by_column(tmp_pa
     with pytest.raises(
         ValueError, match="the column 'image': 5 of 6 rows have a path and no bytes: give --files FOLDER"
     ):
-        convert(source, tmp_path / "out", Options())
+        run_conversion(source, tmp_path / "out", Options())
     assert not (tmp_path / "out").exists()
-    assert convert(source, tmp_path / "captions", Options(only=("caption",))).samples == 6
+    assert run_conversion(source, tmp_path / "captions", Options(only=("caption",))).samples == 6
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
@@ -79,7 +79,7 @@ def test_with_their_folder_the_bytes_are_those_of_rows_that_hold_them(
     paths = [(pictures if absolute else Path()) / f"cats/{i}.png" for i in range(6)]
     report = taken(write(tmp_path / "named" / name, named(*paths)), tmp_path / "out", pictures, shard_samples=4)
     assert (report.samples, report.rejected, report.nulls) == (6, [], {})
-    convert(write(tmp_path / "whole" / name, with_bytes(*paths)), tmp_path / "other", Options(shard_samples=4))
+    run_conversion(write(tmp_path / "whole" / name, with_bytes(*paths)), tmp_path / "other", Options(shard_samples=4))
     assert tars(tmp_path / "out") == tars(tmp_path / "other")
     assert sp.open_dataset(tmp_path / "out")[5]["png"] == png(5)
 
@@ -89,7 +89,7 @@ def test_lists_of_images_are_the_same_parts_in_place_and_converted(tmp_path: Pat
     paths = [f"cats/{i}.png" for i in range(6)]
     images, files = with_bytes(*paths), named(*paths)
     whole = write(tmp_path / "whole" / name, [images[:2], [], images[2:]], pa.list_(MEDIA))
-    convert(whole, tmp_path / "out", Options())
+    run_conversion(whole, tmp_path / "out", Options())
     there, here = sp.open_dataset(whole), sp.open_dataset(tmp_path / "out")
     assert [dict(sample) for sample in there] == [dict(sample) for sample in here]
     assert sorted(here[2]) == ["0.png", "1.png", "2.png", "3.png", "caption"]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from tests.support.toy_server import serving
 from tests.support.url_sources import shards_in
 
@@ -140,11 +140,11 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samples(source: Path, target: Path, *, reshard: bool = False, from_url: bool = False) -> list[sp.Sample]:
-    report = convert(source, target, SETTINGS, reshard=reshard)
+    report = run_conversion(source, target, SETTINGS, reshard=reshard)
     assert (report.samples, report.rejected) == (100, [])
     if from_url:
         with serving(source.parent) as server:
-            assert convert(f"{server.url}/{source.name}", target.with_name("there"), SETTINGS) == report
+            assert run_conversion(f"{server.url}/{source.name}", target.with_name("there"), SETTINGS) == report
         assert shards_in(target.with_name("there")) == shards_in(target)
     return list(sp.TarShardReader(target, sp.Lane(), shuffle=False, epochs=1))
 

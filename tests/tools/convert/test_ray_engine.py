@@ -19,7 +19,7 @@ import pytest
 from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.shards.indexing import index_shards
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_captioned_shards, write_files
 from tests.support.ray_cluster import RayCluster, is_writing, ray_cluster, writer
 from tests.support.real_servers import bucket_of
@@ -47,8 +47,8 @@ def test_every_kind_of_source_gives_the_bytes_of_local_processes(tmp_path: Path)
             source = make(tmp_path / kind / "in")
             reshard = "tars" in source.name
             told: list[int] = []
-            local = convert(source, tmp_path / kind / "local", HALVES, reshard=reshard)
-            far = convert(
+            local = run_conversion(source, tmp_path / kind / "local", HALVES, reshard=reshard)
+            far = run_conversion(
                 *(source, tmp_path / kind / "far", HALVES),
                 reshard=reshard,
                 engine=engine,
@@ -63,13 +63,13 @@ def test_every_kind_of_source_gives_the_bytes_of_local_processes(tmp_path: Path)
 def test_compressed_tars_are_unpacked_by_nodes(tmp_path: Path) -> None:
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
-    convert(fill(tmp_path / "in", 12), tmp_path / "tars", SMALL)
+    run_conversion(fill(tmp_path / "in", 12), tmp_path / "tars", SMALL)
     (tmp_path / "packed").mkdir()
     for tar in (tmp_path / "tars").glob("*.tar"):
         (tmp_path / "packed" / f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes()))
-    local = convert(tmp_path / "packed", tmp_path / "local", Options())
+    local = run_conversion(tmp_path / "packed", tmp_path / "local", Options())
     with RayEngine() as engine:
-        assert convert(tmp_path / "packed", tmp_path / "far", Options(), engine=engine) == local
+        assert run_conversion(tmp_path / "packed", tmp_path / "far", Options(), engine=engine) == local
     assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
 
 
@@ -77,7 +77,7 @@ def test_a_node_that_is_killed_costs_its_shards_in_work_only(tmp_path: Path, clu
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
     source = fill(tmp_path / "in", 400)
-    convert(source, tmp_path / "local", FEW)
+    run_conversion(source, tmp_path / "local", FEW)
     lost = cluster.add()
     killed: list[int] = []
 
@@ -89,7 +89,7 @@ def test_a_node_that_is_killed_costs_its_shards_in_work_only(tmp_path: Path, clu
                 killed.append(done)
 
     with RayEngine() as engine:
-        report = convert(source, tmp_path / "far", FEW, engine=engine, progress=progress)
+        report = run_conversion(source, tmp_path / "far", FEW, engine=engine, progress=progress)
     assert killed and killed[0] < 400
     assert report.samples == 400
     assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
@@ -100,7 +100,7 @@ def test_a_node_that_is_killed_costs_its_shards_in_work_only(tmp_path: Path, clu
 @pytest.mark.parametrize("shards", [*range(0, 50, 2), 1, 3, 5, 47, 49])  # finished when the driver is killed
 def test_a_driver_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, shards: int) -> None:
     source = fill(tmp_path / "in", 400)
-    convert(source, tmp_path / "local", FEW)
+    run_conversion(source, tmp_path / "local", FEW)
     command = [sys.executable, "-m", "savable_pipeline.tools.cli.main", "convert", str(source), str(tmp_path / "far")]
     command += ["--engine", "ray", "--shard-samples", "8"]
     driver = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -118,7 +118,7 @@ def test_a_driver_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: 
 
 @pytest.mark.usefixtures("cluster")
 def test_the_index_command_gives_the_index_of_local_processes(tmp_path: Path) -> None:
-    convert(fill(tmp_path / "in", 24), tmp_path / "local", SMALL)
+    run_conversion(fill(tmp_path / "in", 24), tmp_path / "local", SMALL)
     (tmp_path / "local/000003.tar").write_bytes((tmp_path / "local/000003.tar").read_bytes()[:900])
     shutil.rmtree(tmp_path / "local/.nv-meta")
     shutil.copytree(tmp_path / "local", tmp_path / "far")
@@ -139,7 +139,7 @@ def test_an_error_of_a_task_is_that_of_a_local_process(tmp_path: Path) -> None:
         (source / "b/c.d/008.jpg").write_bytes(b"")
 
     with RayEngine() as engine, pytest.raises(SavableError, match=r"008\.jpg: expected \d+ bytes, found 0: it changed"):
-        convert(source, tmp_path / "far", SMALL, engine=engine, progress=shrink)
+        run_conversion(source, tmp_path / "far", SMALL, engine=engine, progress=shrink)
 
 
 @dataclass
@@ -233,7 +233,7 @@ def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_and_a_no
 
 def test_nodes_write_to_a_bucket_though_the_driver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = fill(tmp_path / "in", 200)
-    convert(source, tmp_path / "local", FEW)
+    run_conversion(source, tmp_path / "local", FEW)
     (tmp_path / "nothing").mkdir()
     command = [sys.executable, "-m", "savable_pipeline.tools.cli.main", "convert", str(source), "s3://data/out"]
     command += ["--engine", "ray", "--shard-samples", "8"]

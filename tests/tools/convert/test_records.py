@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.litdata_json import loads
 from tests.support.toy_files import SMALL, jpeg, reasons, snapshot, tar_files
 from tests.support.toy_records import (
@@ -43,7 +43,7 @@ def array(data: bytes) -> Any:
 
 
 def test_a_folder_of_mds_becomes_its_samples(tmp_path: Path) -> None:
-    report = convert(write_captioned_mds(tmp_path / "in"), tmp_path / "out", SMALL)
+    report = run_conversion(write_captioned_mds(tmp_path / "in"), tmp_path / "out", SMALL)
     assert (report.samples, report.shards, report.rejected) == (10, 4, [])
     files = tar_files(tmp_path / "out")
     assert [name for name in files if name.startswith("000000007")] == [
@@ -61,14 +61,14 @@ def shards(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("packed", ["gz", "bz2", "zstd", "br", "snappy"])
 def test_compressed_mds_makes_the_same_bytes(tmp_path: Path, packed: str) -> None:
-    convert(write_captioned_mds(tmp_path / "plain"), tmp_path / "one", SMALL)
+    run_conversion(write_captioned_mds(tmp_path / "plain"), tmp_path / "one", SMALL)
     source = write_captioned_mds(tmp_path / "packed", packed=packed)
-    convert(source, tmp_path / "two", SMALL)
+    run_conversion(source, tmp_path / "two", SMALL)
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
     path = source / f"shard.00001.mds.{packed}"
     path.write_bytes(b"\xff" * 9 + path.read_bytes()[9:])
     with pytest.raises(ValueError, match=rf"shard\.00001\.mds\.{packed}: damaged: "):
-        convert(source, tmp_path / "three", SMALL)
+        run_conversion(source, tmp_path / "three", SMALL)
     assert not (tmp_path / "three").exists()
 
 
@@ -79,7 +79,7 @@ def test_mds_in_a_compression_that_is_not_read_is_refused_with_those_that_are(tm
     with pytest.raises(
         ValueError, match=r"compressed with 'lz4', which is not read, where gz, bz2, .* decompress it to"
     ):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
 
 
 @pytest.mark.parametrize("size", [0, 1 << 60])
@@ -90,7 +90,7 @@ def test_compressed_mds_of_another_size_than_the_index_says_is_damaged(tmp_path:
         index["shards"][0]["raw_data"]["bytes"] = size
         (source / "index.json").write_text(json.dumps(index))
         with pytest.raises(ValueError, match=r"damaged: "):
-            convert(source, tmp_path / "out", SMALL)
+            run_conversion(source, tmp_path / "out", SMALL)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_compressed_mds_of_another_size_than_the_index_says_is_damaged(tmp_path:
     ],
 )
 def test_values_of_mds_are_in_the_json_of_a_sample(tmp_path: Path, encoding: str, data: bytes, value: Any) -> None:
-    convert(write_mds(tmp_path / "in", {"x": encoding}, [[data]]), tmp_path / "out", SMALL)
+    run_conversion(write_mds(tmp_path / "in", {"x": encoding}, [[data]]), tmp_path / "out", SMALL)
     assert json.loads(tar_files(tmp_path / "out")["000000000.json"]) == {"x": value}
 
 
@@ -131,7 +131,7 @@ def test_values_of_mds_are_in_the_json_of_a_sample(tmp_path: Path, encoding: str
     ],
 )
 def test_media_of_mds_are_parts_of_their_own(tmp_path: Path, encoding: str, data: bytes, names: list[str]) -> None:
-    report = convert(write_mds(tmp_path / "in", {"x": encoding}, [[data]]), tmp_path / "out", SMALL)
+    report = run_conversion(write_mds(tmp_path / "in", {"x": encoding}, [[data]]), tmp_path / "out", SMALL)
     files = tar_files(tmp_path / "out")
     assert report.rejected == [] and list(files) == [f"000000000.{name}" for name in names]
     first = files[f"000000000.{names[0]}"]
@@ -145,7 +145,7 @@ def test_media_of_mds_are_parts_of_their_own(tmp_path: Path, encoding: str, data
 
 def test_a_second_field_of_a_kind_has_its_own_name(tmp_path: Path) -> None:
     columns = {"image": "jpeg", "mask.1": "jpeg", "thumb": "bytes"}
-    convert(write_mds(tmp_path / "in", columns, [[jpeg(1), jpeg(2), jpeg(3)]]), tmp_path / "out", SMALL)
+    run_conversion(write_mds(tmp_path / "in", columns, [[jpeg(1), jpeg(2), jpeg(3)]]), tmp_path / "out", SMALL)
     files = tar_files(tmp_path / "out")
     assert files == {
         "000000000.jpg": jpeg(1),
@@ -157,7 +157,7 @@ def test_a_second_field_of_a_kind_has_its_own_name(tmp_path: Path) -> None:
 def test_a_field_can_be_the_key(tmp_path: Path) -> None:
     rows = [[key.encode(), jpeg(1)] for key in ("a/1", "b", "a/1", "c.d")]
     source = write_mds(tmp_path / "in", {"id": "str", "image": "jpeg"}, rows)
-    report = convert(source, tmp_path / "out", Options(key_field="id"))
+    report = run_conversion(source, tmp_path / "out", Options(key_field="id"))
     assert [name for name in tar_files(tmp_path / "out") if name.endswith("jpg")] == ["a/1.jpg", "b.jpg"]
     assert [reject.reason for reject in report.rejected] == ["duplicate key", "name that a tar cannot carry"]
 
@@ -168,7 +168,7 @@ def test_a_field_can_be_the_key(tmp_path: Path) -> None:
 def test_pickles_and_unknown_encodings_are_refused_by_name(tmp_path: Path, encoding: str, told: str) -> None:
     source = write_mds(tmp_path / "in", {"ok": "str", "x": encoding}, [[b"", b""]])
     with pytest.raises(ValueError, match=f"the column 'x' {told}"):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()
 
 
@@ -177,7 +177,7 @@ def test_damaged_records_are_rejected_and_the_others_taken(tmp_path: Path) -> No
     good = [bytes(8), bytes(8), b"1", pil("L", b"ab"), bytes(8)]
     bad = [bytes(7), bytes(3), b"{", pil("L", b"ab")[:9], struct.pack("<d", float("nan"))]
     rows = [good, *([*good[:i], bad[i], *good[i + 1 :]] for i in range(5)), good]
-    report = convert(write_mds(tmp_path / "in", columns, rows), tmp_path / "out", SMALL)
+    report = run_conversion(write_mds(tmp_path / "in", columns, rows), tmp_path / "out", SMALL)
     assert report.samples == 2
     assert reasons(tmp_path / "out") == {
         **{f"shard.0000{i // 4}.mds, record {i}": "damaged record" for i in range(1, 5)},
@@ -193,7 +193,7 @@ def test_files_that_are_not_what_the_index_says_are_an_error(tmp_path: Path, cha
     if change != "gone":
         shard.write_bytes({"cut": raw[:-9], "longer": raw + b"x", "count": b"\7" + raw[1:]}[change])
     with pytest.raises(ValueError, match=r"shard\.00001\.mds: .*copy"):
-        convert(tmp_path / "in", tmp_path / "out", SMALL)
+        run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
 
 
 def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
@@ -202,11 +202,11 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     index = (source / "index.json").read_text().replace("shard.00000.mds", "../secret")
     (source / "index.json").write_text(index)
     with pytest.raises(ValueError, match="not there"):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
 
 
 def test_a_folder_of_litdata_becomes_its_samples(tmp_path: Path) -> None:
-    report = convert(write_captioned_litdata(tmp_path / "in"), tmp_path / "out", SMALL)
+    report = run_conversion(write_captioned_litdata(tmp_path / "in"), tmp_path / "out", SMALL)
     assert (report.samples, report.rejected) == (10, [])
     files = tar_files(tmp_path / "out")
     assert files["000000009.jpg"] == jpeg(9)
@@ -235,7 +235,7 @@ def test_a_folder_of_litdata_becomes_its_samples(tmp_path: Path) -> None:
     ],
 )
 def test_each_format_of_litdata(tmp_path: Path, kind: str, data: bytes, name: str, value: Any) -> None:
-    report = convert(write_litdata(tmp_path / "in", [kind], LEAF, [[data]]), tmp_path / "out", SMALL)
+    report = run_conversion(write_litdata(tmp_path / "in", [kind], LEAF, [[data]]), tmp_path / "out", SMALL)
     if not name:
         assert [reject.reason for reject in report.rejected] == [value]
         return
@@ -248,7 +248,7 @@ def test_the_tree_of_an_item_is_that_of_its_values(tmp_path: Path) -> None:
     spec = dict_spec(["a", "b", "c"], [dict_spec(["x", "y"]), several, {**several, "type": "builtins.tuple"}])
     formats = ["int", "bytes", "str", "str", "str", "bytes"]
     row = [struct.pack("<q", 1), jpeg(1), b"p", b"q", b"r", jpeg(2)]
-    convert(write_litdata(tmp_path / "in", formats, spec, [row]), tmp_path / "out", SMALL)
+    run_conversion(write_litdata(tmp_path / "in", formats, spec, [row]), tmp_path / "out", SMALL)
     files = tar_files(tmp_path / "out")
     assert json.loads(files["000000000.json"]) == {"a": {"x": 1}, "b": ["p", "q"], "c": {"0": "r"}}
     assert list(files) == ["000000000.c_1.jpg", "000000000.jpg", "000000000.json"]
@@ -271,7 +271,7 @@ def test_what_litdata_has_and_is_not_read_is_refused_by_name(
     tmp_path: Path, formats: list[str], config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        convert(write_litdata(tmp_path / "in", formats, LEAF, [[b""]], **config), tmp_path / "out", SMALL)
+        run_conversion(write_litdata(tmp_path / "in", formats, LEAF, [[b""]], **config), tmp_path / "out", SMALL)
 
 
 def test_chunks_that_litdata_decompressed_in_their_place_are_read(tmp_path: Path) -> None:
@@ -281,23 +281,23 @@ def test_chunks_that_litdata_decompressed_in_their_place_are_read(tmp_path: Path
     for chunk in index["chunks"]:
         chunk["filename"] = chunk["filename"].replace(".bin", ".zstd.bin")
     (source / "index.json").write_text(json.dumps(index))
-    assert convert(source, tmp_path / "out", SMALL).samples == 10
+    assert run_conversion(source, tmp_path / "out", SMALL).samples == 10
     (source / "chunk-0-1.bin").unlink()
     with pytest.raises(ValueError, match=r"chunk-0-1\.zstd\.bin: named by index\.json, and not there"):
-        convert(source, tmp_path / "two", SMALL)
+        run_conversion(source, tmp_path / "two", SMALL)
 
 
 @pytest.mark.parametrize("level", ["chunk", "batch", "sample"])
 def test_compressed_litdata_makes_the_same_bytes(tmp_path: Path, level: str) -> None:
-    convert(write_captioned_litdata(tmp_path / "plain"), tmp_path / "one", SMALL)
-    convert(write_captioned_litdata(tmp_path / "packed", level=level), tmp_path / "two", SMALL)
+    run_conversion(write_captioned_litdata(tmp_path / "plain"), tmp_path / "one", SMALL)
+    run_conversion(write_captioned_litdata(tmp_path / "packed", level=level), tmp_path / "two", SMALL)
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
 
 @pytest.mark.parametrize("how", [{}, {"compression": "zstd"}, {"compression": "lz4"}, {"stream": True}])
 def test_rows_in_arrow_make_the_same_samples(tmp_path: Path, how: dict[str, Any]) -> None:
-    convert(write_captioned_litdata(tmp_path / "plain"), tmp_path / "one", SMALL)
-    convert(write_arrow_litdata(tmp_path / "rows", **how), tmp_path / "two", SMALL)
+    run_conversion(write_captioned_litdata(tmp_path / "plain"), tmp_path / "one", SMALL)
+    run_conversion(write_arrow_litdata(tmp_path / "rows", **how), tmp_path / "two", SMALL)
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
 
@@ -308,7 +308,7 @@ def test_rows_in_arrow_keep_their_shape_and_bytes_become_parts(tmp_path: Path) -
         {"a": None, "b": [], "c": None, "d": {"bytes": b"fLaC", "path": None}},
     ]
     (source / "chunk-0-0.bin").write_bytes(arrow_rows(rows))
-    assert convert(source, tmp_path / "out", SMALL).rejected == []
+    assert run_conversion(source, tmp_path / "out", SMALL).rejected == []
     files = tar_files(tmp_path / "out")
     assert json.loads(files["000000000.json"]) == {"a": {"x": 1, "y": None}, "b": [1.5], "d": {"path": "p"}}
     assert json.loads(files["000000001.json"]) == {"a": None, "b": [], "c": None, "d": {"path": None}}
@@ -322,7 +322,7 @@ def test_a_sample_or_a_frame_that_cannot_be_decompressed_is_rejected_and_the_oth
         raw = path.read_bytes()
         begin = raw.index(b"\x28\xb5\x2f\xfd")  # the magic of zstd
         path.write_bytes(raw[:begin] + bytes(4) + raw[begin + 4 :])
-        report = convert(source, tmp_path / f"{level}_out", SMALL)
+        report = run_conversion(source, tmp_path / f"{level}_out", SMALL)
         assert report.samples == left
         assert set(reasons(tmp_path / f"{level}_out").values()) == {"damaged record"}
         assert [reject.file for reject in report.rejected][:1] == ["chunk-0-1.bin, record 4"]
@@ -347,7 +347,7 @@ def test_frames_that_are_not_what_the_index_says_are_an_error(
     raw[at : at + 2] = struct.pack("<H", number)
     (source / "chunk-0-0.bin").write_bytes(raw)
     with pytest.raises(ValueError, match=rf"chunk-0-0\.bin: {message}"):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
 
 
 def test_places_of_frames_that_lie_are_damage(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_places_of_frames_that_lie_are_damage(tmp_path: Path) -> None:
         raw = bytearray((source / "chunk-0-0.bin").read_bytes())
         raw[places + at : places + at + 4] = U32(7 if at == 0 else 0)
         (source / "chunk-0-0.bin").write_bytes(raw)
-        report = convert(source, tmp_path / f"{at}_out", SMALL)
+        report = run_conversion(source, tmp_path / f"{at}_out", SMALL)
         assert (report.samples, len(report.rejected)) == (1, 3), at
 
 
@@ -374,7 +374,7 @@ def test_rows_in_arrow_that_are_damaged_are_an_error(tmp_path: Path, damage: str
     }
     path.write_bytes(bad[damage])
     with pytest.raises(ValueError, match=r"chunk-0-1\.bin: .*copy it again"):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
 
 
 def test_rows_in_arrow_without_pyarrow_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_rows_in_arrow_without_pyarrow_say_what_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for place in (source, packed):
         with pytest.raises(ValueError, match=r'needs? the package pyarrow: pip install "savable_pipeline\[parquet\]"'):
-            convert(place, tmp_path / "out", SMALL)
+            run_conversion(place, tmp_path / "out", SMALL)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from savable_pipeline.tools.convert import Options, convert, recognize
+from savable_pipeline.tools.convert import Options, recognize, run_conversion
 from tests.support.toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
 
 UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
@@ -37,7 +37,7 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
 def test_a_bad_file_of_a_folder_is_rejected_with_its_reason(
     tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
-    report = convert(fill(tmp_path / "in", 4, **{name: content}), tmp_path / "out", SMALL)
+    report = run_conversion(fill(tmp_path / "in", 4, **{name: content}), tmp_path / "out", SMALL)
     assert [reject.reason for reject in report.rejected] == [reason]
     assert list(reasons(tmp_path / "out").values()) == [reason]
     assert report.samples == (3 if name == "000.TXT" else 4)
@@ -81,7 +81,7 @@ def test_a_bad_line_of_a_jsonl_is_rejected_with_its_reason(tmp_path: Path, line:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "in/link.txt").symlink_to(tmp_path / "secret.txt")
     source = write_lines(tmp_path / "in/meta.jsonl", {"id": "first"}, line, {"id": "last"})
-    report = convert(source, tmp_path / "out", Options(key_field="id"))
+    report = run_conversion(source, tmp_path / "out", Options(key_field="id"))
     assert reasons(tmp_path / "out") == {"bad.jpg" if reason == UNREADABLE else "meta.jsonl:2": reason}
     assert report.samples == 2
     assert list(tar_files(tmp_path / "out")) == ["first.json", "last.json"]
@@ -92,8 +92,8 @@ def test_files_outside_the_source_are_taken_when_that_is_told(tmp_path: Path) ->
     (tmp_path / "words.txt").write_text("words")
     source = write_lines(tmp_path / "in/meta.jsonl", {"file": "../words.txt"}, {"file": "link.txt"})
     options = Options(allow_outside=True)
-    convert(source, tmp_path / "one", options)
-    convert(recognize(tmp_path / "in", "folder"), tmp_path / "two", options)
+    run_conversion(source, tmp_path / "one", options)
+    run_conversion(recognize(tmp_path / "in", "folder"), tmp_path / "two", options)
     assert list(tar_files(tmp_path / "one").values()).count(b"words") == 2
     assert tar_files(tmp_path / "two")["link.txt"] == b"words"
 
@@ -107,7 +107,7 @@ def test_links_and_special_files_of_a_folder_are_followed_or_rejected(tmp_path: 
     (source / "b/loop").symlink_to("..")
     (source / "nowhere.txt").symlink_to("gone")
     os.mkfifo(source / "pipe.txt")
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     assert {"inside.txt", "again/001.jpg"} <= set(tar_files(tmp_path / "out"))
     assert reasons(tmp_path / "out") == {
         "outside.txt": "outside the source",
@@ -120,31 +120,31 @@ def test_links_and_special_files_of_a_folder_are_followed_or_rejected(tmp_path: 
 
 def test_an_empty_text_is_a_text_and_hidden_files_are_only_counted(tmp_path: Path) -> None:
     extra = {"x.txt": b"", ".git/config.txt": b"x", ".DS_Store": b"", "a/.x.jpg": b""}
-    report = convert(fill(tmp_path / "in", 1, **extra), tmp_path / "out", SMALL)
+    report = run_conversion(fill(tmp_path / "in", 1, **extra), tmp_path / "out", SMALL)
     assert (report.samples, report.rejected, report.hidden) == (2, [], 3)
 
 
 def test_images_go_unchecked_when_that_is_told(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2, **{"bad.jpg": b"no image"})
-    report = convert(source, tmp_path / "out", Options(check_images=False))
+    report = run_conversion(source, tmp_path / "out", Options(check_images=False))
     assert report.samples == 3 and report.rejected == []
 
 
 def test_a_shard_of_which_nothing_is_good_is_not_written(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 9, **{f"00{i}.jpg": b"bad" for i in (0, 3, 6)})
-    report = convert(source, tmp_path / "out", SMALL)
+    report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.shards) == (6, 2)
     assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == ["000001.tar", "000002.tar"]
 
 
 def test_where_nothing_is_good_there_is_a_report_and_no_dataset(tmp_path: Path) -> None:
-    report = convert(fill(tmp_path / "in", 0, README=b"x", **{"x.jpg": b"x"}), tmp_path / "out", SMALL)
+    report = run_conversion(fill(tmp_path / "in", 0, README=b"x", **{"x.jpg": b"x"}), tmp_path / "out", SMALL)
     assert (report.samples, report.shards, len(report.rejected)) == (0, 0, 2)
     assert sorted(path.name for path in (tmp_path / "out/.nv-meta").iterdir()) == [
         "savable.convert.json",
         "savable.rejected.jsonl",
     ]
-    assert convert(tmp_path / "in", tmp_path / "out", SMALL) == report
+    assert run_conversion(tmp_path / "in", tmp_path / "out", SMALL) == report
 
 
 def test_reasons_are_the_same_each_time_and_large_images_draw_no_warning(
@@ -154,7 +154,7 @@ def test_reasons_are_the_same_each_time_and_large_images_draw_no_warning(
     Image.new("L", (16, 16)).save(fill(tmp_path / "in", 1, **{"x.jpg": b"GIF89a"}) / "huge.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first = convert(tmp_path / "in", tmp_path / "one", SMALL)
+        first = run_conversion(tmp_path / "in", tmp_path / "one", SMALL)
     assert [reject.file for reject in first.rejected] == ["huge.png", "x.jpg"]
     assert not any("0x" in reject.detail for reject in first.rejected)
 
@@ -164,7 +164,7 @@ def test_a_file_that_readers_take_for_metadata_is_rejected_as_that(tmp_path: Pat
     (folder / "__phello__").mkdir(parents=True)
     (folder / "__phello__" / "spam.py").write_text("skip")
     (folder / "a.txt").write_text("a")
-    report = convert(folder, tmp_path / "shards", Options())
+    report = run_conversion(folder, tmp_path / "shards", Options())
     assert [(reject.file, reject.reason) for reject in report.rejected] == [
         ("__phello__/spam.py", "readers take it for metadata")
     ]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, convert, recognize
+from savable_pipeline.tools.convert import Options, recognize, run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import reasons, snapshot
 
@@ -43,7 +43,7 @@ def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(p
     with pytest.raises(sp.ShardError, match="`savable convert` re-packs it"):
         sp.TarShardReader(packed / "a.tar.gz", sp.Lane())
     told: list[Any] = []
-    report = convert(packed, tmp_path / "out", Options(), progress=lambda *numbers: told.append(numbers))
+    report = run_conversion(packed, tmp_path / "out", Options(), progress=lambda *numbers: told.append(numbers))
     assert (report.samples, report.shards, report.rejected) == (10, 5, [])
     assert told[0] == (0, 5, 0) and told[-1][:2] == (5, 5)
     names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.tar"))
@@ -52,12 +52,12 @@ def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(p
     train = sp.TarShardReader(tmp_path / "out", sp.Lane(), split="train", epochs=1)
     assert train.population == 10
     before = snapshot(tmp_path / "out")
-    convert(packed, tmp_path / "out", Options())  # there is nothing left to do
+    run_conversion(packed, tmp_path / "out", Options())  # there is nothing left to do
     assert snapshot(tmp_path / "out") == before
 
 
 def test_one_tar_by_itself(packed: Path, tmp_path: Path) -> None:
-    assert convert(packed / "d.tar.bz2", tmp_path / "out", Options()).samples == 2
+    assert run_conversion(packed / "d.tar.bz2", tmp_path / "out", Options()).samples == 2
     assert texts(tmp_path / "out") == ["text 4", "text 5"]
 
 
@@ -88,7 +88,7 @@ def test_a_plain_tar_whose_first_name_looks_compressed_is_plain(tmp_path: Path) 
     write_tar(tmp_path / "a.tar", [("BZh9.txt", b"text 0")])
     assert recognize(tmp_path / "a.tar").kind == "tars" and texts(tmp_path / "a.tar") == ["text 0"]
     shutil.copy(tmp_path / "a.tar", tmp_path / "b.tar.gz")  # as a server leaves it that unpacks what it sends
-    assert convert(tmp_path / "b.tar.gz", tmp_path / "out", Options()).samples == 1
+    assert run_conversion(tmp_path / "b.tar.gz", tmp_path / "out", Options()).samples == 1
 
 
 def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> No
     (packed / "b/c.tgz").rename(packed / "b/c.TGZ")
     (packed / "d.tar.bz2").rename(packed / "d.Tar.Bz2")
     (packed / "f.tar").rename(packed / "f.TAR")
-    assert convert(packed, tmp_path / "out", Options()).samples == 10
+    assert run_conversion(packed, tmp_path / "out", Options()).samples == 10
     assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
-    assert convert(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
+    assert run_conversion(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_options_that_change_nothing_are_refused(
     packed: Path, tmp_path: Path, options: Options, more: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"re-packed as they are, one by one: leave out {named}"):
-        convert(packed, tmp_path / "out", options, **more)
+        run_conversion(packed, tmp_path / "out", options, **more)
     assert not (tmp_path / "out").exists()
 
 
@@ -124,7 +124,7 @@ def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> N
     (packed / "d.tar.bz2").write_bytes(b"no bz2")
     (packed / "e.tar.xz").write_bytes(lzma.compress(b"no tar" * 1000))
     (packed / "g.tar.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    report = convert(packed, tmp_path / "out", Options())
+    report = run_conversion(packed, tmp_path / "out", Options())
     assert report.samples == 4
     found = {Path(name).name: reason for name, reason in reasons(tmp_path / "out").items()}
     assert found == dict.fromkeys(["a.tar.gz", "d.tar.bz2", "e.tar.xz", "g.tar.zst"], "damaged tar")
@@ -132,34 +132,34 @@ def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> N
 
 
 def test_other_tars_into_the_same_folder_and_two_of_one_name_are_refused(packed: Path, tmp_path: Path) -> None:
-    convert(packed, tmp_path / "out", Options())
+    run_conversion(packed, tmp_path / "out", Options())
     with pytest.raises(SavableError, match="holds another conversion"):
-        convert(packed / "a.tar.gz", tmp_path / "out", Options())
+        run_conversion(packed / "a.tar.gz", tmp_path / "out", Options())
     (packed / "a.tgz").write_bytes(b"")
     with pytest.raises(ValueError, match=r"two tars would become a\.tar"):
-        convert(packed, tmp_path / "other", Options())
+        run_conversion(packed, tmp_path / "other", Options())
     with pytest.raises(ValueError, match="one within the other"):
-        convert(packed, packed / "out", Options())
+        run_conversion(packed, packed / "out", Options())
 
 
 def test_a_kill_between_a_shard_and_its_offsets_leaves_nothing_out(packed: Path, tmp_path: Path) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    convert(packed, tmp_path / "calm", Options())
+    run_conversion(packed, tmp_path / "calm", Options())
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("savable_pipeline.data.shards.indexing.write_tar_idx", killed)
-        convert(packed, tmp_path / "out", Options())
-    convert(packed, tmp_path / "out", Options())
+        run_conversion(packed, tmp_path / "out", Options())
+    run_conversion(packed, tmp_path / "out", Options())
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
 
 
 def test_offsets_that_had_no_room_are_written_when_there_is_and_nothing_half_written_stays(
     packed: Path, tmp_path: Path
 ) -> None:
-    convert(packed, tmp_path / "out", Options())
+    run_conversion(packed, tmp_path / "out", Options())
     before = snapshot(tmp_path / "out")
     (tmp_path / "out/a.tar.idx").unlink()
     (tmp_path / "out/b/c.tar.idx.99.tmp").write_bytes(b"")  # as a kill leaves it
-    convert(packed, tmp_path / "out", Options())
+    run_conversion(packed, tmp_path / "out", Options())
     assert snapshot(tmp_path / "out") == before

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from savable_pipeline.errors import SavableError, WorkerError
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST
 from savable_pipeline.tools.convert.writer_processes import claimed
 from tests.support import kills
@@ -27,7 +27,7 @@ from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 40, **{"bad.jpg": b"x", "nodot": b"x", "b/worse.png": b""})
     for workers in (1, 2, 3):
-        convert(source, tmp_path / str(workers), SMALL, workers=workers)
+        run_conversion(source, tmp_path / str(workers), SMALL, workers=workers)
     one, two, three = (snapshot(tmp_path / str(workers)) for workers in (1, 2, 3))
     assert len(one) == 2 * 14 + 6
     assert one == two == three
@@ -38,8 +38,8 @@ def test_the_bytes_depend_neither_on_the_place_nor_on_the_age_of_the_input(tmp_p
     write_lines(fill(tmp_path / "in", 6) / "meta.jsonl", *lines)
     shutil.copytree(tmp_path / "in", tmp_path / "deeper/elsewhere")
     os.utime(tmp_path / "deeper/elsewhere/000.jpg", (1, 1))
-    convert(tmp_path / "in/meta.jsonl", tmp_path / "one", SMALL)
-    convert(tmp_path / "deeper/elsewhere/meta.jsonl", tmp_path / "two", SMALL)
+    run_conversion(tmp_path / "in/meta.jsonl", tmp_path / "one", SMALL)
+    run_conversion(tmp_path / "deeper/elsewhere/meta.jsonl", tmp_path / "two", SMALL)
     one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
     assert one.pop(MANIFEST) != two.pop(MANIFEST), "where the input lay"
     assert one == two
@@ -47,13 +47,13 @@ def test_the_bytes_depend_neither_on_the_place_nor_on_the_age_of_the_input(tmp_p
 
 def run_until_killed(source: Path, target: Path, event: int) -> bool:
     """Convert in a process that is killed before its `event`-th touch of a file; tells whether it was."""
-    return kills.run_until_killed(lambda: convert(source, target, SMALL), source.parent, event)
+    return kills.run_until_killed(lambda: run_conversion(source, target, SMALL), source.parent, event)
 
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> dict[str, str]:
     """What the conversion of `tmp_path / "in"` comes to when nobody kills it."""
-    convert(fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""}), tmp_path / "calm", SMALL)
+    run_conversion(fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""}), tmp_path / "calm", SMALL)
     return snapshot(tmp_path / "calm")
 
 
@@ -62,7 +62,7 @@ def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(
 ) -> None:
     event = 1
     while run_until_killed(tmp_path / "in", tmp_path / "out", event):
-        report = convert(tmp_path / "in", tmp_path / "out", SMALL)
+        report = run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
         assert (report.samples, len(report.rejected)) == (6, 2)
         assert snapshot(tmp_path / "out") == undisturbed, event
         assert not [path for path in (tmp_path / "out").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
@@ -90,18 +90,18 @@ def test_finished_shards_are_not_written_again(tmp_path: Path, undisturbed: dict
             break
     shards = [tmp_path / "out" / path.name.removesuffix(".json") for path in done]
     before = [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards]
-    convert(tmp_path / "in", tmp_path / "out", SMALL)
+    run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
     assert [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards] == before
     assert snapshot(tmp_path / "out") == undisturbed
 
 
 def test_a_conversion_that_is_done_is_only_reported_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
-    first = convert(tmp_path / "in", tmp_path / "calm", SMALL)
+    first = run_conversion(tmp_path / "in", tmp_path / "calm", SMALL)
     inodes = {path: path.stat().st_ino for path in (tmp_path / "calm").glob("*.tar")}
-    assert convert(tmp_path / "in", tmp_path / "calm", SMALL) == first
+    assert run_conversion(tmp_path / "in", tmp_path / "calm", SMALL) == first
     assert {path: path.stat().st_ino for path in inodes} == inodes
     next(iter(inodes)).unlink()
-    assert convert(tmp_path / "in", tmp_path / "calm", SMALL) == first
+    assert run_conversion(tmp_path / "in", tmp_path / "calm", SMALL) == first
     assert snapshot(tmp_path / "calm") == undisturbed
 
 
@@ -150,7 +150,7 @@ def test_neither_a_kill_nor_ctrl_c_leaves_processes_behind(tmp_path: Path) -> No
     wait_until_gone(process.pid)
     errors = (tmp_path / "errors").read_text()
     assert "Traceback" not in errors and errors.endswith("stopped\n")
-    assert convert(source, tmp_path / "out", SMALL) == convert(source, tmp_path / "calm", SMALL)
+    assert run_conversion(source, tmp_path / "out", SMALL) == run_conversion(source, tmp_path / "calm", SMALL)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
 
 
@@ -163,9 +163,9 @@ def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> N
                 os.kill(child.pid or 0, signal.SIGKILL)
 
     with pytest.raises(WorkerError, match="run the same command again"):
-        convert(source, tmp_path / "out", Options(shard_samples=1), workers=2, progress=kill_one)
-    convert(source, tmp_path / "out", Options(shard_samples=1), workers=1)
-    convert(source, tmp_path / "calm", Options(shard_samples=1), workers=1)
+        run_conversion(source, tmp_path / "out", Options(shard_samples=1), workers=2, progress=kill_one)
+    run_conversion(source, tmp_path / "out", Options(shard_samples=1), workers=1)
+    run_conversion(source, tmp_path / "calm", Options(shard_samples=1), workers=1)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
 
 
@@ -176,7 +176,7 @@ def test_a_conversion_waits_until_the_workers_of_a_killed_one_are_gone(tmp_path:
     fcntl.flock(held, fcntl.LOCK_SH)
     begin = time.monotonic()
     threading.Timer(0.3, os.close, (held,)).start()
-    convert(fill(tmp_path / "in", 2), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 2), tmp_path / "out", SMALL)
     assert time.monotonic() - begin > 0.3
 
 
@@ -187,7 +187,7 @@ def test_two_conversions_into_one_folder_do_not_meet(tmp_path: Path) -> None:
         claimed(tmp_path / "out/.nv-meta", tmp_path / "out/.nv-meta/savable.convert"),
         pytest.raises(SavableError, match="another conversion is writing here"),
     ):
-        convert(source, tmp_path / "out", SMALL)
+        run_conversion(source, tmp_path / "out", SMALL)
 
 
 def test_sigterm_ends_the_workers_first_and_leaves_nothing(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_sigterm_ends_the_workers_first_and_leaves_nothing(tmp_path: Path) -> No
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGTERM, said
     assert b"leaked semaphore" not in said and b"Traceback" not in said
-    assert convert(source, tmp_path / "out", Options(shard_bytes=1_000_000)).samples == 3000
+    assert run_conversion(source, tmp_path / "out", Options(shard_bytes=1_000_000)).samples == 3000
 
 
 SIGNAL_AT = """
@@ -264,4 +264,4 @@ def test_a_signal_while_the_pool_holds_its_locks_ends_the_conversion(
     )
     assert ended.returncode == 128 + number, ended.stderr
     assert b"leaked semaphore" not in ended.stderr and b"Traceback" not in ended.stderr
-    assert convert(source, tmp_path / "out", Options(shard_bytes=20_000)).samples == 400
+    assert run_conversion(source, tmp_path / "out", Options(shard_bytes=20_000)).samples == 400

@@ -19,7 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.shards import indexing
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import convert
+from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar
 from tests.support.kills import run_until_killed
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files
@@ -54,7 +54,7 @@ def test_each_type_of_value_is_written_as_the_bytes_it_says(tmp_path: Path) -> N
 
 def test_the_shards_are_those_of_a_conversion_and_webdataset_reads_them(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 7)
-    convert(source, tmp_path / "one", SMALL)
+    run_conversion(source, tmp_path / "one", SMALL)
     paths = sorted(str(path.relative_to(source))[:-4] for path in source.rglob("*.jpg"))
     given = [{"__key__": k, **{e: (source / f"{k}.{e}").read_bytes() for e in ("txt", "jpg")}} for k in paths]
     assert write(tmp_path / "two", given, max_samples=3) == 7
@@ -158,7 +158,7 @@ def test_other_settings_are_refused(tmp_path: Path, settings: Sample, message: s
 
 def test_folders_of_others_are_refused_and_untouched(tmp_path: Path) -> None:
     write_tar(tmp_path / "tars/a.tar", [("k.txt", b"x")])
-    convert(fill(tmp_path / "in", 2), tmp_path / "converted", SMALL)
+    run_conversion(fill(tmp_path / "in", 2), tmp_path / "converted", SMALL)
     before = snapshot(tmp_path)
     for name in ("tars", "converted"):
         with pytest.raises(sp.SavableError, match="of another origin"):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, convert, recognize
+from savable_pipeline.tools.convert import Options, recognize, run_conversion
 from savable_pipeline.tools.convert.sources import WORDS
 from tests.conftest import write_tar
 from tests.support.toy_files import SMALL, fill, tar_files
@@ -142,9 +142,9 @@ def test_what_a_source_is_taken_for_is_said_and_can_be_told(tmp_path: Path) -> N
 def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     files(tmp_path, **{"a.jsonl": b'{"image": "https://x/a.jpg"}\n', "a.csv": HTTP})
     with pytest.raises(ValueError, match=r"URLs, not files.* with img2dataset: see docs/bring-your-data\.md"):
-        convert(tmp_path / name, tmp_path / "out", SMALL)
+        run_conversion(tmp_path / name, tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()
-    assert convert(tmp_path / name, tmp_path / "out", Options(file_fields=())).samples == 1
+    assert run_conversion(tmp_path / name, tmp_path / "out", Options(file_fields=())).samples == 1
     assert b"http" in tar_files(tmp_path / "out")[f"00000000{1 + 0}.json"]
     with pytest.raises(ValueError, match="a Path cannot hold a URL; give it as a str"):
         recognize(Path("s3://bucket/data"))
@@ -153,15 +153,15 @@ def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path:
 def test_the_url_that_is_named_is_one(tmp_path: Path) -> None:
     files(tmp_path, **{"a.jsonl": b'[1]\n{"image": "https://x/a.jpg"}\n'})
     with pytest.raises(ValueError, match=r"such as the field 'image' names 'https://x/a\.jpg'; download"):
-        convert(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
+        run_conversion(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
 
 
 def test_tars_are_read_as_they_are_and_said_to_be(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("k.txt", b"x")])
     with pytest.raises(ValueError, match=r"read as they are, with nothing to convert: sp\.TarShardReader.* --reshard"):
-        convert(tmp_path / "in", tmp_path / "out", SMALL)
+        run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
     with pytest.raises(ValueError, match="a folder of files: --reshard is for tars"):
-        convert(fill(tmp_path / "files", 2), tmp_path / "out", SMALL, reshard=True)
+        run_conversion(fill(tmp_path / "files", 2), tmp_path / "out", SMALL, reshard=True)
     (tmp_path / "in/a.tar").rename(tmp_path / "in/a.tar.gz")
     with pytest.raises(ValueError, match="re-packed as they are; convert them first"):
-        convert(tmp_path / "in", tmp_path / "out", SMALL, reshard=True)
+        run_conversion(tmp_path / "in", tmp_path / "out", SMALL, reshard=True)

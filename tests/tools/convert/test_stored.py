@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from tests.support.toy_files import reasons
 
 ROWS: list[dict[str, Any]] = [
@@ -42,7 +42,7 @@ def write_saved(folder: Path) -> Path:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_row_becomes_a_sample_with_its_parts(tmp_path: Path, write: Any, workers: int) -> None:
     source = write(tmp_path / "source")
-    report = convert(source, tmp_path / "out", Options(shard_samples=15), workers=workers)
+    report = run_conversion(source, tmp_path / "out", Options(shard_samples=15), workers=workers)
     assert (report.samples, len(report.rejected)) == (40, 0)
     there = list(sp.open_dataset(source))
     here = list(sp.open_dataset(tmp_path / "out"))
@@ -60,27 +60,27 @@ def test_a_saved_dataset_of_splits_is_converted_split_by_split(tmp_path: Path) -
     write_saved(tmp_path / "saved/train")
     (tmp_path / "saved/dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
     with pytest.raises((ValueError, sp.ShardError), match="train"):
-        convert(tmp_path / "saved", tmp_path / "out", Options())
-    assert convert(tmp_path / "saved/train", tmp_path / "out", Options()).samples == 40
+        run_conversion(tmp_path / "saved", tmp_path / "out", Options())
+    assert run_conversion(tmp_path / "saved/train", tmp_path / "out", Options()).samples == 40
 
 
 def test_rows_have_no_links_that_could_lead_outside(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is Parquet: allow_outside is for files that links or records name"):
-        convert(write_parquet(tmp_path / "source"), tmp_path / "out", Options(allow_outside=True))
+        run_conversion(write_parquet(tmp_path / "source"), tmp_path / "out", Options(allow_outside=True))
 
 
 @pytest.mark.parametrize("only", [(), ("txt",)])
 def test_a_row_without_parts_is_rejected_with_its_place(tmp_path: Path, only: tuple[str, ...]) -> None:
     rows = [{"txt": "one"}, {"txt": None}, {"txt": "three"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    report = convert(tmp_path / "a.parquet", tmp_path / "out", Options(only=only))
+    report = run_conversion(tmp_path / "a.parquet", tmp_path / "out", Options(only=only))
     assert report.samples == 2
     assert reasons(tmp_path / "out") == {"a.parquet, record 1": "no part"}
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_parquet(tmp_path / "source")
-    convert(source, tmp_path / "out", Options())
+    run_conversion(source, tmp_path / "out", Options())
     pq.write_table(pa.Table.from_pylist(ROWS[:7]), source / "0.parquet")
     with pytest.raises((ValueError, sp.SavableError)):
-        convert(source, tmp_path / "out", Options())
+        run_conversion(source, tmp_path / "out", Options())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST
 from tests.support.toy_files import SMALL, fill, reasons, snapshot, tar_files, write_lines
 
@@ -27,7 +27,7 @@ def test_a_json_array_becomes_a_sample_an_object(tmp_path: Path, indent: int | N
     source = fill(tmp_path / "in", 2) / "llava.json"
     text = json.dumps(LLAVA, indent=indent, ensure_ascii=False)
     source.write_text(f"\ufeff {text}\n")
-    assert convert(source, tmp_path / "out", Options(key_field="id")).samples == 3
+    assert run_conversion(source, tmp_path / "out", Options(key_field="id")).samples == 3
     files = tar_files(tmp_path / "out")
     assert list(files) == ["1.jpg", "1.json", "2.json", "3.jpg", "3.json"]
     assert [json.loads(files[f"{i}.json"]) for i in (1, 2, 3)] == LLAVA
@@ -38,11 +38,11 @@ def test_a_json_array_becomes_a_sample_an_object(tmp_path: Path, indent: int | N
 def test_bad_elements_are_rejected_by_number_and_a_cut_array_is_an_error(tmp_path: Path) -> None:
     source = tmp_path / "a.json"
     source.write_text('[{"a": 1}, [2], {"image": "gone.jpg"}, {"a": 4}]')
-    assert convert(source, tmp_path / "out", SMALL).samples == 2
+    assert run_conversion(source, tmp_path / "out", SMALL).samples == 2
     assert reasons(tmp_path / "out") == {"a.json:2": "not a JSON object", "a.json:3": "missing file"}
     source.write_text('[{"a": 1}, {"a"')
     with pytest.raises(ValueError, match=r"a\.json: not a whole list of objects"):
-        convert(source, tmp_path / "cut", SMALL)
+        run_conversion(source, tmp_path / "cut", SMALL)
 
 
 @pytest.mark.parametrize("name", ["m.jsonl.gz", "m.jsonl.bz2", "m.jsonl.xz", "m.jsonl.zst", "m.json.gz"])
@@ -56,14 +56,14 @@ def test_compressed_records_make_the_shards_of_plain_ones(tmp_path: Path, name: 
         packers[".zst"] = pytest.importorskip("zstandard").compress
     packed = tmp_path / "in" / name
     packed.write_bytes(packers[packed.suffix](plain.read_bytes()))
-    convert(plain, tmp_path / "one", SMALL)
-    convert(packed, tmp_path / "two", SMALL)
+    run_conversion(plain, tmp_path / "one", SMALL)
+    run_conversion(packed, tmp_path / "two", SMALL)
     one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
     assert one.pop(MANIFEST) != two.pop(MANIFEST), "which names the source"
     assert one == two
     packed.write_bytes(packed.read_bytes()[:-9])
     with pytest.raises(ValueError, match="damaged"):
-        convert(packed, tmp_path / "cut", SMALL)
+        run_conversion(packed, tmp_path / "cut", SMALL)
     assert not (tmp_path / "cut").exists()
 
 
@@ -74,12 +74,12 @@ def test_what_is_compressed_though_its_name_does_not_say_so_makes_the_shards_of_
     plain = tmp_path / name
     lines = "".join(f'{{"n": "{i}"}}\n' for i in range(7))
     plain.write_text("n\n" + "".join(f"{i}\n" for i in range(7)) if name == "m.csv" else lines)
-    convert(plain, tmp_path / "one", SMALL)
+    run_conversion(plain, tmp_path / "one", SMALL)
     for number, compress in enumerate((gzip.compress, bz2.compress, lzma.compress, zstandard.compress)):
         packed = tmp_path / str(number) / name
         packed.parent.mkdir()
         packed.write_bytes(compress(plain.read_bytes()))
-        assert convert(packed, tmp_path / f"two{number}", SMALL).samples == 7
+        assert run_conversion(packed, tmp_path / f"two{number}", SMALL).samples == 7
         assert tar_files(tmp_path / "one") == tar_files(tmp_path / f"two{number}")
 
 
@@ -87,7 +87,7 @@ def test_what_is_compressed_though_its_name_does_not_say_so_makes_the_shards_of_
 def test_text_in_utf_16_is_an_error_that_says_so(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes('{"n": 1}\n{"n": 2}\n'.encode("utf-16"))
     with pytest.raises(ValueError, match=rf"{name}: .*text in UTF-16, .*`iconv -f UTF-16 -t UTF-8 {name} > NEW`"):
-        convert(tmp_path / name, tmp_path / "out", SMALL)
+        run_conversion(tmp_path / name, tmp_path / "out", SMALL)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_text_in_utf_16_is_an_error_that_says_so(tmp_path: Path, name: str) -> N
 )
 def test_a_row_of_a_table_is_a_sample_with_the_files_it_names(tmp_path: Path, name: str, text: str) -> None:
     (fill(tmp_path / "in", 2) / name).write_text(text, newline="")
-    assert convert(tmp_path / "in" / name, tmp_path / "out", SMALL).rejected == []
+    assert run_conversion(tmp_path / "in" / name, tmp_path / "out", SMALL).rejected == []
     files = tar_files(tmp_path / "out")
     assert list(files) == ["000000001.jpg", "000000001.json", "000000002.jpg", "000000002.json"]
     assert json.loads(files["000000001.json"]) == {"file_name": "000.jpg", "caption": 'a, "cat"\n', "n": None}
@@ -110,7 +110,7 @@ def test_a_row_of_a_table_is_a_sample_with_the_files_it_names(tmp_path: Path, na
 def test_columns_that_hold_paths_are_found(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3) / "t.csv"
     source.write_text("left,right,url\n000.jpg,b/001.jpg,http://x/y.jpg\n000.jpg,gone.jpg,http://x/z.jpg\n")
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     assert list(tar_files(tmp_path / "out")) == ["000000001.jpg", "000000001.json", "000000001.right.jpg"]
     assert reasons(tmp_path / "out") == {"t.csv:3": "missing file"}
 
@@ -119,7 +119,7 @@ def test_columns_that_hold_paths_are_found(tmp_path: Path) -> None:
 def test_a_first_row_that_is_not_as_the_others_hides_no_column(tmp_path: Path, first: str) -> None:
     source = fill(tmp_path / "in", 3) / "t.csv"
     source.write_text(f"picture,text\n{first}\n000.jpg,b\nb/001.jpg,c\nb/c.d/002.jpg,d\n")
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     assert [name for name in tar_files(tmp_path / "out") if name.endswith("jpg")] == [
         f"00000000{i}.jpg" for i in (2, 3, 4)
     ]
@@ -128,14 +128,14 @@ def test_a_first_row_that_is_not_as_the_others_hides_no_column(tmp_path: Path, f
 def test_columns_of_like_files_have_parts_of_their_own_whatever_the_first_row_holds(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3, **{"p.png": b"x"}) / "t.csv"
     source.write_text("left,right\n000.jpg,p.png\n000.jpg,b/001.jpg\n")
-    assert convert(source, tmp_path / "out", Options(check_images=False)).rejected == []
+    assert run_conversion(source, tmp_path / "out", Options(check_images=False)).rejected == []
     assert "000000002.right.jpg" in tar_files(tmp_path / "out")
 
 
 def test_a_column_of_text_that_names_a_few_files_is_a_warning(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3) / "t.csv"
     source.write_text("image,text\n000.jpg,000.txt\n000.jpg,a\n000.jpg,b\n")
-    report = convert(source, tmp_path / "out", SMALL)
+    report = run_conversion(source, tmp_path / "out", SMALL)
     assert report.samples == 3 and list(tar_files(tmp_path / "out"))[:2] == ["000000001.jpg", "000000001.json"]
     assert [line for line in report.warnings if "'text'" in line] == [
         "t.csv: the column 'text' names 1 file in 3 rows and is taken for text; if it names files, give --file-field "
@@ -158,13 +158,13 @@ def test_a_column_of_text_that_names_a_few_files_is_a_warning(tmp_path: Path) ->
 def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        convert(tmp_path / "t.csv", tmp_path / "out", SMALL)
+        run_conversion(tmp_path / "t.csv", tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()
 
 
 def test_rows_of_another_length_are_rejected_and_long_cells_are_not(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f'a,b\n1,"2\n"\n1\n\n1,2,3\n{"x" * 200_000},4\n')
-    report = convert(tmp_path / "t.csv", tmp_path / "out", SMALL)
+    report = run_conversion(tmp_path / "t.csv", tmp_path / "out", SMALL)
     assert list(tar_files(tmp_path / "out")) == ["000000001.json", "000000004.json"]
     assert [(reject.file, reject.reason, reject.detail) for reject in report.rejected] == [
         ("t.csv:4", "not as wide as the header", "1 cell, where it has 2 columns"),
@@ -174,19 +174,19 @@ def test_rows_of_another_length_are_rejected_and_long_cells_are_not(tmp_path: Pa
 
 def test_a_key_that_occurs_twice_in_a_table_is_told_by_its_lines(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('a,b\n1,"2\n"\n2,3\n1,4\n')
-    (reject,) = convert(tmp_path / "t.csv", tmp_path / "out", Options(key_field="a")).rejected
+    (reject,) = run_conversion(tmp_path / "t.csv", tmp_path / "out", Options(key_field="a")).rejected
     assert (reject.file, reject.detail) == ("t.csv:5", "'1' is the key of line 2 already")
 
 
 def test_a_table_of_which_every_row_has_another_width_is_not_one_without_rows(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1\n2\n")
-    assert len(convert(tmp_path / "t.csv", tmp_path / "out", SMALL).rejected) == 2
+    assert len(run_conversion(tmp_path / "t.csv", tmp_path / "out", SMALL).rejected) == 2
 
 
 def test_images_that_many_records_name_are_a_warning_with_the_factor(tmp_path: Path) -> None:
     fill(tmp_path / "in", 2)
     lines = [{"image": name} for name in ("000.jpg", "000.jpg", "000.jpg", "b/001.jpg")]
-    report = convert(write_lines(tmp_path / "in/m.jsonl", *lines), tmp_path / "out", SMALL)
+    report = run_conversion(write_lines(tmp_path / "in/m.jsonl", *lines), tmp_path / "out", SMALL)
     assert "4 uses of 2 files" in report.warnings[0] and "2.0 times" in report.warnings[0]
-    report = convert(write_lines(tmp_path / "in/n.jsonl", *lines[2:]), tmp_path / "two", SMALL)
+    report = run_conversion(write_lines(tmp_path / "in/n.jsonl", *lines[2:]), tmp_path / "two", SMALL)
     assert not any("uses of" in warning for warning in report.warnings)

@@ -17,7 +17,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.remote.bucket import Bucket, close_buckets
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, convert
+from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.mirror import mirrored
 from tests.conftest import write_tar
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
@@ -59,25 +59,25 @@ def left_behind(folder: Path) -> list[Path]:
 def test_the_objects_are_the_files_of_a_folder(tmp_path: Path, bucket: Any, kind: str) -> None:
     source = ONE_A_READER[kind](tmp_path / "in")
     reshard = "tars" in source.name
-    local = convert(source, tmp_path / "out", HALVES, reshard=reshard)
-    assert convert(source, URL, HALVES, reshard=reshard, workers=1) == local
+    local = run_conversion(source, tmp_path / "out", HALVES, reshard=reshard)
+    assert run_conversion(source, URL, HALVES, reshard=reshard, workers=1) == local
     assert objects(bucket) == snapshot(tmp_path / "out")
     assert not left_behind(tmp_path)
 
 
 def test_processes_and_other_machines_write_the_same_objects(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 20, **{"003.jpg": b"bad", "nodot": b""})
-    local = convert(source, tmp_path / "out", SMALL)
-    assert convert(source, URL, SMALL, workers=2) == local
+    local = run_conversion(source, tmp_path / "out", SMALL)
+    assert run_conversion(source, URL, SMALL, workers=2) == local
     assert objects(bucket) == snapshot(tmp_path / "out")
-    assert convert(source, "s3://data/far", SMALL, engine=ToyEngine(tmp_path / "elsewhere")) == local
+    assert run_conversion(source, "s3://data/far", SMALL, engine=ToyEngine(tmp_path / "elsewhere")) == local
     assert objects(bucket, "far/") == snapshot(tmp_path / "out")
 
 
 def test_a_large_shard_goes_in_parts_and_is_read_back(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 0, **{f"{i}.bin": os.urandom(5_000_000) for i in range(5)})
-    convert(source, tmp_path / "out", Options())
-    convert(source, URL, Options())
+    run_conversion(source, tmp_path / "out", Options())
+    run_conversion(source, URL, Options())
     assert objects(bucket) == snapshot(tmp_path / "out")
     assert bucket.Object("out/000000.tar").e_tag.endswith('-2"')  # the server's mark of an object of two parts
     reader = sp.TarShardReader(f"{URL}/", sp.Lane(), shuffle=False, epochs=1)
@@ -97,13 +97,13 @@ def test_a_kill_at_any_moment_and_the_same_command_from_another_machine(
     tmp_path: Path, bucket: Any, engine: bool, moments: Sequence[int]
 ) -> None:
     source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     expected = snapshot(tmp_path / "out")
     killed = 0
 
     def work() -> None:
         far = ToyEngine(tmp_path / "elsewhere") if engine else None
-        convert(source, URL, SMALL, workers=1, engine=far)
+        run_conversion(source, URL, SMALL, workers=1, engine=far)
 
     for moment in moments:
         killed += run_until_killed(work, tmp_path, moment)
@@ -118,33 +118,33 @@ def test_a_kill_at_any_moment_and_the_same_command_from_another_machine(
 
 def test_a_conversion_that_is_done_writes_nothing_again(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 7)
-    report = convert(source, URL, SMALL)
+    report = run_conversion(source, URL, SMALL)
     times = {each.key: each.last_modified for each in bucket.objects.all()}
     for path in source.rglob("*"):
         path.touch()  # perhaps changed: compared with what is in the bucket
-    assert convert(source, URL, SMALL) == report
+    assert run_conversion(source, URL, SMALL) == report
     assert {each.key: each.last_modified for each in bucket.objects.all()} == times
 
 
 def test_a_file_that_was_changed_at_equal_size_is_noticed(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 7)
-    convert(source, URL, SMALL)
+    run_conversion(source, URL, SMALL)
     caption = source / "003.txt"
     caption.write_bytes(caption.read_bytes().upper())
     with pytest.raises(
         SavableError, match=r"^s3://data/out holds another conversion: 1 files hold other bytes .* 003\.txt"
     ):
-        convert(source, URL, SMALL)
+        run_conversion(source, URL, SMALL)
 
 
 def test_other_shards_and_other_options_are_refused_by_the_name_of_the_url(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 4)
     bucket.put_object(Key="other/a.tar", Body=b"a tar")
     with pytest.raises(SavableError, match=r"^s3://data/other holds a\.tar already, of another origin"):
-        convert(source, "s3://data/other/", SMALL)
-    convert(source, URL, SMALL)
+        run_conversion(source, "s3://data/other/", SMALL)
+    run_conversion(source, URL, SMALL)
     with pytest.raises(SavableError, match=r"^s3://data/out holds another conversion: shard_samples 3 there, 4 here"):
-        convert(source, URL, Options(shard_samples=4))
+        run_conversion(source, URL, Options(shard_samples=4))
     assert [each.key for each in bucket.objects.filter(Prefix="other/")] == ["other/a.tar"]
 
 
@@ -153,7 +153,7 @@ def test_records_that_were_unpacked_here_reach_other_machines_through_the_bucket
     tmp_path: Path, bucket: Any, kind: str
 ) -> None:
     source = SOURCES[kind](tmp_path / "in")
-    local = convert(source, tmp_path / "out", HALVES)
+    local = run_conversion(source, tmp_path / "out", HALVES)
     unseen: list[bool] = []
 
     class FarEngine(ToyEngine):
@@ -168,7 +168,7 @@ def test_records_that_were_unpacked_here_reach_other_machines_through_the_bucket
             finally:
                 here.with_suffix(".away").rename(here)
 
-    assert convert(source, URL, HALVES, engine=FarEngine(tmp_path / "elsewhere")) == local
+    assert run_conversion(source, URL, HALVES, engine=FarEngine(tmp_path / "elsewhere")) == local
     assert objects(bucket) == snapshot(tmp_path / "out")
     assert unseen and all(unseen)
     assert not left_behind(tmp_path)
@@ -183,17 +183,17 @@ def test_compressed_tars_go_into_a_bucket_and_what_is_there_stays(tmp_path: Path
     changed.write_bytes(gzip.compress((tmp_path / "b.tar").read_bytes(), 0))
     (source / "bad.tar.gz").write_bytes(b"not compressed")
     engine = ToyEngine(tmp_path / "elsewhere") if far else None
-    local = convert(source, tmp_path / "out", Options())
-    assert convert(source, URL, Options(), engine=engine) == local
+    local = run_conversion(source, tmp_path / "out", Options())
+    assert run_conversion(source, URL, Options(), engine=engine) == local
     assert objects(bucket) == repacked(tmp_path / "out")
     times = {each.key: each.last_modified for each in bucket.objects.all()}
     for path in source.rglob("*.gz"):
         path.touch()  # perhaps changed: compared with what is in the bucket
-    assert convert(source, URL, Options(), engine=engine) == local
+    assert run_conversion(source, URL, Options(), engine=engine) == local
     assert {each.key: each.last_modified for each in bucket.objects.all()} == times
     changed.write_bytes(gzip.compress((tmp_path / "b.tar").read_bytes().replace(b"some text", b"text else"), 0))
     with pytest.raises(SavableError, match=r"^s3://data/out/below/b\.tar was made of another b\.tar\.gz"):
-        convert(source, URL, Options(), engine=engine)
+        run_conversion(source, URL, Options(), engine=engine)
     assert not left_behind(tmp_path)
 
 
@@ -202,14 +202,14 @@ def test_a_kill_while_compressed_tars_are_written_to_a_bucket(
     tmp_path: Path, bucket: Any, moments: Sequence[int]
 ) -> None:
     source = packed_tars(tmp_path / "in")
-    convert(source, tmp_path / "out", Options())
+    run_conversion(source, tmp_path / "out", Options())
     expected = repacked(tmp_path / "out")
     for moment in moments:
-        run_until_killed(lambda: convert(source, URL, Options()), tmp_path, moment)
+        run_until_killed(lambda: run_conversion(source, URL, Options()), tmp_path, moment)
         there = {name: found for name, found in objects(bucket).items() if name.endswith(".tar")}
         assert there.items() <= expected.items(), "what is seen of a shard is whole"
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-        convert(source, URL, Options())
+        run_conversion(source, URL, Options())
         assert objects(bucket) == expected, moment
         bucket.objects.all().delete()
 
@@ -217,8 +217,8 @@ def test_a_kill_while_compressed_tars_are_written_to_a_bucket(
 def test_two_conversions_at_once_into_one_url_are_refused(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 4)
     with mirrored(URL), pytest.raises(SavableError, match=r"^s3://data/out: another conversion is writing there; wait"):
-        convert(source, URL, SMALL)
-    convert(source, URL, SMALL)
+        run_conversion(source, URL, SMALL)
+    run_conversion(source, URL, SMALL)
     assert len(objects(bucket)) > 4
 
 
@@ -239,7 +239,7 @@ def test_a_url_that_cannot_be_written_is_a_line(tmp_path: Path, url: str, words:
 
 def test_a_path_is_no_url(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a Path cannot hold a URL"):
-        convert(fill(tmp_path / "in", 1), Path("s3://data/out"), SMALL)
+        run_conversion(fill(tmp_path / "in", 1), Path("s3://data/out"), SMALL)
 
 
 def test_the_command_writes_to_a_url(tmp_path: Path, bucket: Any) -> None:
@@ -248,7 +248,7 @@ def test_the_command_writes_to_a_url(tmp_path: Path, bucket: Any) -> None:
     assert result.exit_code == 0, result.output
     assert "4 samples in 2 shards" in result.output
     assert "all of them: s3://data/out/.nv-meta/savable.rejected.jsonl" in result.output
-    convert(source, tmp_path / "out", SMALL)
+    run_conversion(source, tmp_path / "out", SMALL)
     assert objects(bucket) == snapshot(tmp_path / "out")
 
 

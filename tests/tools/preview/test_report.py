@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.run.ledger.reader import Ledger
+from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
@@ -57,9 +57,9 @@ def ledger(make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
-    given, counters = GivenCounts(Ledger(ledger)), NotedCounters(Ledger(ledger))
+    given, counters = GivenCounts(LedgerFiles(ledger)), NotedCounters(LedgerFiles(ledger))
     assert (given.batches, given.lost) == (2 * 35, 2 * 5)
-    kept = [each.batch for each in Ledger(ledger).batches() if not each.lost]
+    kept = [each.batch for each in LedgerFiles(ledger).batches() if not each.lost]
     assert sum(given.samples) == sum(batch.items for batch in kept)
     assert counters.totals["batches"] == 4 * 20 and counters.totals["samples"] > sum(given.samples)
     assert counters.totals["Encode/skipped/every 7th"] == sum(
@@ -72,8 +72,8 @@ def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
 
 
 def test_shares_follow_the_schedule(ledger: Path) -> None:
-    given = GivenCounts(Ledger(ledger))
-    expected = ExpectedShares(Ledger(ledger).starts[0])
+    given = GivenCounts(LedgerFiles(ledger))
+    expected = ExpectedShares(LedgerFiles(ledger).starts[0])
     assert expected.of(0, 300) == [0.75, 0.25] and expected.of(200, 400) == [0.5, 0.5]
     first, last = given.pieces()[0], given.pieces()[-1]
     assert first.samples[0] > first.samples[1] and last.samples[0] < last.samples[1]
@@ -81,7 +81,7 @@ def test_shares_follow_the_schedule(ledger: Path) -> None:
 
 def test_waiting_is_for_the_dearest_batch_of_each_step(ledger: Path) -> None:
     assert waiting([Step(0, [10, 10]), Step(1, [10, 30])]) == 1 - 60 / 80
-    steps = GivenCounts(Ledger(ledger)).steps
+    steps = GivenCounts(LedgerFiles(ledger)).steps
     assert len(steps) == 35 and 0 < waiting(steps) < 1
     records = [record for path in ledger.glob("*") for record in read_records(path)]
     costs = [record.cost for record in records if isinstance(record, Batch)]
@@ -117,7 +117,7 @@ def test_a_ledger_without_counters_still_has_a_page(ledger: Path) -> None:
     for path in ledger.glob("*"):
         records = [record for record in read_records(path) if not isinstance(record, Numbers)]
         path.write_bytes(b"".join(map(framed, records)))
-    page = report_page(Ledger(ledger)).decode()
+    page = report_page(LedgerFiles(ledger)).decode()
     assert "how long the trainer waited is not known" in page and "Share of the samples given" in page
 
 

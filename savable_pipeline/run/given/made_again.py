@@ -11,7 +11,7 @@ from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.in_process import InProcess
 from savable_pipeline.run.engine.messages import Job
-from savable_pipeline.run.ledger.reader import GivenBatch, Ledger
+from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Start
 from savable_pipeline.run.loader.growth import NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
@@ -30,7 +30,7 @@ class MadeBatch(NamedTuple):
     given: GivenBatch
 
 
-def make_again(pipeline: Pipeline, ledger: Ledger, epoch: int, slot: int) -> MadeBatch:
+def make_again(pipeline: Pipeline, ledger: LedgerFiles, epoch: int, slot: int) -> MadeBatch:
     """The batch of a slot, byte for byte as the run was given it.
 
     The lane runs from its last state in the ledger, at most 1,000 batches before. Shards may have been added since, but

@@ -16,7 +16,7 @@ from savable_pipeline.data.stores.parquet_file import PARQUET
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.token_store import TokenStore
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.ledger.reader import GivenBatch, Ledger
+from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Source
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 
@@ -27,7 +27,7 @@ _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 
 
 def find_keys(
-    ledger: Ledger, keys: Iterable[str], *, source: str | None = None, data: str | None = None
+    ledger: LedgerFiles, keys: Iterable[str], *, source: str | None = None, data: str | None = None
 ) -> dict[str, Found | None]:
     """Each key's source and batch for each time that a sample with it was given; None if no sample has the key.
 
@@ -43,7 +43,7 @@ def find_keys(
     return found
 
 
-def _chosen(ledger: Ledger, source: str | None, data: str | None) -> list[Source]:
+def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[Source]:
     names = [each.name for each in ledger.sources]
     if source is not None and source not in names:
         raise SavableError(f"{ledger.folder}: no source {source!r}; the run had {', '.join(names)}")
@@ -53,7 +53,7 @@ def _chosen(ledger: Ledger, source: str | None, data: str | None) -> list[Source
     return chosen
 
 
-def _dataset(ledger: Ledger, source: Source, data: str | None) -> Dataset:
+def _dataset(ledger: LedgerFiles, source: Source, data: str | None) -> Dataset:
     """The samples of a source, numbered as in the run's last start that had it, and keyed as there.
 
     Raises `SavableError` if they cannot be opened so, or are others: each answer would be wrong.
@@ -73,7 +73,7 @@ def _dataset(ledger: Ledger, source: Source, data: str | None) -> Dataset:
     return dataset
 
 
-def _reader_of(ledger: Ledger, source: Source, fields: dict[str, Any]) -> str:
+def _reader_of(ledger: LedgerFiles, source: Source, fields: dict[str, Any]) -> str:
     """The name of a source's reader in the run's settings, such as "web/ParquetReader".
 
     Raises `SavableError` unless there is one, of a kind that can be opened from here.
