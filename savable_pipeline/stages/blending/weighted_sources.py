@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.scheduled_turns import ScheduledTurns
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
+from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
 from savable_pipeline.stages.stage import Stage, StageInfo, State, parse_state, saved_refs
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class WeightedSources(BlendSources):
     """Base of both kinds of `Blend`: sources that take turns by weight. A subclass takes elements from them."""
 
     ref: ItemRef = ()
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        "order": SettingRule(fixed=OTHER_ORDER),
+        "schedule": SettingRule(allowed_by="weights"),
+    }
 
     def __init__(
         self,
