@@ -21,7 +21,7 @@ from savable_pipeline.stages.blending.scheduled_turns import ScheduledTurns
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import Stage, StageInfo, State, parse_state, saved_refs
+from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state, saved_refs
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class WeightedSources(BlendSources):
         self._taken: tuple[str, Any, ItemRef, tuple[Size, ...] | None] | None = None
         if self.schedule is not None:
             self._check_schedule(self.schedule)
+        if by == "tokens" and isinstance(self, SampleStage):
+            raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
 
     def _check_schedule(self, schedule: Schedule) -> None:
         """Raise ValueError for a schedule that counts otherwise than the Blend, or in a finite run.
