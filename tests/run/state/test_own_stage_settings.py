@@ -132,3 +132,12 @@ def test_a_state_with_the_long_name_of_such_a_readers_exclude_loads(tmp_path: Pa
     sp.SavableLoader(excluding, **RUN).load_state_dict(old)
     (tmp_path / "exclude").write_text("4\n")
     assert "\n  exclude: saved" in refusal(excluding, old)
+
+
+def test_the_order_of_a_subset_that_is_given_up_differs_with_it(shards: str) -> None:
+    def pipeline(lane: sp.Lane, subset: float | None = 0.5) -> sp.Stage:
+        return sp.Batcher(sp.TarShardReader(shards, lane, subset=subset), size=2)
+
+    state, whole = state_of(pipeline), partial(pipeline, subset=None)
+    told = refusal(whole, state)
+    assert "  TarShardReader.subset: saved 0.5, here None\n" in told and "subset_order" not in told
