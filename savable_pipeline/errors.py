@@ -20,6 +20,9 @@ class SavableError(Exception):
     ShardError
     """
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+
 
 class CheckpointMismatchError(SavableError):
     """The state was saved by a run with other data, settings or stages; the message lists each differing field.

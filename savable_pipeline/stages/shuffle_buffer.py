@@ -18,6 +18,7 @@ from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, 
 from savable_pipeline.stages.task_encoder import Skip
 
 _NONE = np.empty(0, REF)
+_MAX_HELD_BYTES = 1 << 30
 
 
 class ShuffleBuffer(Stage):
@@ -29,7 +30,7 @@ class ShuffleBuffer(Stage):
 
     After `Encode` it shuffles items: the consecutive pieces of one document, say, that a fan-out or a packer's
     `too_long="split"` makes. The buffers and open packs of a process together hold at most `max_held_bytes` bytes of
-    items; an item beyond that, or after a restore, is made again when it is given.
+    items (None: 1 GiB); an item beyond that, or after a restore, is made again when it is given.
 
     >>> samples = sp.ShuffleBuffer(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), size=100)
     >>> len({sample.key for sample in samples})  # each of the 400 samples once
@@ -44,14 +45,14 @@ class ShuffleBuffer(Stage):
     """Of items, in a process; a buffer of samples holds none."""
 
     @overload
-    def __new__(cls, source: SampleStage, *, size: int) -> _BufferOfSamples: ...
+    def __new__(cls, source: SampleStage, *, size: int, max_held_bytes: None = ...) -> _BufferOfSamples: ...
     @overload
-    def __new__(cls, source: ItemStage, *, size: int, max_held_bytes: int = ...) -> _BufferOfItems: ...
-    def __new__(cls, source: Stage, **settings: Any) -> ShuffleBuffer:
+    def __new__(cls, source: ItemStage, *, size: int, max_held_bytes: int | None = ...) -> _BufferOfItems: ...
+    def __new__(cls, source: SampleStage | ItemStage, *, size: int, max_held_bytes: int | None = None) -> ShuffleBuffer:
         """A buffer of samples or of items, by what the source gives."""
         if isinstance(source, ItemStage):
             return super().__new__(_BufferOfItems)
-        if "max_held_bytes" in settings:
+        if max_held_bytes is not None:
             raise ValueError("max_held_bytes is for a buffer after Encode: one of samples holds only their refs")
         return super().__new__(_BufferOfSamples)
 
@@ -88,7 +89,7 @@ class _BufferOfSamples(ShuffleBuffer, SampleStage):
 
     source: SampleStage
 
-    def __init__(self, source: SampleStage, *, size: int) -> None:
+    def __init__(self, source: SampleStage, *, size: int, max_held_bytes: None = None) -> None:
         _check(size)
         super().__init__(source)
         self.size = size
@@ -179,12 +180,12 @@ class _ItemBufferState(msgspec.Struct):
 class _BufferOfItems(ShuffleBuffer, ItemStage):
     """A buffer after Encode: takes one item at a time."""
 
-    def __init__(self, source: ItemStage, *, size: int, max_held_bytes: int = 1 << 30) -> None:
+    def __init__(self, source: ItemStage, *, size: int, max_held_bytes: int | None = None) -> None:
         _check(size)
         super().__init__(source)
         self.size = size
-        self.max_held_bytes = max_held_bytes
-        self._held = HeldItems(self, max_bytes=max_held_bytes)
+        self.max_held_bytes = _MAX_HELD_BYTES if max_held_bytes is None else max_held_bytes
+        self._held = HeldItems(self, max_bytes=self.max_held_bytes)
         self._draws = 0
 
     @property

@@ -21,8 +21,7 @@ from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, pack_state, unpack_state
 from savable_pipeline.run.state.object_count import has_too_many
 from savable_pipeline.stages.pipeline import upstream
-from savable_pipeline.stages.readers.join import Join
-from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.setting_rules import SettingRule, rules_of
 from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -30,32 +29,20 @@ log = logging.getLogger(__name__)
 _OURS = __name__.split(".")[0] + "."
 _OF_THE_RUN = {"lanes", "seed", "stages"}
 _PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
-_OTHER_ORDER = "this stage gives its samples in another order since: go on with the release that saved the state"
 _SUBSET_ORDER = "subset_order"  # of readers with a subset; its first number was not written
 _FIXED = {
-    "lanes": "the number of lanes is a setting of the run: pass the saved one",
-    "stages": "a stage was added, removed or exchanged",
-    "Blend.order": _OTHER_ORDER,
-    "OnlinePacker.order": _OTHER_ORDER,
+    "lanes": SettingRule(fixed="the number of lanes is a setting of the run: pass the saved one"),
+    "stages": SettingRule(fixed="a stage was added, removed or exchanged"),
 }
-_FIXED_OF_READERS = {
-    "order": _OTHER_ORDER,
-    "parts": "lists of images, or images of Arrow's view types, which were JSON, are parts since: go on with the "
-    "release that saved the state",
-    _SUBSET_ORDER: _OTHER_ORDER,
-    "shards": "shards were added, removed or rewritten since",
-}
+_NO_RULE = SettingRule()
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
-_JOINS = "joins"  # a field that a whole stage may add: see `fingerprint`
-_SHARDS = "shards"  # of readers: see shard_digests.py
-_EXCLUDE = "exclude"  # a field that readers have only where a sample is excluded
-_SHORT = {
+_COME_AND_GO = ("joins", "exclude")  # fields that many states lack: `allow` may name them all the same
+_SHORT = {  # names in states that are shorter than STAGE.SETTING
     ("Batcher", "size"): "batch_size",
     ("Blend", "weights"): "weights",
     ("Blend", "sources"): "sources",
-    ("Join", "joins"): _JOINS,
+    ("Join", "joins"): "joins",
 }
-_COVERED = {"Blend.schedule": "weights"}  # fields that may differ where another one may
 _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "stages": list[str],
     "sources": list[str],
@@ -79,36 +66,49 @@ class FingerprintHere(Fingerprint):
     """The fingerprint of a pipeline that is at hand; `shards`, by field, are not packed: a state keeps less of them.
 
     `required`: the fields of the library's own stages, which every state has where a run here has them. A release that
-    adds one writes it only where its value is not what was done before: absent means that.
+    adds one writes it only where its value is not what was done before: absent means that. `rules`: those of the fields
+    of the stages here, and of fields that they do not have now and a state may have; without numbers ("#2"). `renamed`:
+    the names of fields that some earlier states have as STAGE.SETTING.
     """
 
     shards: dict[str, ShardList] = {}
     required: frozenset[str] = frozenset()
+    rules: dict[str, SettingRule] = {}
+    renamed: dict[str, str] = {}
 
 
 def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     """The fingerprint of a pipeline in a run with this seed and number of lanes.
 
-    A `Join` has neither state nor random numbers: it is a field, not one of the stages, so that one can be added.
+    A stage that may be added to a run, such as `Join`, is a field, not one of the stages.
     """
-    path = [(step.info.branch, type(step).__qualname__, step) for step in upstream(stage)]
-    names = [_in_branch(branch, name) for branch, name, step in path if not isinstance(step, Join)]
+    path = [(step.info.branch, step) for step in upstream(stage)]
+    names = [
+        _in_branch(branch, type(step).__qualname__)
+        for branch, step in path
+        if not any(rule.whole_stage for rule in rules_of(step).values())
+    ]
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
     addresses: dict[str, str] = {}
     shards: dict[str, ShardList] = {}
     required = set(fields)
-    for branch, name, step in path:
-        lies_at = step.addresses()
+    rules, renamed = dict(_FIXED), {}
+    for branch, step in path:
+        lies_at, own_rules = step.addresses(), rules_of(step)
+        for setting, rule in own_rules.items():
+            rules[stage_field(step, setting)] = rule
+            if rule.field:
+                renamed[_in_branch(branch, f"{type(step).__qualname__}.{setting}")] = stage_field(step, setting)
         for setting, value in step.settings().items():
-            field = _unique(_in_branch(branch, field_name(name, setting)), fields)
+            field = _unique(stage_field(step, setting), fields)
             fields[field] = _plain(field, value)
             if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
                 required.add(field)
             if setting in lies_at:
                 addresses[field] = clean_address(lies_at[setting])
-            if setting == _SHARDS and isinstance(step, RecordReader):
-                shards[field] = step.dataset.entries
-    return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required))
+            if setting in own_rules and (shards_of := own_rules[setting].shards):
+                shards[field] = shards_of(step)
+    return FingerprintHere(fields, _environment(), addresses, shards, frozenset(required), rules, renamed)
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
@@ -197,6 +197,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     Raises `CheckpointMismatchError`, which lists the differing fields that are not in `allow`, and ValueError for a
     name in `allow` that is unknown or may never differ.
     """
+    saved = _in_names_of(here, saved)
     allowed = checked_allow(allow, saved, here)
     check_shards(saved, here)
     before, after = _of_shared_sources(saved.fields, here.fields), _of_shared_sources(here.fields, saved.fields)
@@ -204,11 +205,11 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     if "stages" in differing:  # leave out the settings of stages that only one side has
         kept = set(before) & set(after) | _OF_THE_RUN
         differing = [name for name in differing if name in kept]
-    differing = [name for name in differing if not _follows(name, differing)]
-    refused = [name for name in differing if not {name, _base(name), _COVERED.get(_base(name))} & allowed]
+    differing = [name for name in differing if not _follows(name, differing, here)]
+    refused = [name for name in differing if not {name, _base(name), _rule(name, here).allowed_by} & allowed]
     if refused:
         lines = [f"  {name}: {_difference(name, before, after, here)}{_places(name, saved, here)}" for name in refused]
-        may_differ = not any(_fixed(name) for name in refused)
+        may_differ = not any(_rule(name, here).fixed for name in refused)
         hint = f"\nTo go on all the same, without exactness: allow={refused}" if may_differ else ""
         raise CheckpointMismatchError(
             "the state was saved by a run with other settings or data:\n" + "\n".join(lines) + hint
@@ -234,24 +235,33 @@ def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], her
     return bool(before.get(name) != after.get(name))
 
 
-def _follows(name: str, differing: list[str]) -> bool:
+def _rule(name: str, here: FingerprintHere) -> SettingRule:
+    return here.rules.get(name.partition("#")[0], _NO_RULE)
+
+
+def _follows(name: str, differing: list[str], here: FingerprintHere) -> bool:
     """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
-    prefix, _, setting = name.rpartition(".")
-    if setting.partition("#")[0] == _SUBSET_ORDER:
-        return name.replace(_SUBSET_ORDER, "subset") in differing
-    return setting == "order" and any(f"{prefix}.{cause}" in differing for cause in ("epochs", "shuffle", "policy"))
+    prefix, rule = name.rpartition(".")[0], here.rules.get(name, _NO_RULE)
+    return any(f"{prefix}.{cause}" in differing for cause in rule.follows)
 
 
-def field_name(stage: str, setting: str) -> str:
-    """The name of a stage's setting in a fingerprint, in messages and in `allow`."""
-    if setting == _EXCLUDE and stage.endswith("Reader"):
-        return _EXCLUDE
-    return _SHORT.get((stage, setting), f"{stage}.{setting}")
+def _in_names_of(here: FingerprintHere, saved: Fingerprint) -> Fingerprint:
+    """A saved fingerprint whose fields are called as they are here."""
+    fields = {here.renamed.get(name, name): value for name, value in saved.fields.items()}
+    return msgspec.structs.replace(saved, fields=fields)
 
 
 def stage_field(stage: Stage, setting: str) -> str:
-    """The name of this stage's setting in a fingerprint, if no other stage of its kind is in its branch."""
-    return _in_branch(stage.info.branch, field_name(type(stage).__qualname__, setting))
+    """The name of this stage's setting in a fingerprint, in messages and in `allow`.
+
+    Another stage of its kind in the same branch adds a number.
+    """
+    rule = rules_of(stage).get(setting, _NO_RULE)
+    return _in_branch(stage.info.branch, rule.field or _long_or_short(type(stage).__qualname__, setting))
+
+
+def _long_or_short(stage: str, setting: str) -> str:
+    return _SHORT.get((stage, setting), f"{stage}.{setting}")
 
 
 def _in_branch(branch: str, name: str) -> str:
@@ -279,25 +289,23 @@ def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> 
     return kept
 
 
-def checked_allow(allow: Iterable[str], saved: Fingerprint, here: Fingerprint) -> set[str]:
+def checked_allow(allow: Iterable[str], saved: Fingerprint, here: FingerprintHere) -> set[str]:
     """The names of fields that may differ. Raises ValueError for one that is unknown, or of a field that never may."""
     fields = saved.fields.keys() | here.fields.keys()
     names = {allow} if isinstance(allow, str) else set(allow)
-    known = {*fields, *map(_base, fields), _JOINS, _EXCLUDE}
+    known = {*fields, *map(_base, fields), *_COME_AND_GO}
     for name in names:
-        if cause := _fixed(name):
+        if cause := _rule(name, here).fixed if name in fields else _never(name, here):
             raise ValueError(f"allow={name!r}: this can never differ; {cause}")
         if name not in known:
             raise ValueError(f"allow={name!r}: no such field; there are {', '.join(sorted(fields))}")
     return names
 
 
-def _fixed(name: str) -> str | None:
-    """The reason why a field may never differ; None if it may."""
-    stage, dot, setting = _base(name).rpartition(".")
-    if stage.endswith("Reader") or not dot:
-        return _FIXED_OF_READERS.get(setting) or _FIXED.get(setting)
-    return _FIXED.get(_base(name))
+def _never(name: str, here: FingerprintHere) -> str:
+    """Why a name in `allow` that is no field, but a field's without its branch or its stage, may never differ."""
+    fixed = {field: rule.fixed for field, rule in here.rules.items() if rule.fixed}
+    return next((fixed[field] for field in fixed if _base(name) in (_base(field), _setting(field))), "")
 
 
 def _plain(field: str, value: Any) -> Any:
@@ -323,7 +331,8 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     saved, value = before.get(name), after.get(name)
     if name in here.required and name not in before and value is None:
         return "not in the state, here None"
-    cause = f" ({_fixed(name)})" if _fixed(name) else ""
+    fixed = _rule(name, here).fixed
+    cause = f" ({fixed})" if fixed else ""
     if name in here.shards:
         shards = here.shards[name]
         cause = f" ({_JOINING})" if begin_with(shards, saved or []) else cause

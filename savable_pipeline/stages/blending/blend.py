@@ -72,8 +72,16 @@ class Blend(WeightedSources):
         until: Until = ...,
         stride: int = ...,
     ) -> _BlendOfItems: ...
-    def __new__(cls, sources: Mapping[str, Stage], **settings: Any) -> Blend:
-        """A Blend of samples if the first source gives samples, else a Blend of items."""
+    def __new__(
+        cls,
+        sources: Mapping[str, SampleStage] | Mapping[str, ItemStage],
+        *,
+        weights: Mapping[str, Weight] | Schedule | None = None,
+        by: By = "samples",
+        until: Until = "all",
+        stride: int = 8,
+    ) -> Blend:
+        """A Blend of samples if the first source gives samples, else a Blend of items; its `__init__` gets the same."""
         of_samples = isinstance(next(iter(sources.values()), None), SampleStage)
         return super().__new__(_BlendOfSamples if of_samples else _BlendOfItems)
 
@@ -82,11 +90,6 @@ class _BlendOfSamples(Blend, SampleStage):
     """A Blend of samples, before Encode: takes many refs at a time."""
 
     _stages: dict[str, SampleStage]  # type: ignore[assignment]
-
-    def __init__(self, sources: Mapping[str, SampleStage], **settings: Any) -> None:
-        super().__init__(sources, **settings)
-        if self.by == "tokens":
-            raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
 
     def __next__(self) -> Sample:
         taken = self.take_refs(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -20,7 +20,8 @@ from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.scheduled_turns import ScheduledTurns
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.stage import Stage, StageInfo, State, parse_state, saved_refs
+from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
+from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state, saved_refs
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,10 @@ class WeightedSources(BlendSources):
     """Base of both kinds of `Blend`: sources that take turns by weight. A subclass takes elements from them."""
 
     ref: ItemRef = ()
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        "order": SettingRule(fixed=OTHER_ORDER),
+        "schedule": SettingRule(allowed_by="weights"),
+    }
 
     def __init__(
         self,
@@ -83,6 +88,8 @@ class WeightedSources(BlendSources):
         self._taken: tuple[str, Any, ItemRef, tuple[Size, ...] | None] | None = None
         if self.schedule is not None:
             self._check_schedule(self.schedule)
+        if by == "tokens" and isinstance(self, SampleStage):
+            raise ValueError('Blend: by="tokens" needs items, whose length an encoder knows: blend after Encode')
 
     def _check_schedule(self, schedule: Schedule) -> None:
         """Raise ValueError for a schedule that counts otherwise than the Blend, or in a finite run.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
@@ -17,6 +17,7 @@ from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, siz
 from savable_pipeline.stages.packing.packer_state import PackerState, Placed, piece_ref, placed
 from savable_pipeline.stages.packing.packing_function import ByFunction, PackingFunction
 from savable_pipeline.stages.packing.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
+from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
 from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State, max_empty_samples, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.stages.user_function import check_function, function_settings
@@ -79,6 +80,7 @@ class OnlinePacker(ItemStage):
     source: ItemStage
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items; (ref, start, stop) for a cut item."""
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER, follows=("policy",))}
 
     def __init__(
         self,

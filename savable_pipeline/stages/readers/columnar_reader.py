@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from savable_pipeline.core.lane import Lane
@@ -15,12 +15,20 @@ from savable_pipeline.data.stores.columnar_store import ColumnarStore
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
+from savable_pipeline.stages.setting_rules import SettingRule
 
 
 class ColumnarReader(RecordReader):
     """Gives the rows of a lane's share of files as samples; a subclass says in `store` which kind of files."""
 
     store: ClassVar[Callable[..., ColumnarStore]]
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        **RecordReader.setting_rules,
+        "parts": SettingRule(
+            fixed="lists of images, or images of Arrow's view types, which were JSON, are parts since: go on with the "
+            "release that saved the state"
+        ),
+    }
 
     def __init__(
         self,

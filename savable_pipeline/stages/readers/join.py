@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import SampleStage, StageInfo, State, max_empty_samples
 
 Missing: TypeAlias = Literal["skip", "empty"]
@@ -57,6 +58,7 @@ class Join(SampleStage):
 
     source: SampleStage
     ref: ItemRef = ()
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"joins": SettingRule(whole_stage=True)}
 
     def __init__(
         self,

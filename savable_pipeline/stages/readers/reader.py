@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from savable_pipeline.stages.readers.read_order import (
 )
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 from savable_pipeline.stages.readers.row_groups import BLOCK, RowGroups, row_groups
+from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
 from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,14 @@ class RecordReader(SampleStage):
     ref: ItemRef = ()
     files: str | tuple[str, ...] = ""
     """What was named to be read; empty of a store that was given."""
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        "order": SettingRule(fixed=OTHER_ORDER, follows=("epochs", "shuffle")),
+        "subset_order": SettingRule(fixed=OTHER_ORDER, follows=("subset",)),
+        "shards": SettingRule(
+            fixed="shards were added, removed or rewritten since", shards=lambda reader: reader.dataset.entries
+        ),
+        "exclude": SettingRule(field="exclude"),
+    }
 
     def __init__(
         self,

@@ -203,7 +203,7 @@ def test_a_setting_that_came_or_went_is_named_and_can_be_allowed(shards: Path) -
         sp.SavableLoader(pipeline, **SETTINGS).load_state_dict(state, allow=["Encode.encoder.b"])
 
 
-@pytest.mark.parametrize("name", ["lanes", "shards", "stages", "seed"])
+@pytest.mark.parametrize("name", ["lanes", "shards", "stages", "seed", "of/lanes", "of/order"])
 def test_an_encoders_setting_may_be_called_as_one_of_ours(shards: Path, name: str) -> None:
     state = encoder_state(shards, SettingsEncoder({name: 1}))
     pipeline = partial(number_pipeline, str(shards), encoder=SettingsEncoder({name: 2}))

@@ -1,0 +1,45 @@
+"""`SettingRule`: how a setting of a stage is compared with that of a saved state, where equal or allowed is not enough.
+
+A setting without a rule must be equal, unless `allow` names it. A stage says its rules in its class; what a class is
+called says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from savable_pipeline.data.shards.shard_list import ShardList
+
+OTHER_ORDER = "this stage gives its samples in another order since: go on with the release that saved the state"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRule:
+    """What is special about one setting where a state is loaded."""
+
+    fixed: str = ""
+    """Why it may never differ; empty: it may where `allow` names it."""
+    allowed_by: str = ""
+    """The name of another field: where `allow` has that, this one may differ too."""
+    follows: tuple[str, ...] = ()
+    """Settings of the same stage: where one of these differs and may, this one may as well."""
+    field: str = ""
+    """Its name in states and in `allow`, which is else STAGE.SETTING."""
+    shards: Callable[[Any], ShardList] | None = None
+    """The setting is a summary of shards, which this finds in the stage."""
+    whole_stage: bool = False
+    """The stage has neither state nor random numbers, only this setting: one may be added to a run, or taken away."""
+
+
+@runtime_checkable
+class HasSettingRules(Protocol):
+    """A stage some of whose settings have rules, by the setting's name; its subclasses have them too."""
+
+    setting_rules: ClassVar[Mapping[str, SettingRule]]
+
+
+def rules_of(stage: object) -> Mapping[str, SettingRule]:
+    """The rules of a stage's settings; none for most stages."""
+    return stage.setting_rules if isinstance(stage, HasSettingRules) else {}

@@ -1,0 +1,63 @@
+"""What an editor, `help()` and the API page show of each public name: all its arguments, with their types."""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+
+CALLED = [
+    name
+    for name in sp.__all__
+    if isinstance(getattr(sp, name), type | FunctionType) and not getattr(getattr(sp, name), "_is_protocol", False)
+]
+
+
+def hidden(found: Any, *, first: int = 0) -> list[str]:
+    """The parameters of a signature, from the `first` on, that have no type, or stand for any others."""
+    parameters = list(inspect.signature(found).parameters.values())[first:]
+    return [str(each) for each in parameters if each.kind is each.VAR_KEYWORD or not _has_type(each)]
+
+
+def _has_type(parameter: inspect.Parameter) -> bool:
+    anything = ("Any", Any) if parameter.kind is parameter.VAR_POSITIONAL else ()
+    return parameter.annotation not in (parameter.empty, *anything)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_every_argument_is_shown_with_its_type(name: str) -> None:
+    assert not hidden(getattr(sp, name))
+
+
+@pytest.mark.parametrize("name", [name for name in sp.__all__ if isinstance(getattr(sp, name), type)])
+def test_so_is_every_argument_of_a_public_method(name: str) -> None:
+    methods = inspect.getmembers(getattr(sp, name), inspect.isfunction)
+    assert not {each: hidden(method, first=1) for each, method in methods if each[0] != "_" and hidden(method, first=1)}
+
+
+def test_a_stage_of_two_kinds_shows_all_its_arguments_with_their_defaults() -> None:
+    blend = inspect.signature(sp.Blend).parameters
+    assert {name: each.default for name, each in blend.items()} == {
+        "sources": inspect.Parameter.empty,
+        "weights": None,
+        "by": "samples",
+        "until": "all",
+        "stride": 8,
+    }
+    buffer = inspect.signature(sp.ShuffleBuffer).parameters
+    assert list(buffer) == ["source", "size", "max_held_bytes"] and buffer["max_held_bytes"].default is None
+
+
+@pytest.mark.parametrize("kind", [sp.Blend, sp.ShuffleBuffer], ids=lambda kind: kind.__name__)
+def test_each_kind_of_such_a_stage_takes_what_its_class_shows(kind: Any) -> None:
+    shown = inspect.signature(kind).parameters
+    kinds = [each for each in kind.__subclasses__() if each.__module__ == kind.__module__]
+    assert len(kinds) == 2
+    for each in kinds:
+        takes = list(inspect.signature(each.__init__).parameters.values())[1:]
+        assert [one.name for one in takes] == list(shown)
+        assert [one.default for one in takes] == [one.default for one in shown.values()]
