@@ -16,12 +16,12 @@ from xxhash import xxh3_128_hexdigest
 from savable_pipeline.data.dataset.shard_digests import count
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.fingerprint import Fingerprint
+from savable_pipeline.run.state.fingerprint import FingerprintHere
 
 _DATA = ("shards", "joins", "exclude")  # settings that say what is read, and what is left out
 
 
-def check_same_data(ranks: Ranks, found: Fingerprint) -> None:
+def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     """Raise `CheckpointMismatchError` if an earlier rank of the same run reads other shards, or excludes others.
 
     Runs are told apart by stages, seed and lanes, the last names of their folders, and how many such a rank began in
@@ -30,7 +30,7 @@ def check_same_data(ranks: Ranks, found: Fingerprint) -> None:
     names = sorted(PurePosixPath(address).name for address in found.addresses.values())
     key = _digest([found.fields[name] for name in ("stages", "seed", "lanes")] + names)
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
-    shards = sum(count(value) for name, value in data.items() if name.endswith("shards"))
+    shards = sum(count(found.fields[name]) for name in found.shards)
     first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards}")
     digest, other, there = first.split()
     if digest != _digest(data):

@@ -20,7 +20,7 @@ class ExpectedShares:
         except SavableError:
             fields = {}
         self.by = str(fields.get("Blend.by", ""))
-        self._weights: dict[str, int] = fields.get("Blend.weights", {})
+        self._weights: dict[str, int] = fields.get("weights", {})
         told = fields.get("Blend.schedule")
         self.schedule = None if told is None else Schedule(**told)
         self.names = list(self._weights) or sorted(self.schedule.names if self.schedule else ())

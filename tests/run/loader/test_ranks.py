@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import savable_pipeline as sp
+from savable_pipeline.run.loader import same_data
 from savable_pipeline.run.loader.ranks import Ranks, find_ranks
+from savable_pipeline.run.loader.savable_loader import run_of
 from tests.support.streams import take
 from tests.support.toy_numbers import Numbers, counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -257,3 +259,40 @@ def test_a_state_of_all_ranks_that_only_rank_0_asks_for_says_that_each_must(make
     assert run.returncode == 0, run.stderr
     assert "rank 0 could not gather the states of all 2 ranks" in run.stdout
     assert "ask for it on every rank (not on rank 0 alone)" in run.stdout
+
+
+class Counting(sp.TaskEncoder):
+    """Has a setting whose name is that of a reader's."""
+
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"]
+
+    def settings(self) -> dict[str, Any]:
+        return {"shards": 5}
+
+
+def test_a_setting_of_an_encoder_that_is_called_shards_is_none_of_what_ranks_read(make_shards: Any) -> None:
+    folder = str(make_shards([8]))
+    with sp.SavableLoader(lambda lane: _encoded(folder, lane), seed=1, lanes=2) as loader:
+        told: list[str] = []
+        same_data.check_same_data(_Alone(told), run_of(loader)._fingerprint)  # type: ignore[arg-type]
+    assert told[0].split()[1:] == ["0", "1"], "the rank, and one shard"
+
+
+def _encoded(folder: str, lane: sp.Lane) -> sp.Stage:
+    return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), Counting()), size=2)
+
+
+class _Alone:
+    """The first rank that says what it reads."""
+
+    rank = 0
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def first_said(self, key: str, said: str) -> str:
+        self._told.append(said)
+        return said

@@ -79,6 +79,19 @@ def test_shares_follow_the_schedule(ledger: Path) -> None:
     assert first.samples[0] > first.samples[1] and last.samples[0] < last.samples[1]
 
 
+def test_shares_are_those_of_plain_weights(make_shards: Any, tmp_path: Path) -> None:
+    folder = str(make_shards([30]))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        sources = {name: sp.TarShardReader(folder, lane) for name in ("a", "b")}
+        return sp.Batcher(sp.Blend(sources, weights={"a": 3, "b": 1}), size=2)
+
+    with sp.SavableLoader(pipeline, seed=3, lanes=2, ledger=tmp_path / "ledger") as loader:
+        next(loader)
+    expected = ExpectedShares(LedgerFiles(tmp_path / "ledger").starts[0])
+    assert expected.names == ["a", "b"] and expected.of(0, 100) == [0.75, 0.25]
+
+
 def test_waiting_is_for_the_dearest_batch_of_each_step(ledger: Path) -> None:
     assert waiting([Step(0, [10, 10]), Step(1, [10, 30])]) == 1 - 60 / 80
     steps = GivenCounts(LedgerFiles(ledger)).steps
