@@ -448,7 +448,7 @@ def test_a_pipeline_that_cannot_be_sent_to_workers_is_an_error_at_once(make_shar
 
 
 OURS = tuple(
-    f"savable_pipeline/{name}.py"
+    f"savable_pipeline/run/{name}.py"
     for name in (
         "loader/savable_loader",
         "loader/run",
