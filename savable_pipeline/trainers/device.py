@@ -9,7 +9,6 @@ it was given last, which is kept beside the batches.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,7 @@ from savable_pipeline.core.containers import with_parts_changed
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.loader.trace import Trace
-from savable_pipeline.run.loader.trainer_calls import module_of, refuse_dataset, warn_unsaved
+from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, warn_unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +79,7 @@ class OnDevice:
         return self._run.epoch_at(self._place.given)
 
     def __iter__(self) -> OnDevice:
-        warn_unsaved(module_of(sys._getframe(1)), self._run)  # noqa: SLF001  # Python's own name for it
+        warn_unsaved(caller(), self._run)
         if settings_of(self.loader).on_iter == "restart":  # the first pass after a load goes on
             self._place = _Place(self._place.given)
         if not self._place.held:

@@ -17,7 +17,6 @@ batch.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
-from savable_pipeline.run.loader.trainer_calls import module_of, refuse_dataset, refuse_fetching_ahead
+from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead
 from savable_pipeline.run.state.to_skip import Span, taken_apart, with_spans
 from savable_pipeline.trainers.ahead import Ahead
 from savable_pipeline.trainers.left_at import LeftAt
@@ -243,7 +242,7 @@ class Whole:
         A flat dict of int and bytes, the same on each rank; any number of ranks goes on from it. Raises `SavableError`
         if the trainer skips batches, or is Lightning's, for which there is `SavableDataModule`.
         """
-        refuse_fetching_ahead(module_of(sys._getframe(1)))  # noqa: SLF001  # Python's own name for it
+        refuse_fetching_ahead(caller())
         self.check()
         fetched = self._fetched()
         state = self._run.global_state(position=fetched[0].before if fetched else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -12,7 +11,7 @@ from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace
-from savable_pipeline.run.loader.trainer_calls import module_of, refuse_dataset, refuse_trainer, warn_unsaved
+from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_trainer, warn_unsaved
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class SavableLoader:
     # Iterating.
 
     def __iter__(self) -> SavableLoader:
-        warn_unsaved(module_of(sys._getframe(1)), self._run)  # noqa: SLF001  # Python's own name for it
+        warn_unsaved(caller(), self._run)
         iter(self._run)
         return self
 
@@ -184,8 +183,7 @@ class SavableLoader:
         was overwritten while batches were read from it that were given: without workers the shards are looked at,
         workers may have told.
         """
-        caller = sys._getframe(1)  # noqa: SLF001  # Python's own name for it
-        refuse_trainer(module_of(caller), module_of(caller.f_back), self._run.ranks.world_size)
+        refuse_trainer(caller(), caller(up=1), self._run.ranks.world_size)
         self._run.check_nothing_held()
         return self._run.state_dict(lag)
 
