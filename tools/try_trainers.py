@@ -46,10 +46,12 @@ def environment(trainer: str, folder: Path) -> str:
     """The interpreter of an environment that has the trainer; made where it is not there yet."""
     place = folder / trainer
     python = place / "bin" / "python"
+    beside = Path(sys.executable).with_name("uv")  # where README's commands put it
+    uv = str(beside) if beside.exists() else "uv"
     if not python.exists():
-        subprocess.run(["uv", "venv", "-q", "--python", sys.executable, place], check=True, cwd=ROOT)
+        subprocess.run([uv, "venv", "-q", "--python", sys.executable, place], check=True, cwd=ROOT)
     editable = ["-e", ENVIRONMENTS[trainer][0], *ENVIRONMENTS[trainer][1:]]
-    subprocess.run(["uv", "pip", "install", "-q", "-p", python, *editable, *_TESTS], check=True, cwd=ROOT)
+    subprocess.run([uv, "pip", "install", "-q", "-p", python, *editable, *_TESTS], check=True, cwd=ROOT)
     return str(python)
 
 
