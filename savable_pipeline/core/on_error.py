@@ -51,8 +51,9 @@ class Quarantine:
     """A file of JSON lines, one for each skipped sample or shard.
 
     Many processes may write to it: each line is one appending write, so lines never mix, and a killed process leaves no
-    half line. A line that a full disk has cut is ended before the next one begins. A sample that is skipped again after
-    a resume is listed again.
+    half line. A line that a full disk has cut is ended before the next one begins; so, now and then, is one that
+    another process is about to write whole, which leaves an empty line. A sample that is skipped again after a resume
+    is listed again.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
