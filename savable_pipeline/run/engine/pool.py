@@ -38,10 +38,8 @@ log = logging.getLogger(__name__)
 RESTARTS_OVER_ONE = 3  # restarts because of the same sample, or in a row before a worker has started
 _START_S = 300.0  # timeout for a worker's start, with the imports of the user's modules
 _STACK_S = 1.0  # timeout for a hanging worker to write its stack
-_LOOK_S, _LOOKS_S = (
-    5.0,
-    0.001,
-)  # timeout for workers to look at their shards, and how often it is looked whether they did
+_LOOK_S = 5.0  # timeout for workers to look at their shards
+_LOOK_STEP_S = 0.001  # between two looks at whether they have
 _MOVE_S = 0.002  # estimated time to build and restore a lane
 
 
@@ -232,7 +230,7 @@ class Pool:
         ):
             if time.monotonic() > deadline:
                 break  # it still looks when it ends
-            self._hear(_LOOKS_S)
+            self._hear(_LOOK_STEP_S)
         self.verify_given()
 
     def _reported(self) -> str:
