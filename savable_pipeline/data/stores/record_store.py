@@ -90,6 +90,10 @@ class RecordStore(Protocol):
         """The sizes in bytes of all parts with an extension, by extension; None where that means reading them all."""
         return None
 
+    def left_out(self) -> str:
+        """What to say of what the files hold and samples do not have; "" for nothing. Told when the store is opened."""
+        return ""
+
     def offset(self, shard: int, row: int, /) -> int:
         """Where a sample begins in its shard, in `unit`."""
         return row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.stages.readers.columnar_reader import ColumnarReader
 
 
@@ -32,4 +31,4 @@ class ArrowReader(ColumnarReader):
     ('rows.arrow:0', ['id', 'txt'], 0, 'text 0')
     """
 
-    store = ArrowStore
+    kind = "arrow"

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.dataset.opening import dataset_of
-from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.shards.paths import Shards, Unlistable, as_names
 from savable_pipeline.data.shards.selection import Subset
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 from savable_pipeline.stages.setting_rules import SettingRule
 
 
 class ColumnarReader(RecordReader):
-    """Gives the rows of a lane's share of files as samples; a subclass says in `store` which kind of files."""
+    """Gives the rows of a lane's share of files as samples; a subclass says in `kind` of which files."""
 
-    store: ClassVar[Callable[..., ColumnarStore]]
+    kind: ClassVar[str]
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         **RecordReader.setting_rules,
         "parts": SettingRule(
@@ -53,16 +55,14 @@ class ColumnarReader(RecordReader):
         self.key = key
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
 
-        def open_store(tolerant: bool, unlistable: Any) -> ColumnarStore:
-            return self.store(
-                names, columns=self.columns, key=key, blocks=blocks, tolerant=tolerant, unlistable=unlistable
-            )
+        def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
+            return open_store(self.kind, names, tolerant, unlistable, columns=self.columns, key=key, blocks=blocks)
 
         self._begin_reading(
             lane,
             ReaderSettings(split, subset, epochs, shuffle, block_size, window, on_error, exclude),
             (type(self).__name__, names, self.columns, key, on_error, quarantine, cache_bytes),
-            lambda: dataset_of(open_store, on_error=on_error, quarantine=quarantine),
+            lambda: dataset_of(opened, on_error=on_error, quarantine=quarantine),
         )
 
     def settings(self) -> dict[str, Any]:

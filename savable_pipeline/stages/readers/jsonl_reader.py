@@ -7,10 +7,11 @@ from typing import Any
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.dataset.opening import dataset_of
-from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.shards.paths import Shards, Unlistable, as_names
 from savable_pipeline.data.shards.selection import Subset
-from savable_pipeline.data.stores.jsonl_store import JsonlStore
+from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 
@@ -57,14 +58,14 @@ class JsonlReader(RecordReader):
         self.files = names = as_names(files)
         self.key = key
 
-        def open_store(tolerant: bool, unlistable: Any) -> JsonlStore:
-            return JsonlStore(names, key=key, tolerant=tolerant, unlistable=unlistable)
+        def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
+            return open_store("jsonl", names, tolerant, unlistable, key=key)
 
         self._begin_reading(
             lane,
             ReaderSettings(split, subset, epochs, shuffle, block_size, window, on_error, exclude),
             ("jsonl", names, key, on_error, quarantine),
-            lambda: dataset_of(open_store, on_error=on_error, quarantine=quarantine),
+            lambda: dataset_of(opened, on_error=on_error, quarantine=quarantine),
         )
 
     def settings(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from savable_pipeline.data.stores.parquet_store import ParquetStore
 from savable_pipeline.stages.readers.columnar_reader import ColumnarReader
 
 
@@ -37,4 +36,4 @@ class ParquetReader(ColumnarReader):
     ('rows.parquet:0', ['id', 'txt'], 0, 'text 0')
     """
 
-    store = ParquetStore
+    kind = "parquet"

@@ -7,10 +7,12 @@ from typing import Any
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.dataset.opening import dataset_of
-from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.shards.paths import Shards, Unlistable, as_names
 from savable_pipeline.data.shards.selection import Subset
-from savable_pipeline.data.stores.token_store import TokenStore, check_token_settings
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.token_store import check_token_settings
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 
@@ -63,16 +65,14 @@ class TokenReader(RecordReader):
         check_token_settings(length, stride, dtype)
         self.length, self.stride, self.dtype = length, stride, dtype
 
-        def open_store(tolerant: bool, unlistable: Any) -> TokenStore:
-            return TokenStore(
-                names, length=length, stride=stride, dtype=dtype, tolerant=tolerant, unlistable=unlistable
-            )
+        def opened(tolerant: bool, unlistable: Unlistable) -> RecordStore:
+            return open_store("tokens", names, tolerant, unlistable, length=length, stride=stride, dtype=dtype)
 
         self._begin_reading(
             lane,
             ReaderSettings(split, subset, epochs, shuffle, block_size, window, on_error, exclude),
             ("tokens", names, length, stride, dtype, on_error, quarantine),
-            lambda: dataset_of(open_store, on_error=on_error, quarantine=quarantine),
+            lambda: dataset_of(opened, on_error=on_error, quarantine=quarantine),
         )
 
     def settings(self) -> dict[str, Any]:

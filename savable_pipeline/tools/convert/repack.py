@@ -23,9 +23,10 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.bucket import Found
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.changed import is_newer
 from savable_pipeline.tools.convert.compressed import DamagedError, is_compressed, opened
@@ -70,7 +71,7 @@ def repack(
     progress: Callable[[int, int, int], None],
     *,
     moved: bool,
-) -> tuple[list[Reject], ShardIndex | None, int]:
+) -> tuple[list[Reject], TarIndex | None, int]:
     """Write the tars, each to its own `place`; gives what was left out, their index, and how many were looked at anew.
 
     A tar that is there is compared with its source if that may have changed since, or the whole source was `moved`.
@@ -113,16 +114,16 @@ def repack(
     return rejected, _describe_holes(place, {name for name in names if (target / name).exists()}), len(jobs)
 
 
-def _describe_holes(place: ShardPlace, names: set[str]) -> ShardIndex:
+def _describe_holes(place: ShardPlace, names: set[str]) -> TarIndex:
     """Write the index of tars that lie in a bucket, of what was noted of each, or an earlier index says."""
     path = place.target / INDEX_NAME
-    old = ShardIndex(path) if path.exists() else None
+    old = TarIndex(path) if path.exists() else None
 
     def tables() -> Iterator[ShardTable]:
         for name in sorted(names):
             noted = place.work / f"{name}.index"
             if noted.exists():
-                yield ShardIndex(noted).table(0)
+                yield TarIndex(noted).table(0)
             elif old is not None:
                 yield old.table(old.number(name))
 
@@ -176,7 +177,7 @@ def _repack_one(job: _Tar) -> _Repacked:
             return _Repacked(f"{job.path.name}: {error}")
         file.flush()
         os.fsync(file.fileno())
-    table = scan(job.aside, aside.name)
+    table = TARS.scan(job.aside, aside.name)
     size = table.entry.size
     if table.entry.fault:
         return _Repacked(table.entry.fault)

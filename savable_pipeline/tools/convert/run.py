@@ -24,8 +24,8 @@ from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
-from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
 from savable_pipeline.errors import SavableError
@@ -299,7 +299,7 @@ def _finished(target: Path, plan: Plan, mirror: Mirror | None) -> Report | None:
         _check_unchanged(target, plan, there, written, mirror)
         return None
     rejected = [msgspec.json.decode(line, type=Reject) for line in (target / REJECTED).open("rb")]
-    entries = ShardIndex(target / INDEX_NAME).shards if (target / INDEX_NAME).exists() else []
+    entries = TarIndex(target / INDEX_NAME).shards if (target / INDEX_NAME).exists() else []
     if not all((target / e.name).exists() and (target / e.name).stat().st_size == e.size for e in entries):
         _begin(target, plan.manifest, mirror)
         return None
@@ -382,8 +382,8 @@ def _finish(target: Path, plan: Plan) -> Report:
 def _describe(target: Path, plan: Plan, counts: dict[str, int]) -> None:
     work = target / WORK
     index = work / "savable.index"
-    write_index(index, (ShardIndex(work / f"{name}.index").table(0) for name in sorted(counts)))
-    layouts = {frozenset(layout.position) for layout in ShardIndex(index).layouts}
+    write_index(index, (TarIndex(work / f"{name}.index").table(0) for name in sorted(counts)))
+    layouts = {frozenset(layout.position) for layout in TarIndex(index).layouts}
     index.replace(target / INDEX_NAME)
     splits = tuple(name for name, _ in plan.options.split)
     for name, content in energon_files(counts, layouts, plan.input.texts, splits).items():
