@@ -1,13 +1,13 @@
 """Long runs that prove the promise: workers and trainers killed at any moment, a thousand starts, equal losses.
 
-    python tools/soak.py            all of it: about half an hour on two cores
-    python tools/soak.py --quick    the same with few of each: a few minutes
-    python tools/soak.py faults     200 workers killed at any moment, and 20 at each of the worst
-    python tools/soak.py starts     1,000 starts and stops leave nothing
-    python tools/soak.py trainer    a trainer killed 100 times
-    python tools/soak.py losses     the losses of 1, 2 and 4 ranks, killed and resumed
-    python tools/soak.py elastic    other numbers of ranks and workers, another batch size, and survivors of dead ranks
-    python tools/soak.py fuzz       hostile states, indexes, tars and YAML: refused with a word, or read
+    python tools/soak/soak.py            all of it: about half an hour on two cores
+    python tools/soak/soak.py --quick    the same with few of each: a few minutes
+    python tools/soak/soak.py faults     200 workers killed at any moment, and 20 at each of the worst
+    python tools/soak/soak.py starts     1,000 starts and stops leave nothing
+    python tools/soak/soak.py trainer    a trainer killed 100 times
+    python tools/soak/soak.py losses     the losses of 1, 2 and 4 ranks, killed and resumed
+    python tools/soak/soak.py elastic    other numbers of ranks and workers, another batch size, survivors of dead ranks
+    python tools/soak/soak.py fuzz       hostile states, indexes, tars and YAML: refused with a word, or read
 
 Exits with 1 if a single batch, loss or process is not as it should be.
 """
@@ -25,14 +25,14 @@ PROOFS = ("faults", "starts", "trainer", "losses", "elastic", "fuzz")
 
 def main() -> None:
     # Here and not above: spawned workers import this file, and nothing that it imports should take them seconds.
+    from elastic import elastic
+    from faults import faults
+    from fuzz import fuzz
+    from losses import losses
+    from pipeline import write_shards
+    from report import make_table
     from rich.console import Console
-    from soak_elastic import elastic
-    from soak_faults import faults
-    from soak_fuzz import fuzz
-    from soak_losses import losses
-    from soak_pipelines import write_shards
-    from soak_report import make_table
-    from soak_trainer import starts, trainer
+    from trainer import starts, trainer
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("proofs", nargs="*", choices=[*PROOFS, []], default=[])

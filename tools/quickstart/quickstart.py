@@ -2,10 +2,10 @@
 
     files ─ convert ─ shards ─ pipeline ─ SavableLoader ─ trainer, saving every 10 steps ─ SIGKILL ─ resume ─ compare
 
-    pip install 'savable_pipeline[quickstart]'; python tools/quickstart.py         under three minutes on two cores
+    pip install 'savable_pipeline[quickstart]'; python tools/quickstart/quickstart.py   under three minutes on two cores
 
 Copy what you need: a pipeline for images with captions, one for packed text, and a trainer for both. The models are in
-quickstart_models.py, the comparison with its table and picture in quickstart_report.py: neither loads data.
+models.py, the comparison with its table and picture in outcome.py: neither loads data.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from models import Captioner, Transformer
+from outcome import Row, Trial, draw, make_table, ranks_row, read_log, trial_row
 from PIL import Image
-from quickstart_models import Captioner, Transformer
-from quickstart_report import Row, Trial, draw, make_table, ranks_row, read_log, trial_row
 from rich.console import Console
 
 import savable_pipeline as sp
@@ -230,7 +230,7 @@ def start_training(recipe: Recipe, folder: Path, run: str, *settings: Any) -> Ba
     """A trainer in a process of its own, its log not there yet."""
     (folder / f"{run}.jsonl").unlink(missing_ok=True)
     processes = multiprocessing.get_context("forkserver")  # new ones, without the seconds that imports take
-    processes.set_forkserver_preload(["torch._dynamo", "quickstart_models", "task_encoders.captioning"])
+    processes.set_forkserver_preload(["torch._dynamo", "models", "task_encoders.captioning"])
     process = processes.Process(target=train, args=(recipe, folder, run, *settings))
     process.start()
     return process

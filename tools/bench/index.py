@@ -1,7 +1,7 @@
 """Measures `savable index` beside `energon prepare`: processor time and memory for the same shards of 200,000 samples.
 
-    python tools/bench_index.py [--samples 200000] [--rounds 3] [--energon /path/to/energon]
-    python tools/bench_index.py hour [--samples 2000000]      what 8 processors index in an hour, from what one does
+    python tools/bench/index.py [--samples 200000] [--rounds 3] [--energon /path/to/energon]
+    python tools/bench/index.py hour [--samples 2000000]      what 8 processors index in an hour, from what one does
 
 Shards of 10,000 pairs of a picture of 2 kB and JSON are written once, and stripped of their indexes before each run.
 The two take turns, each a command of its own with one process that reads. Processor time is user and system time of the

@@ -16,7 +16,7 @@ from types import FrameType
 
 from fuzz_files import indexes, tars, write_tar, yaml_files
 from fuzz_states import states
-from soak_report import Row
+from report import Row
 
 import savable_pipeline as sp
 

@@ -6,7 +6,7 @@
 The model counts what it was trained on: at the slot of each batch, how often, and its hash. Sums of all ranks reach it
 by the same all-reduce as the gradient would, so that a step counts as a whole or not at all.
 
-`python tools/soak_survivors.py FOLDER KILLS` prints, as JSON, whether every slot was trained on once.
+`python tools/soak/survivors.py FOLDER KILLS` prints, as JSON, whether every slot was trained on once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak_pipelines import soak_pipeline, write_shards
+from pipeline import soak_pipeline, write_shards
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest

@@ -1,12 +1,12 @@
 """Measures reading: opening, memory, descriptors, cold files, large parts, scale. Ratios hold, absolutes do not.
 
-    python tools/bench_reading.py              all of it, about three minutes
-    python tools/bench_reading.py open         10,000 indexed shards: time to open, and samples/s with 256 descriptors
-    python tools/bench_reading.py memory       an index of 1,000,000 samples; 1,000,000 reads from one open shard
-    python tools/bench_reading.py scale        1,000,000 shards and 10**10 samples, by simulation: plan and seek
-    python tools/bench_reading.py blobs        parts of 1 MB, against a bare os.pread loop into fresh memory
-    python tools/bench_reading.py cold         JPEG of 25 kB, page cache dropped, against webdataset in file order
-    python tools/bench_reading.py window       how well a batch is mixed, by `window`; and what more open shards cost
+    python tools/bench/reading.py              all of it, about three minutes
+    python tools/bench/reading.py open         10,000 indexed shards: time to open, and samples/s with 256 descriptors
+    python tools/bench/reading.py memory       an index of 1,000,000 samples; 1,000,000 reads from one open shard
+    python tools/bench/reading.py scale        1,000,000 shards and 10**10 samples, by simulation: plan and seek
+    python tools/bench/reading.py blobs        parts of 1 MB, against a bare os.pread loop into fresh memory
+    python tools/bench/reading.py cold         JPEG of 25 kB, page cache dropped, against webdataset in file order
+    python tools/bench/reading.py window       how well a batch is mixed, by `window`; and what more open shards cost
 
 The data lie in a temporary folder below `--folder`, which should be on a disk: files in memory are never cold.
 """

@@ -1,4 +1,4 @@
-"""How full packs are and how fast items find their place, for each policy: `python tools/bench_packing.py`.
+"""How full packs are and how fast items find their place, for each policy: `python tools/bench/packing.py`.
 
 Lengths are lognormal (median 400, sigma 1); those beyond the limit of 4096 are left out. Items are integers and the
 encoder does nothing, so that what is timed is the placing alone.

@@ -1,4 +1,4 @@
-"""Does the wheel work where nothing else of the project is? `python tools/try_wheel.py 3.11 3.12 3.13`
+"""Does the wheel work where nothing else of the project is? `python tools/trials/wheel.py 3.11 3.12 3.13`
 
 It builds the wheel, and for each Python installs it with its dependencies into a new environment, in which it
 
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, CUT, IMAGES = 20, 9, 200
 
 

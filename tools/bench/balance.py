@@ -1,4 +1,4 @@
-"""How long ranks wait for the slowest, with and without `Balance` and `max_cost`: `python tools/bench_balance.py`.
+"""How long ranks wait for the slowest, with and without `Balance` and `max_cost`: `python tools/bench/balance.py`.
 
 For each kind of documents: the share of all ranks' time spent waiting at 8, 32 and 96 ranks, 96 lanes, over packs 1,000
 to 2,000 of each lane, when a step lasts as long as its dearest pack; the longest and the 99th percentile of the time

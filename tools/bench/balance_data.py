@@ -1,4 +1,4 @@
-"""The documents that `bench_balance.py` packs: lognormal lengths, real texts, pictures with captions."""
+"""The documents that `balance.py` packs: lognormal lengths, real texts, pictures with captions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tries the loader in trainers, each in an environment of its own, and prints a table trainer × case.
 
-    python tools/try_trainers.py                         all of them
-    python tools/try_trainers.py hf lightning            these
-    python tools/try_trainers.py --python .venv/bin/python hf --case "2 ranks"
+    python tools/trials/trainers.py                         all of them
+    python tools/trials/trainers.py hf lightning            these
+    python tools/trials/trainers.py --python .venv/bin/python hf --case "2 ranks"
 
 Runs are killed by SIGKILL at a random step and resumed by the trainer's own mechanism; "exact" means that every batch
 (by hash) and every loss (by its bits) is that of a run that never stopped. With other ranks than before, batches are
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.trainers.cases import Differs, drive  # noqa: E402

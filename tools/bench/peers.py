@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_pipelines import Collate, Decode
+from pipelines import Collate, Decode
 from torch.utils.data import DataLoader, RandomSampler
 
 import savable_pipeline as sp

@@ -1,12 +1,12 @@
 """Measures what two workers deliver, against the peers and against a bare loop, interleaved in one run.
 
-    python tools/bench_engine.py              all of it, about eight minutes
-    python tools/bench_engine.py transport    batches of 9.6 MB that the worker only fills; the trainer reads every byte
-    python tools/bench_engine.py blobs        1 MB blobs from tars; the trainer reads every byte
-    python tools/bench_engine.py dicts        JSON of 1 kB as batches of dicts
-    python tools/bench_engine.py arrays       the same as padded arrays of bytes, against no workers
-    python tools/bench_engine.py pil          JPEG of 256 px, decoded by PIL, RandomResizedCrop(224), flip
-    python tools/bench_engine.py torchvision  the same, decoded by torchvision
+    python tools/bench/engine.py              all of it, about eight minutes
+    python tools/bench/engine.py transport    batches of 9.6 MB that the worker only fills; the trainer reads every byte
+    python tools/bench/engine.py blobs        1 MB blobs from tars; the trainer reads every byte
+    python tools/bench/engine.py dicts        JSON of 1 kB as batches of dicts
+    python tools/bench/engine.py arrays       the same as padded arrays of bytes, against no workers
+    python tools/bench/engine.py pil          JPEG of 256 px, decoded by PIL, RandomResizedCrop(224), flip
+    python tools/bench/engine.py torchvision  the same, decoded by torchvision
 
 Peers that are not installed are left out with a word; `pip install 'savable_pipeline[bench]'` brings them.
 """
@@ -25,12 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_peers as peers
 import numpy as np
+import peers
 import torch
-from bench_data import BLOB_BYTES, FOLDER, console, json_record, prepared
-from bench_pipelines import Collate, Decode, FunctionEncoder, decode_json, filled, nothing, own_json, pipeline
-from bench_rounds import Contender, Loader, compete
+from data import BLOB_BYTES, FOLDER, console, json_record, prepared
+from pipelines import Collate, Decode, FunctionEncoder, decode_json, filled, nothing, own_json, pipeline
+from rounds import Contender, Loader, compete
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2

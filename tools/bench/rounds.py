@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench_data import console
+from data import console
 from rich.table import Table
 
 ROUNDS, SECONDS = 5, 2.0  # each contender is measured so often, and so long each time if its batches are short

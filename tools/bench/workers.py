@@ -1,9 +1,9 @@
 """Measures what workers cost beside their work: state, start, and how much N of them do.
 
-    python tools/bench_workers.py              all of it, about three minutes
-    python tools/bench_workers.py cost         processor time of state a batch, and of the trainer's thread a batch
-    python tools/bench_workers.py first        seconds from `iter()` to the first batch, by start method
-    python tools/bench_workers.py scaling      N workers against one, on lanes that N does and does not divide
+    python tools/bench/workers.py              all of it, about three minutes
+    python tools/bench/workers.py cost         processor time of state a batch, and of the trainer's thread a batch
+    python tools/bench/workers.py first        seconds from `iter()` to the first batch, by start method
+    python tools/bench/workers.py scaling      N workers against one, on lanes that N does and does not divide
 
 This module imports no torch, since spawned workers import it.
 """
@@ -22,10 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench_data import FOLDER, console, prepared
-from bench_pipelines import FunctionEncoder, decode_json, filled, imported, nothing, pipeline, slept
-from bench_rounds import Contender, Loader, compete, timed
+from data import FOLDER, console, prepared
+from pipelines import FunctionEncoder, decode_json, filled, imported, nothing, pipeline, slept
 from rich.table import Table
+from rounds import Contender, Loader, compete, timed
 
 import savable_pipeline as sp
 from savable_pipeline.run.engine.messages import Delivery
@@ -109,7 +109,7 @@ def first(folder: Path) -> None:
     modules: dict[str, list[str]] = {}
     for _ in range(10):
         with timed(next(iter(times.values()))):
-            two_interpreters("bench_workers")
+            two_interpreters("workers")
         for method in ("fork", "forkserver", "spawn"):
             with sp.SavableLoader(run, seed=1, num_workers=2, multiprocessing_context=method) as loader:
                 time.sleep(1.0)  # as a model is built meanwhile

@@ -1,11 +1,11 @@
 """Simulates datasets of many shards: what it costs to open one, the first refs, a state, and to write an index.
 
-    python tools/bench_many_shards.py                            1,000 to 1,000,000 shards of 1,000 samples, then 2.
-    python tools/bench_many_shards.py open --shards 1000000      only these; --rounds 5
-    python tools/bench_many_shards.py write --shards 100000      an index of 10**8 samples: time and memory
-    python tools/bench_many_shards.py remote --shards 1000000    behind a web server of this machine, an empty cache
-    python tools/bench_many_shards.py bucket --shards 1000000    the same of a bucket, which is listed first
-    python tools/bench_many_shards.py ranks                      16,384 ranks, on paper
+    python tools/bench/many_shards.py                            1,000 to 1,000,000 shards of 1,000 samples, then 2.
+    python tools/bench/many_shards.py open --shards 1000000      only these; --rounds 5
+    python tools/bench/many_shards.py write --shards 100000      an index of 10**8 samples: time and memory
+    python tools/bench/many_shards.py remote --shards 1000000    behind a web server of this machine, an empty cache
+    python tools/bench/many_shards.py bucket --shards 1000000    the same of a bucket, which is listed first
+    python tools/bench/many_shards.py ranks                      16,384 ranks, on paper
 
 The shards are empty files of the right size, 1,000 a folder. Their index is written straight, its rows a hole: nothing
 of them is read before a shard is opened. Each number is of a process of its own, the least and the median of the
@@ -31,7 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the server of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the server of the tests
 
 COUNTS = [1_000, 10_000, 100_000, 1_000_000]
 SAMPLES = 1_000  # of a shard

@@ -1,6 +1,6 @@
 """Measures conversion beside other writers: processor time, memory and bytes on disk of the same pairs of files.
 
-    python tools/bench_convert.py [--pairs 6000] [--rounds 3] [--python mds=/path/to/python …]
+    python tools/bench/conversion.py [--pairs 6000] [--rounds 3] [--python mds=/path/to/python …]
 
 A folder of JPEGs and captions is written by `savable convert`, a loop over webdataset's ShardWriter, LitData's
 `optimize`, Mosaic's MDSWriter and HF datasets' `save_to_disk`: each in a process of its own, in turn, with one worker.

@@ -1,6 +1,6 @@
 """How far the shares of a Blend are off, at worst, over random weights and numbers of lanes.
 
-    python tools/search_blend.py --cases 500
+    python tools/soak/blends.py --cases 500
 
 Prints the cases in which a lane, the sum over lanes at multiples of the stride, and a single round were furthest off.
 """

@@ -17,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from soak_pipelines import Dying, Moment, soak_pipeline
-from soak_report import Row, children, difference, kill
+from pipeline import Dying, Moment, soak_pipeline
+from report import Row, children, difference, kill
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest

@@ -1,6 +1,6 @@
 """A run saved by some ranks with some workers goes on with others, at any slot: the same slots, the same batches.
 
-So does one whose ranks are killed while the others keep running: tools/soak_survivors.py.
+So does one whose ranks are killed while the others keep running: tools/soak/survivors.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from soak_pipelines import soak_pipeline
-from soak_report import Row, difference
+from pipeline import soak_pipeline
+from report import Row, difference
 
 import savable_pipeline as sp
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
@@ -147,7 +147,7 @@ def _other_batch_size(shards: Path) -> Row:
 def _survivors(folder: Path, kills: int) -> Row:
     """Three ranks of which one after another is killed, in processes that begin without threads."""
     folder.mkdir()
-    command = [sys.executable, str(Path(__file__).with_name("soak_survivors.py")), str(folder), str(kills)]
+    command = [sys.executable, str(Path(__file__).with_name("survivors.py")), str(folder), str(kills)]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if run.returncode:
         return Row("elastic", "survivors of 3 ranks", f"{kills} kills", "", f"it ended with {run.returncode}")

@@ -1,4 +1,4 @@
-"""Measures remote shards over a web server on this machine: `python tools/bench_remote.py [--gb 1] [--rounds 3]`.
+"""Measures remote shards over a web server on this machine: `python tools/bench/remote.py [--gb 1] [--rounds 3]`.
 
 Interleaved in each round, ratios at the end:
 

@@ -1,13 +1,13 @@
 """Measures one process of the loader against its peers and against a bare loop, and its states; ratios hold.
 
-    python tools/bench_loader.py              all of it, about four minutes
-    python tools/bench_loader.py throughput   JSON of 1 kB, no workers: samples/s of each loader, in turn
-    python tools/bench_loader.py resume       seconds to the first batch after a resume, at 1 % and 95 % of an epoch
-    python tools/bench_loader.py state        bytes of a state and time to take one
-    python tools/bench_loader.py memory       a buffer of 100,000 images against one of 1,000
+    python tools/bench/loader.py              all of it, about four minutes
+    python tools/bench/loader.py throughput   JSON of 1 kB, no workers: samples/s of each loader, in turn
+    python tools/bench/loader.py resume       seconds to the first batch after a resume, at 1 % and 95 % of an epoch
+    python tools/bench/loader.py state        bytes of a state and time to take one
+    python tools/bench/loader.py memory       a buffer of 100,000 images against one of 1,000
 
 Peers that are not installed are left out with a word; `pip install 'savable_pipeline[bench]'` brings them.
-`bench_engine.py` measures what workers deliver, `bench_workers.py` what they cost.
+`engine.py` measures what workers deliver, `workers.py` what they cost.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_peers as peers
+import peers
 import torch
-from bench_data import FOLDER, TEXTS, console, json_record, prepared
-from bench_pipelines import Decode, FunctionEncoder, decode_json, own_json, pipeline
-from bench_rounds import Contender, Loader, compete
+from data import FOLDER, TEXTS, console, json_record, prepared
+from pipelines import Decode, FunctionEncoder, decode_json, own_json, pipeline
 from rich.table import Table
+from rounds import Contender, Loader, compete
 
 import savable_pipeline as sp
 from task_encoders.captioning import CaptioningEncoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from quickstart_models import VOCABULARY, Transformer
+from models import VOCABULARY, Transformer
 from torch import Tensor, nn
 from torch.nn import functional
 

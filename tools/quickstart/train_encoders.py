@@ -1,8 +1,8 @@
 """Five more models, one for each task encoder, trained, killed and resumed as in the quick start; every bit compared.
 
     pip install 'savable_pipeline[dev]'
-    python tools/train_encoders.py                   all five, about ten minutes on two cores
-    python tools/train_encoders.py --only chat       one of classes, pairs, chat, documents, text
+    python tools/quickstart/train_encoders.py                   all five, about ten minutes on two cores
+    python tools/quickstart/train_encoders.py --only chat       one of classes, pairs, chat, documents, text
 
 The data are made of what is there after installation: scanned digits, and Python's own source. Copy a pipeline and its
 encoder from section 2; the trainer is that of quickstart.py, the models are in encoder_models.py.
@@ -22,10 +22,10 @@ import numpy as np
 import tokenizers
 import typer
 from encoder_models import Classifier, SeeingTransformer, TwoTowers
+from models import Transformer
+from outcome import draw, make_table, trial_row
 from PIL import Image
 from quickstart import CHECKPOINT_EVERY, Recipe, console, killed_and_resumed, prepare, write_python
-from quickstart_models import Transformer
-from quickstart_report import draw, make_table, trial_row
 
 import savable_pipeline as sp
 from task_encoders.chat import ChatEncoder

@@ -2,7 +2,7 @@
 
     torchrun ─ W ranks ─ six trainings in turn, packed or not, with 0, 1 and 2 workers ─ SIGKILL ─ torchrun ─ …
 
-`python tools/soak_losses.py SHARDS FOLDER STEPS PACE` is one rank.
+`python tools/soak/losses.py SHARDS FOLDER STEPS PACE` is one rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak_pipelines import CROP, soak_pipeline
-from soak_report import Row, descendants, kill
+from pipeline import CROP, soak_pipeline
+from report import Row, descendants, kill
 
 import savable_pipeline as sp
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state

@@ -1,13 +1,13 @@
 """Measures reading in place beside other readers: processor time, each in a process of its own, in turn.
 
-    python tools/bench_in_place.py rows      Parquet rows as dicts, through a buffer of 10,000
-    python tools/bench_in_place.py images    Parquet rows with 20 kB of bytes, as Hugging Face has images
-    python tools/bench_in_place.py arrow     the same rows in Arrow, in the trainer's process and in a worker
-    python tools/bench_in_place.py arrow-images    the same with 20 kB of bytes
-    python tools/bench_in_place.py tokens    windows of 2,048 tokens of .bin and .idx, against a bare numpy.memmap loop
-    python tools/bench_in_place.py join      tars with captions joined by key, against tars that hold both
-    python tools/bench_in_place.py joined-images    the same of images of 256 x 256, which are decoded
-    python tools/bench_in_place.py first     time to the first batch at 1 % and at 95 % of an epoch, of each store
+    python tools/bench/in_place.py rows      Parquet rows as dicts, through a buffer of 10,000
+    python tools/bench/in_place.py images    Parquet rows with 20 kB of bytes, as Hugging Face has images
+    python tools/bench/in_place.py arrow     the same rows in Arrow, in the trainer's process and in a worker
+    python tools/bench/in_place.py arrow-images    the same with 20 kB of bytes
+    python tools/bench/in_place.py tokens    windows of 2,048 tokens of .bin and .idx, against a bare numpy.memmap loop
+    python tools/bench/in_place.py join      tars with captions joined by key, against tars that hold both
+    python tools/bench/in_place.py joined-images    the same of images of 256 x 256, which are decoded
+    python tools/bench/in_place.py first     time to the first batch at 1 % and at 95 % of an epoch, of each store
 
 HF datasets, LitData and Grain take part where they are installed.
 """

@@ -14,8 +14,8 @@ from multiprocessing.context import ForkContext
 from pathlib import Path
 
 import torch
-from soak_pipelines import soak_pipeline
-from soak_report import Row, children, descendants, difference, kill
+from pipeline import soak_pipeline
+from report import Row, children, descendants, difference, kill
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
