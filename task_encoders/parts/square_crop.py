@@ -97,7 +97,7 @@ class SquareCrop:
 
 
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """Normalize uint8 (n, 3, height, width) to float32: `mean` and `std` of each channel, of pixels up to 1, become 0 and 1.
+    """Normalize uint8 (n, 3, height, width) to float32: the `mean` and `std` of each channel become 0 and 1.
 
     In a worker the result is written directly into the memory that the trainer reads.
     """
