@@ -43,7 +43,7 @@ def plan(
     its rate by number of workers, the time of each stage, its state and its resume.
     """
     from savable_pipeline.tools.cli.plan_output import print_plan
-    from savable_pipeline.tools.plan.picture import plan_page
+    from savable_pipeline.tools.plan.report import plan_page
     from savable_pipeline.tools.plan.run_plan import Wanted, plan_run
     from savable_pipeline.tools.verify.target import load_target
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from savable_pipeline.tools.cli.console import print_warnings, printable
+from savable_pipeline.tools.plan.report import advice, sections
 from savable_pipeline.tools.plan.run_plan import RunPlan
-from savable_pipeline.tools.plan.words import advice, sections
 
 
 def print_plan(console: Console, plan: RunPlan, *, as_json: bool) -> None:
