@@ -92,8 +92,8 @@ def index(
     from savable_pipeline.data.remote.remote_index import index_remote
     from savable_pipeline.data.remote.urls import is_remote
     from savable_pipeline.data.stores.remote_indexing import index_remote_files
+    from savable_pipeline.tools.convert.cluster import each_shard_by
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
-    from savable_pipeline.tools.convert.elsewhere import each_shard_by
 
     with errors_as_lines():
         with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
