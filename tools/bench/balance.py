@@ -17,7 +17,7 @@ import numpy as np
 from balance_data import Corpus, lognormal, of_files, pictures, python_texts
 from numpy.typing import NDArray
 
-from savable_pipeline.tools.plan.simulation import Packs, balance, pack, waiting
+from savable_pipeline.tools.plan.waits import Packs, balance, pack, waiting
 
 LANES, RANKS = 96, (8, 32, 96)
 

@@ -24,7 +24,7 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import spawn
 
 import savable_pipeline as sp
-from savable_pipeline.tools.plan.simulation import balance, pack, waiting
+from savable_pipeline.tools.plan.waits import balance, pack, waiting
 from task_encoders import LanguageModelingEncoder
 
 _LANES, _HOLD = 8, 32

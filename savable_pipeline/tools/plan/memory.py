@@ -1,4 +1,4 @@
-"""`Room`: the memory that buffers and held packs take, the bytes that a node fetches, and the cache that it needs."""
+"""What a run takes: memory for buffers and held packs, the bytes that a node fetches, and the cache that it needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import ItemStage
-from savable_pipeline.tools.plan.lengths import Lengths
-from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
+from savable_pipeline.tools.plan.path_parts import LaneBuilder, Lengths, PathParts
 
 _LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples lie
 

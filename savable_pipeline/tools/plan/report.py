@@ -1,15 +1,19 @@
-"""A plan in words: sections of facts, each with how it is known: counted, estimated, simulated or measured."""
+"""A plan as a report: sections of facts, and how each is known (counted, estimated, simulated, measured); a page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from savable_pipeline.core.wording import counted, human_bytes
+from savable_pipeline.tools.plan.memory import Memory, SourceBytes
 from savable_pipeline.tools.plan.mixing import NEIGHBOURS, Entropy, Mixing
-from savable_pipeline.tools.plan.room import Memory, SourceBytes
 from savable_pipeline.tools.plan.run_plan import RunPlan
 from savable_pipeline.tools.plan.steps import LanesChoice
+from savable_pipeline.tools.preview.page import render
+from savable_pipeline.tools.preview.pictures import Bar, scaled_bars
 
 _WORLDS = 8  # numbers of ranks that are listed
 
@@ -211,3 +215,59 @@ def _measured(plan: RunPlan) -> Iterator[Fact]:
         yield Fact(f"{name}", f"{ms:.2f} ms a batch", f"{measured.stages_of} batches, no workers")
     yield Fact("state of a rank", f"{human_bytes(measured.state_bytes)}, taken in {measured.state_ms:.2f} ms", how)
     yield Fact("resume to its first batch", f"{measured.resume_s:.2f} s", f"{how}, no workers")
+
+
+_BINS = 24
+
+
+def plan_page(plan: RunPlan) -> bytes:
+    """The plan as a page with pictures: HTML in UTF-8."""
+    pictures = {title: bars for title, bars in _pictures(plan) if bars}
+    return render(
+        "plan.html.jinja",
+        title=plan.target,
+        wanted=plan.wanted,
+        path=plan.path,
+        sections=sections(plan),
+        advice=advice(plan),
+        pictures=pictures,
+    )
+
+
+def _pictures(plan: RunPlan) -> Iterator[tuple[str, list[Bar]]]:
+    """A title and the bars below it, for all that may be known."""
+    totals = [] if plan.lengths is None else plan.lengths.totals
+    yield f"length of {len(totals):,} documents, tokens", _length_bars(totals)
+    waits = [] if plan.waits is None or plan.wanted.ranks == 1 else plan.waits.ways
+    title = f"time that {plan.wanted.ranks} ranks wait for the slowest, simulated"
+    yield title, [Bar(way.name, way.share, f"{way.share:.1%}") for way in waits]
+    yield "mixing: entropy in units of a random draw's", _mixing_bars(plan.mixing)
+    if plan.measured is not None:
+        rates = [(f"num_workers={each.workers}", each.batches_per_s) for each in plan.measured.rates]
+        yield "batches a second of one rank, measured", scaled_bars(rates, "{:,.1f}")
+        stages = list(plan.measured.stages.items())
+        yield "milliseconds of each stage a batch, measured", scaled_bars(stages, "{:.2f}")
+
+
+def _length_bars(totals: list[int]) -> list[Bar]:
+    """How many documents are of about each length; the bins grow by a factor."""
+    if not totals:
+        return []
+    factor, edges = max(1.25, max(totals) ** (1 / _BINS)), [1.0]
+    while edges[-1] <= max(totals):
+        edges.append(float(int(edges[-1] * factor) + 1))
+    counts: list[int] = np.histogram(np.maximum(totals, 1), bins=edges)[0].tolist()
+    rows = [(f"up to {edge:,.0f}", count) for count, edge in zip(counts, edges[1:], strict=True)]
+    return scaled_bars(rows[next(i for i, count in enumerate(counts) if count) :], "{:,}")
+
+
+def _mixing_bars(mixing: Mixing | None) -> list[Bar]:
+    if mixing is None:
+        return []
+    found = {
+        "shards in a batch": mixing.batch_shards,
+        f"stretches of {NEIGHBOURS} in a batch": mixing.batch_neighbours,
+        "shards in a step": mixing.step_shards,
+        f"stretches of {NEIGHBOURS} in a step": mixing.step_neighbours,
+    }
+    return [Bar(name, min(1.0, each.share), f"{each.share:.0%}") for name, each in found.items()]

@@ -1,4 +1,4 @@
-"""Shards that other machines write or scan, on storage that all of them share.
+"""Shards that the machines of a cluster write or scan, on storage that all of them share.
 
     work/attempts-8f3e…/000003.tar-x1y2/   one attempt at a shard: renamed into place file by file, at its end
     work/attempts-8f3e…/000003.tar-z3w4/   another, since the first one's node was lost, or only seemed to be
@@ -30,7 +30,7 @@ from savable_pipeline.tools.convert.shard_job import Job, Written, make_hole, re
 _SEEN_S = 120.0  # network file systems remember for a minute that a file was not there
 
 
-def write_elsewhere(engine: Engine, jobs: list[Job], work: Path, progress: Callable[[int, int], None]) -> None:
+def write_by_cluster(engine: Engine, jobs: list[Job], work: Path, progress: Callable[[int, int], None]) -> None:
     """Write all shards by an engine; `progress` is called with the samples and the bytes done.
 
     Raises `SavableError` for a machine that does not see the folders, and whatever `write_shard` and the engine raise.
