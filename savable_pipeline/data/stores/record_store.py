@@ -98,6 +98,10 @@ class RecordStore(Protocol):
         """Where a sample begins in its shard, in `unit`."""
         return row
 
+    def part_offset(self, shard: int, row: int, extension: str, /) -> int | None:
+        """The byte of its shard that a part begins at; None where it is made of more than bytes of the shard."""
+        return None
+
     decoded_bytes: int = 0
 
     def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
