@@ -22,7 +22,7 @@ from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, cluster, run_conversion
 from savable_pipeline.tools.convert.cluster import attempt, each_shard_by
 from savable_pipeline.tools.convert.shard_job import Job, write_shard
-from tests.support.kills import run_until_killed
+from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 from tests.support.toy_sources import HALVES, ONE_A_READER
