@@ -41,7 +41,6 @@ ROOT = Path(__file__).resolve().parents[2]
 _NOT_YET = (
     "savable_pipeline.data",
     "savable_pipeline.stages",
-    "savable_pipeline.run",
     "savable_pipeline.tools",
 )
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
