@@ -200,7 +200,7 @@ class BucketBatcher(EncoderBatches):
         if self._row_of_skips >= max_empty_samples(self.info.population):
             raise EncodeError(
                 f"BucketBatcher(bounds={self.bounds}): {self._row_of_skips} items in a row were longer than the last; "
-                "this data will never give a batch"
+                "this data will never make a batch"
             )
 
     def _make(self, key: _Key, i: int) -> bool:
@@ -213,7 +213,7 @@ class BucketBatcher(EncoderBatches):
             return True
         if found is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(
-                f"BucketBatcher of {self.lane}: the item {ref} lay in {_shown(key)}; made again it belongs to "
+                f"BucketBatcher of {self.lane}: the item {ref} was in {_shown(key)}; made again it belongs to "
                 f"{_shown(found)}: {self._calls.encoder_name} or the data changed since the state was saved, or its "
                 "result depends on more than the sample and `rng`"
             )

@@ -136,7 +136,7 @@ def _built(entry: Source | Mixture, lane: Lane, settings: SharedSettings, stride
 
 
 def _weight(entry: Source | Mixture, stage: SampleStage) -> Weight:
-    """What a mixture's entry says; with repetitions the samples that it gives, with nothing the samples that it has."""
+    """The weight of a mixture's entry; with repetitions the number of samples read, else that of the samples it has."""
     if entry.weight is not None:
         return entry.weight
     repetitions = entry.repetitions if isinstance(entry, Source) else None

@@ -15,7 +15,7 @@
           c: {path: shards/c, repetitions: 1}
           python: {path: shards/python, repetitions: 3}
 
-or, with weights that change while the run goes on:
+or, with weights that change during the run:
 
     schedule:
       shape: linear                      # or step
@@ -133,7 +133,7 @@ def _schedule(entry: Entry, sources: dict[str, Source | Mixture]) -> Schedule:
     except ValueError as error:
         raise entry.wrong(str(error)) from error
     if absent := sources.keys() - schedule.names:
-        raise entry.wrong(f"no point gives {min(absent)!r} a weight: give it one, or leave the source out")
+        raise entry.wrong(f"no point has a weight for {min(absent)!r}: add one, or leave the source out")
     return schedule
 
 

@@ -25,8 +25,8 @@ class ColumnarReader(RecordReader):
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         **RecordReader.setting_rules,
         "parts": SettingRule(
-            fixed="lists of images, or images of Arrow's view types, which were JSON, are parts since: go on with the "
-            "release that saved the state"
+            fixed="lists of images, or images of Arrow's view types, which were JSON, are parts since: continue with "
+            "the release that saved the state"
         ),
     }
 

@@ -134,8 +134,8 @@ class Join(SampleStage):
         if self._row >= max_empty_samples(self.info.population):
             raise ShardError(
                 f"Join: of {self._row} samples in a row {lacking[0]!r} has none, the last with the key {sample.key!r}: "
-                "are its keys made in another way? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
-                "names their column; missing='empty' goes on without its parts",
+                "are its keys made differently? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
+                "names their column; missing='empty' continues without its parts",
                 reason="no such key",
             )
         return False
@@ -154,7 +154,7 @@ class Join(SampleStage):
         for place, sample in enumerate(samples):
             try:
                 keys.append(sample.key)
-            except SavableError as error:  # of a damaged shard: for the policy of who reads the sample
+            except SavableError as error:  # of a damaged shard: for the policy of the stage that reads the sample
                 faults[place] = error
                 keys.append("")
         found: list[Found] = [{} for _ in samples]

@@ -268,7 +268,7 @@ class RecordReader(FirstStage):
     def save_state(self) -> State:
         """`epoch`; `position` in the lane's share of it; `lane`: the positions of the lane's named random sequences.
 
-        `cut`, if there is one: the unit in which shares are cut. With other batches, a pass goes on in its own shares.
+        `cut`, if there is one: the unit in which shares are cut. With other batches, a pass keeps its shares.
         `growth`, if shards were added: see growth.py. `subset_order`, of a subset: how it is drawn.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
@@ -276,7 +276,7 @@ class RecordReader(FirstStage):
         return {**state, **{name: value for name, value in more.items() if value}}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if it lies outside."""
+        """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if out of range."""
         saved: _ReaderState = parse_state(self, state, _ReaderState)
         drawn_otherwise = self.subset is not None and saved.subset_order != self.subset_order
         if drawn_otherwise:

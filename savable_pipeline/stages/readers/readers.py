@@ -28,7 +28,7 @@ class TarShardReader(RecordReader):
         subset: Share of the samples (0.1), range of shares (0.1, 0.3), or count: the same ones in every run; disjoint
             ranges share none.
         epochs: Epochs of a pass, 2.5 with half of the third. None: endless.
-        shuffle: Permute shards and blocks anew each epoch; else deal blocks in file order to the lanes in turn.
+        shuffle: Permute shards and blocks in each epoch; else deal blocks in file order to the lanes in turn.
         block_size: Samples that stay together. None: 8; in file order a batch of the `Batcher` where each sample makes
             one row (no packing, no `Blend`): only then slots come in file order.
         window: Shards whose blocks are mixed; None: all. `block_size=1, window=None` shuffles fully.
