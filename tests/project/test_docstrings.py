@@ -39,11 +39,9 @@ from tests.support.example_shards import write_example_shards, write_numbered_pi
 
 ROOT = Path(__file__).resolve().parents[2]
 _NOT_YET = (
-    "savable_pipeline.data",
     "savable_pipeline.stages.stage",
     "savable_pipeline.stages.held_items",
     "savable_pipeline.stages.decoded",
-    "savable_pipeline.tools",
 )
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _ERROR = re.compile(r"\w+Error\b")
