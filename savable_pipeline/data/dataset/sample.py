@@ -31,7 +31,7 @@ TAGS = 1 << 15
 class Ref(NamedTuple):
     """The origin of an item: enough to make it again, identically.
 
-    Args:
+    Attributes:
         source: A stable hash of the source's name.
         epoch: The epoch in which the sample was read.
         index: The number of the sample in the whole dataset.

@@ -38,7 +38,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Mixture(msgspec.Struct, frozen=True):
     """Datasets and nested mixtures by name, as `read_mixture` reads them.
 
-    Args:
+    Attributes:
         sources: The datasets and mixtures, by name.
         weight: This mixture's own among its neighbours in a mixture.
         schedule: The weights of its sources, if they change.
