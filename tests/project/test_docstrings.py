@@ -204,8 +204,7 @@ def arguments(value: griffe.Class | griffe.Function) -> set[str]:
     """The names of the arguments of a call; the fields of a named tuple or a struct."""
     if is_record(value):
         return {name for name, each in value.attributes.items() if "instance-attribute" in each.labels}
-    new = value.members.get("__new__")
-    return {each.name for each in (new if isinstance(new, griffe.Function) else value).parameters} - {"self", "cls"}
+    return {each.name for each in value.parameters} - {"self", "cls"}
 
 
 def is_record(value: griffe.Class | griffe.Function) -> bool:

@@ -1,6 +1,7 @@
 """How mkdocstrings reads our docstrings: `Example:` is what Griffe calls `Examples:`, and shows doctests as code.
 
-A reader that takes `**settings` is shown with the settings of `RecordReader`, in its signature and in its `Args:`.
+A reader that takes `**settings` is shown with the settings of `RecordReader`, in its signature and in its `Args:`; a
+class that chooses a subclass in `__new__`, with the arguments of that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class ApiPage(griffe.Extension):
             if each.docstring is not None:
                 text = re.sub(r"^( *)Example:$", r"\1Examples:", each.docstring.value, flags=re.MULTILINE)
                 each.docstring.value = text
+            if isinstance(each, griffe.Class):
+                _show_new(each)
         if pkg.name == "savable_pipeline":
             _show_settings(pkg)
 
@@ -33,6 +36,13 @@ def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
     for member in parent.members.values():
         if isinstance(member, griffe.Object):
             yield from _objects(member)
+
+
+def _show_new(kind: griffe.Class) -> None:
+    """Show the arguments of `__new__`, of a class that chooses its subclass there."""
+    new = kind.members.get("__new__")
+    if isinstance(new, griffe.Function) and "__init__" not in kind.members:
+        kind.set_member("__init__", griffe.Function("__init__", parameters=new.parameters))
 
 
 def _show_settings(package: griffe.Module) -> None:
