@@ -8,9 +8,9 @@
 A round takes one batch of every lane, a step one slot on each rank. With `tail="stop"` the epoch ends before the first
 round that some lane has no batch for; with `tail="pad"` after the last slot that holds a sample, rounded up to a step.
 
-Where the lengths of lanes cannot be counted beforehand, each rank proposes an end from what its lanes say of their next
-batches, and the smallest ("stop") or largest ("pad") proposal holds: as far as one round, and then they vote again, in
-the last step of the round before.
+Where the lengths of lanes cannot be counted beforehand, each rank proposes an end from what its lanes know of their
+next batches, and the smallest ("stop") or largest ("pad") proposal holds: as far as one round, and then they vote
+again, in the last step of the round before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
 
 
 def counted_end(counts: list[int], *, pad: bool) -> int:
-    """The end of an epoch whose lanes have so many batches."""
+    """The end of an epoch whose lanes have these numbers of batches."""
     lanes = len(counts)
     if pad:
         return max(((count - 1) * lanes + lane + 1 for lane, count in enumerate(counts) if count), default=0)

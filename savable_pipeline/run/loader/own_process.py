@@ -1,6 +1,6 @@
-"""Where a loader may be iterated: in the process that made it; in a worker of torch's DataLoader if it was told which.
+"""Where a loader may be iterated: in the process that made it; in a worker of torch's DataLoader if it knows its share.
 
-Each of N such workers, or a forked process and its parent, would give the same batches.
+Otherwise each of N workers, or a forked process and its parent, would yield the same batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from savable_pipeline.errors import SavableError
 class OwnProcess:
     """The process in which this was made. `ranked`: whether rank and world size were given as numbers there.
 
-    `checked` is for a loader to note that it may iterate here, so that nothing is asked at each batch; it is False
+    `checked` records that the loader may iterate here, so that nothing is checked at each batch; it is False
     again in a forked process.
     """
 
@@ -26,23 +26,23 @@ class OwnProcess:
         _known.add(self)
 
     def check(self) -> None:
-        """Raise `SavableError` in another process, and in a worker that was not told its share."""
+        """Raise `SavableError` in another process, and in a worker that does not know its share."""
         worker = _torch_worker()
         if os.getpid() == self._pid:
             if worker and not self._ranked:
                 raise SavableError(
-                    f"this loader was made in {worker}, each of which would give every batch: {_INSTEAD}, or tell each "
-                    "worker its share: rank=get_worker_info().id, world_size=get_worker_info().num_workers"
+                    f"this loader was made in {worker}, each of which would yield every batch: {_INSTEAD}, or give "
+                    "each worker its share: rank=get_worker_info().id, world_size=get_worker_info().num_workers"
                 )
             return
         if worker:
             raise SavableError(
-                f"this loader was made in another process than {worker}, each of which would give every batch: "
+                f"this loader was made in another process than {worker}, each of which would yield every batch: "
                 f"{_INSTEAD}"
             )
         raise SavableError(
             f"this loader was made in process {self._pid} and is iterated in process {os.getpid()}, forked from it: "
-            "both would give the same batches, and a state of the one knows nothing of the other's. Make the loader in "
+            "both would yield the same batches, and a state of the one does not cover the other's. Make the loader in "
             "the process that iterates over it; load_state_dict takes it to where another one was"
         )
 

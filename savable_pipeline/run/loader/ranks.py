@@ -1,4 +1,4 @@
-"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and how it talks to the other ranks.
+"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and its communication with the other ranks.
 
 Slot q is batch ⌊q/L⌋ of lane q mod L and belongs to rank q mod W; W divides L, so a rank has the lanes that are
 congruent to it:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """Rank `rank` of `world_size`; `group` is the process group through which they talk, None without one.
+    """Rank `rank` of `world_size`; `group` is the process group through which they communicate, None without one.
 
-    `given`: whether these, or the group, were given; else they are of the world that was there.
+    `given`: whether these, or the group, were arguments; else they were found in torch.distributed.
     """
 
     def __init__(self, rank: int, world_size: int, group: Any, *, given: bool = True) -> None:
@@ -42,7 +42,7 @@ class Ranks:
         return step_start + (self.rank - step_start) % self.world_size
 
     def check_world(self) -> None:
-        """Raise ValueError if the ranks were found, and there are others now: torch.distributed came later."""
+        """Raise ValueError if the ranks were found, and are others now: torch.distributed was initialised later."""
         if self.given:
             return
         if _initialised():
@@ -62,7 +62,7 @@ class Ranks:
         )
 
     def agree(self, proposed: int, *, smallest: bool) -> int:
-        """The smallest or the largest of what the ranks propose. Collective. Raises ValueError if they cannot talk."""
+        """The smallest or largest proposal of all ranks. Collective. Raises ValueError if they cannot communicate."""
         if self.world_size == 1:
             return proposed
         group = self._find_group()
@@ -82,10 +82,10 @@ class Ranks:
         return int(agreed.item())
 
     def first_said(self, key: str, value: str) -> str:
-        """What the first of the ranks has said for `key`, which may be this `value`. Not collective, waits for none.
+        """The value of the first rank to set `key`, which may be this `value`. Not collective, waits for no rank.
 
-        A rank that says something for a key again, which its group's store counts, is compared with what the others
-        said the same time. `value` where the ranks have no store in common, or one that cannot compare. Raises torch's
+        When a rank sets a key again, which its group's store counts, it is compared with the others' values of the same
+        round. `value` where the ranks have no store in common, or one that cannot compare. Raises torch's
         error if the store does not answer.
         """
         find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
@@ -102,11 +102,11 @@ class Ranks:
 
     @property
     def can_talk(self) -> bool:
-        """Whether there are other ranks, and a group to talk to them."""
+        """Whether there are other ranks, and a group to communicate with them."""
         return self.world_size > 1 and self._find_group() is not None
 
     def _find_group(self) -> Any:
-        """The group through which the ranks talk: all of torch.distributed if its ranks are the ones given."""
+        """The group through which the ranks communicate: all of torch.distributed if its ranks are the ones given."""
         if self.group is None and _initialised():
             import torch.distributed as dist
 
@@ -131,7 +131,7 @@ class Ranks:
             dist.all_gather_object(gathered, value, group=group)
         except RuntimeError as error:
             raise SavableError(
-                f"rank {self.rank} could not gather the states of all {self.world_size} ranks, of which one has ended, "
+                f"rank {self.rank} could not gather the states of all {self.world_size} ranks, since one has ended "
                 "or does something else: the state of all ranks is collective, so ask for it on every rank (not on "
                 f"rank 0 alone) and write it on one. torch.distributed says: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""`Run`: one rank's part of a run: where it stands, how it moves on, and what is saved of it.
+"""`Run`: one rank's part of a run: its position, its steps, and its state.
 
 `SavableLoader` shows users a run; `testing`, `verify` and `StatefulDataset` use one directly.
 """
@@ -63,11 +63,12 @@ Voting: TypeAlias = Generator[int, int, T]
 
 
 class Run:
-    """An iterator over this rank's batches. `position` is all that changes as it goes on, by one assignment a change.
+    """An iterator over this rank's batches. Only `position` changes, by one assignment a step.
 
-    `agree` takes this rank's vote and gives the smallest or largest of all ranks'; by default it asks the other ranks.
+    `agree` takes this rank's vote and returns the smallest or largest of all ranks'; by default it asks the other
+    ranks.
     `pinned` are the shards that it must read; by default those that it finds. Raises ValueError for ranks that do not
-    divide the lanes, or a pipeline that workers cannot be given.
+    divide the lanes, or a pipeline that cannot be sent to workers.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Run:
         if settings.num_workers > own_lanes:
             log.warning(
                 "%d workers for the %d lanes of this rank: no more can work at a time than it has lanes; a new run "
-                "had better have lanes=%d or more",
+                "should use lanes=%d or more",
                 settings.num_workers,
                 own_lanes,
                 settings.num_workers * self.ranks.world_size,
@@ -103,12 +104,12 @@ class Run:
             self.prefetcher.launch()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Stand at the start of an epoch."""
+        """Go to the start of an epoch."""
         kept: dict[str, Any] = {"growth": self.local.growth, "subset_order": self.local.subset_order}
         self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, **kept)
 
     def end_epoch(self) -> None:
-        """Stand where StopIteration has been raised: the next iterator goes on here."""
+        """Go to the place where StopIteration has been raised: the next iterator continues there."""
         self.position = self.position.ended()
 
     # Epochs.
@@ -135,7 +136,7 @@ class Run:
         return -(-end // self.ranks.world_size) if self.settings.pad else end // self.ranks.world_size
 
     def given_of_epoch(self) -> int | None:
-        """How many of an epoch's `length` batches lie before this place, whatever ranks began it.
+        """How many of an epoch's `length` batches are before this place, whichever ranks began it.
 
         None without a length, and in an epoch that was begun with other settings, which cannot be counted.
         """
@@ -199,7 +200,7 @@ class Run:
         except BaseException:
             self._release()
             raise
-        # from here to the trainer nothing is called: Python delivers signals at calls, so that none comes between
+        # from here to the trainer nothing is called: Python delivers signals at calls, so none arrives in between
         del self._thread["id"]
         self.position = after
         return batch
@@ -209,11 +210,11 @@ class Run:
         started = time.perf_counter()
         delivery, after = yield from self._step("batch", 1)
         batch = self._prepare(delivery, after, started)
-        self.position = after  # last, as in `__next__`: a step that fails or is interrupted before has given nothing
+        self.position = after  # last, as in `__next__`: a step that fails or is interrupted before this gives nothing
         return batch
 
     def _prepare(self, delivery: Delivery, after: Position, started: float) -> Any:
-        """The batch as the trainer gets it, which then stands at `after`: noted, and the next ones requested."""
+        """The batch as the trainer gets it, at the position `after`: record it, and request the next ones."""
         batch = delivery.batch
         if self.settings.ids or self._ledger is not None:
             delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
@@ -221,7 +222,7 @@ class Run:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
         if self.settings.pin_memory:
             batch = pinned(batch)
-        if after.previous is None or after.slot:  # an endless run goes on where its epoch is over
+        if after.previous is None or after.slot:  # an endless run continues where its epoch is over
             self.prefetcher.prefetch(after)
         if self._ledger is not None:
             self._ledger.given(self.position, delivery, self.local.last_stage, self._packed_fingerprint)
@@ -250,13 +251,13 @@ class Run:
             self._ledger.skipping(self.position, self.local.last_stage, self._packed_fingerprint)
         if self.settings.epoch_slots is not None:
             slots = min(slots, self.position.left_of_epoch(self.settings.epoch_slots))
-        over = self.position.previous  # the epoch whose last batch was given, which its iterator has yet to say
+        over = self.position.previous  # the epoch whose last batch was given, but whose iterator has not ended yet
         while slots and self.position.previous is over:
             _, self.position = self._led(self._step("skip", slots))
             slots -= self.ranks.world_size
 
     def check_whole_steps(self, slots: int) -> None:
-        """Raise ValueError unless so many slots are steps of all ranks."""
+        """Raise ValueError unless this many slots are whole steps of all ranks."""
         if slots < 0 or slots % self.ranks.world_size:
             raise ValueError(f"skip takes a multiple of the {self.ranks.world_size} ranks, not {slots}")
 
@@ -276,7 +277,7 @@ class Run:
             raise
 
     def _claim(self) -> None:
-        """Note this thread as the one that moves the run. Raises `SavableError` if another one does."""
+        """Claim the run for this thread. Raises `SavableError` if another one is moving it."""
         this = get_ident()
         if self._thread.setdefault("id", this) != this:
             raise SavableError(
@@ -290,10 +291,10 @@ class Run:
             self._thread.clear()
 
     def _step(self, want: RequestKind, slots: int) -> Voting[tuple[Delivery, Position]]:
-        """This rank's batch of the next step, and the position after it; the next `slots` are wanted alike.
+        """This rank's batch of the next step, and the position after it; the next `slots` will be requested likewise.
 
-        Whether the epoch goes on after it is found out before it is given. That is stored at once: where the rest of
-        the step fails and it is taken again, the ranks do not vote again.
+        Whether the epoch continues after the step is determined before its batch is given, and stored at once: if the
+        rest of the step fails and it is taken again, the ranks do not vote again.
         """
         if not self._process.checked:
             self._check_ranks()
@@ -339,7 +340,7 @@ class Run:
         return delivery, self._rolled_over(self._moved(position, want, delivery))
 
     def _moved(self, position: Position, want: RequestKind, delivery: Delivery) -> Position:
-        """The position after a step whose batch is given, or skipped."""
+        """The position after a step, given or skipped."""
         after = position.passed_over(delivery) if want == "skip" else position.advanced(delivery)
         return after if position.slot else after.begun_with(cuts_of(self.local.last_stage, position.epoch))
 
@@ -351,7 +352,7 @@ class Run:
         return after.next_epoch(0) if self._restarts else after.rolled_over()
 
     def _find_step(self) -> Voting[None]:
-        """Go to where it is known that a step follows. Raises `SavableError` for an epoch without any."""
+        """Advance until it is known that a step follows. Raises `SavableError` for an epoch without any."""
         while not self.position.has_step:
             if self.position.is_over:  # loaded there, or with fewer slots left than a step
                 self.position = self._next_epoch(self.position).begun()
@@ -386,7 +387,7 @@ class Run:
         return over.next_epoch(0 if self._restarts else over.epoch + 1)
 
     def _find_more(self) -> None:
-        """Ask lanes whether they have a batch where that is not known: before any batch of theirs is requested."""
+        """Ask lanes, where that is not known, whether they have a batch: before any of their batches is requested."""
         if self.position.unknown_lanes:
             peeks = self.prefetcher.find_more(self.position)
             self.position = self.position.learned(peeks)
@@ -429,7 +430,7 @@ class Run:
         return merge_states(ranks.gather(self.state_at(self.position if position is None else position, lag)))
 
     def return_to(self, position: Position) -> None:
-        """Stand at a position where this run was: what was given or passed over since then comes again."""
+        """Return to an earlier position of this run: what was given or passed over since then comes again."""
         try:
             self._claim()
             self.prefetcher.restart()
@@ -440,16 +441,16 @@ class Run:
             self._release()
 
     def check_nothing_held(self) -> None:
-        """Raise `SavableError` if this run is further than what its trainer was given."""
+        """Raise `SavableError` if this run is ahead of its trainer."""
         if self.held_ahead():
             raise SavableError(
                 "OnDevice has taken a batch of this loader ahead of the trainer, so that the loader's own state would "
-                "be a batch late: save, load and skip by what the trainer iterates over, the OnDevice, whose state is "
-                "that of a loader"
+                "be a batch late: save, load and skip through the OnDevice that the trainer iterates over, whose state "
+                "is that of a loader"
             )
 
     def take_back(self, before: Position) -> None:
-        """Return to `before` if a batch has been handed out since, which its taker has not got."""
+        """Return to `before` if a batch has been handed out since that its taker did not receive."""
         now, then = self.position.last_given, before.last_given
         if now is not None and now is not then:
             self.return_to(before)
@@ -482,7 +483,7 @@ class Run:
         self.position = loaded
 
     def draw_subsets_by(self, order: int | None) -> None:
-        """Have readers draw subsets by this order's number, as a run did that is loaded next."""
+        """Make readers draw subsets by this order's number, as the run that is loaded next did."""
         if order != self.local.subset_order:
             self.local.draw_subsets_by(order)
             for made in ("_fingerprint", "_packed_fingerprint", "_changed_fingerprint"):
@@ -521,12 +522,12 @@ class Run:
         state = with_known_cuts(state, lanes, self.local, settings_differ=differs)
         pad = self.settings.pad
         loaded = Position.saved(state, lanes, self.ranks, self.settings.lanes, pad=pad, subset_order=order)
-        # with larger batches, say, a lane of which some was left may have no batch
+        # with larger batches, say, a lane with some samples left may have no batch
         return loaded.with_changes() if differs else loaded
 
     @cached_property
     def _fingerprint(self) -> FingerprintHere:
-        """What a state must agree on. It holds the index of the shards open."""
+        """The settings that a state must agree on. It keeps the index of the shards open."""
         return fingerprint(self.local.last_stage, seed=self.settings.seed, lanes=self.settings.lanes)
 
     @cached_property
@@ -557,7 +558,7 @@ class Run:
         if not 0 <= lag < len(history):
             found = f"{len(history)} have" if history else "none has"
             raise ValueError(
-                f"trace(lag={lag}) tells of one of the last {MAX_LAG} batches, and {found} been given since the loader "
+                f"trace(lag={lag}) shows one of the last {MAX_LAG} batches, and {found} been given since the loader "
                 "was made, loaded, or began the epoch"
             )
         return history[-1 - lag]

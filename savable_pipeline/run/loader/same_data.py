@@ -1,7 +1,7 @@
-"""`check_same_data`: whether this rank reads the shards that the others do; none waits for another.
+"""`check_same_data`: whether this rank reads the same shards as the others; none waits for another.
 
 Ranks of an endless run do not communicate, so that one which opened the folder later, when a shard had been added,
-would deal its lanes otherwise unnoticed. The first rank that comes writes what it reads into the store of
+would deal its lanes differently, unnoticed. The first rank to arrive writes its shards into the store of
 torch.distributed; each other rank compares.
 """
 
@@ -18,14 +18,14 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.fingerprint import FingerprintHere
 
-_DATA = ("shards", "joins", "exclude")  # settings that say what is read, and what is left out
+_DATA = ("shards", "joins", "exclude")  # settings of what is read, and what is left out
 
 
 def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     """Raise `CheckpointMismatchError` if an earlier rank of the same run reads other shards, or excludes others.
 
-    Runs are told apart by stages, seed and lanes, the last names of their folders, and how many such a rank began in
-    its group. Raises what torch.distributed does where its store does not answer.
+    Runs are distinguished by stages, seed and lanes, the last names of their folders, and how many such runs a rank
+    began in its group. Raises what torch.distributed does where its store does not answer.
     """
     names = sorted(PurePosixPath(address).name for address in found.addresses.values())
     key = _digest([found.fields[name] for name in ("stages", "seed", "lanes")] + names)

@@ -63,7 +63,7 @@ class LoaderSettings:
             )
         if self.ledger is not None and self.on_iter == "restart":
             raise ValueError(
-                "a ledger says what a run was given, once; with on_iter='restart' each pass begins anew: give the "
+                "a ledger records what a run was given, once; with on_iter='restart' each pass begins again: give the "
                 "ledger to the training's loader"
             )
         self.find_context()
