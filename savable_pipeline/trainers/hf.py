@@ -1,6 +1,9 @@
 """The loader in Hugging Face's `Trainer`: `SavableTrainer`, or the mixin `SavableData` before another trainer.
 
-checkpoint-500/  model … trainer_state.json  savable_loader.json     the state of all ranks, written first
+A checkpoint holds the state of all ranks, which is written first; the trainer's own state is written last:
+
+checkpoint-4/   savable_loader.json   model   optimizer   trainer_state.json
+checkpoint-8/   savable_loader.json   model                                     the run was killed here: passed over
 """
 
 from __future__ import annotations
@@ -8,16 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.evaluation import check_restarts
-from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
+from savable_pipeline.trainers.checks import length_of, restarting
+from savable_pipeline.trainers.forms import from_json, to_json
 from savable_pipeline.trainers.whole import Whole
 
 log = logging.getLogger(__name__)
@@ -163,13 +171,13 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True begins again with smaller batches; the pipeline makes the batches")
-    check_restarts(eval_loader)
+    restarting(eval_loader)
 
 
 def _evaluated(given: Any) -> SavableLoader | None:
     """A loader to evaluate on, if it is one of ours. Raises ValueError for one that goes on where it was broken off."""
-    check_restarts(given)
-    return given if isinstance(given, SavableLoader) else None
+    found = restarting(given)
+    return found if isinstance(found, SavableLoader) else None
 
 
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
@@ -191,12 +199,9 @@ def _check_accumulation(args: Any, batches: Whole) -> None:
             f"gradient_accumulation_steps={steps}: a checkpoint takes back at most {MAX_LAG} batches that the "
             "optimizer has not stepped on. Accumulate fewer, larger batches"
         )
-    try:
-        length = len(batches)
-    except TypeError:
-        return
+    length = length_of(batches)
     in_mid_epoch = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
-    if length % steps and in_mid_epoch:
+    if length and length % steps and in_mid_epoch:
         raise ValueError(
             f"an epoch has {length} batches, which gradient_accumulation_steps={steps} does not divide: resumed in "
             "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch' "
@@ -238,3 +243,67 @@ def _last_step(args: Any, batches: Whole, trainer_state: Path) -> int:
             in_all,
         )
     return last
+
+
+DATA_FILE = "savable_loader.json"
+_BEGUN = "checkpoint-is-incomplete.txt"  # what the trainer marks a folder with that it makes on SIGTERM
+
+
+def begin(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the state of the data into the folder of a checkpoint, of which the trainer writes the rest behind it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of one that was saved here before
+    replace_file(folder / DATA_FILE, [json.dumps(to_json(state)).encode()], sync=True)
+
+
+def take_away(folder: Path) -> None:
+    """Remove a folder that the trainer made for a checkpoint, if nothing was saved in it."""
+    with suppress(OSError):
+        (folder / _BEGUN).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def newest_whole(output_dir: Path) -> Path | None:
+    """The newest checkpoint that was saved to its end; a warning names newer ones. None if there is none at all.
+
+    Raises `StateError` if none is whole.
+    """
+    numbered = {int(path.name[11:]): path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()}
+    passed_over: list[str] = []
+    for _, folder in sorted(numbered.items(), reverse=True):
+        lacks = _lacks(folder)
+        if lacks is None:
+            if passed_over:
+                log.warning("resuming from %s; newer, but not whole: %s", folder, "; ".join(passed_over))
+            return folder
+        passed_over.append(f"{folder.name}, whose {lacks}")
+    if passed_over:
+        raise StateError(f"{output_dir} has no checkpoint that is whole, only {'; '.join(passed_over)}")
+    return None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state of the data in a checkpoint. Raises `StateError` if the checkpoint is not whole."""
+    if lacks := _lacks(folder):
+        raise StateError(
+            f"{folder} is not whole: its {lacks}. Resume from another (resume_from_checkpoint=True takes the newest "
+            "whole one), or load a state that you saved yourself into the loader and pass the trainer no checkpoint"
+        )
+    file = folder / DATA_FILE
+    try:
+        return from_json(json.loads(file.read_bytes()))
+    except ValueError as error:
+        raise StateError(f"{file}: no JSON ({error}); resume from another checkpoint") from error
+
+
+def _lacks(folder: Path) -> str | None:
+    """What a checkpoint lacks, in words that follow "whose"; None if it is whole."""
+    if not (folder / DATA_FILE).exists():
+        return f"{DATA_FILE} is not there: it was saved without SavableTrainer, or a save ended before it began"
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_bytes())
+    except FileNotFoundError:
+        return f"{TRAINER_STATE_NAME}, which is written last, is not there: the run ended while it was saved"
+    except ValueError as error:
+        return f"{TRAINER_STATE_NAME}, which is written last, is no JSON ({error}): the run ended while it was saved"
+    return None

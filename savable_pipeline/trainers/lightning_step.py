@@ -6,10 +6,17 @@ Lightning counts a batch as `ready` when it has it, and as `processed` behind it
 
 With `accumulate_grad_batches`, the optimizer steps on a window of several batches. A checkpoint that is written before
 that has weights without them, and no gradients: it must have the data, and the counts, from before the window's first.
+
+`PutOff`: a signal that has it save comes between any two instructions. While the optimizer is at work some of the
+weights have taken the step and some have not, and no state of the data fits to both: its handler waits for the end.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -66,3 +73,33 @@ class Step:
                 part |= {"started": part["ready"], "processed": part["ready"]}
         if back:
             counts["is_last_batch"] = False
+
+
+class PutOff:
+    """Calls a library's handlers of signals when `busy()` is over: at once, or in the next `run()`."""
+
+    def __init__(self, busy: Callable[[], bool]) -> None:
+        self._busy = busy
+        self._waiting: list[Callable[[], Any]] = []
+
+    def wrap(self, library: str) -> None:
+        """Put off what the handlers do that `library` has set, all but SIGTERM's, which only notes it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signal.valid_signals() - {signal.SIGTERM}:
+            handler = signal.getsignal(number)
+            if callable(handler) and type(handler).__module__.startswith(f"{library}."):
+                signal.signal(number, self._waits(handler))
+
+    def _waits(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        def put_off(number: int, frame: FrameType | None) -> None:
+            self._waiting.append(lambda: handler(number, frame))
+            if not self._busy():
+                self.run()
+
+        return put_off
+
+    def run(self) -> None:
+        """Call the handlers that wait. Call this where a step has ended."""
+        while self._waiting:
+            self._waiting.pop(0)()

@@ -96,14 +96,14 @@ def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[s
     whole, kept, spans = rows(batch), set(shared), _Counted(batch)
     return [
         {
-            name: value if name in kept else _part(batch, name, _Rows(start, stop, whole), spans)
+            name: value if name in kept else _part(batch, name, _RowSpan(start, stop, whole), spans)
             for name, value in batch.items()
         }
         for start, stop in pairwise(borders)
     ]
 
 
-class _Rows(NamedTuple):
+class _RowSpan(NamedTuple):
     """The rows `start` to `stop - 1` of `whole` ones."""
 
     start: int
@@ -117,12 +117,12 @@ class _Counted:
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self._batch = batch
 
-    def span(self, counts: str, rows: _Rows) -> tuple[int, int]:
+    def span(self, counts: str, rows: _RowSpan) -> tuple[int, int]:
         """The first, and the first no more, of what is counted by this field, of these rows."""
         start, stop = self.span("image_counts", rows) if counts == "tile_counts" else (rows.start, rows.stop)
         return self._sums(self._batch[counts], start, stop)
 
-    def patches(self, rows: _Rows) -> tuple[int, int]:
+    def patches(self, rows: _RowSpan) -> tuple[int, int]:
         """The first patch, and the first no more, of these rows."""
         return self._sums(self._batch["grids"].prod(1), *self.span("tile_counts", rows))
 
@@ -132,7 +132,7 @@ class _Counted:
         return before, before + within
 
 
-def _part(batch: Mapping[str, Any], name: str, rows: _Rows, counted: _Counted) -> Any:
+def _part(batch: Mapping[str, Any], name: str, rows: _RowSpan, counted: _Counted) -> Any:
     """What a field is of these rows."""
     value = batch[name]
     if name == "cu_seqlens":
@@ -154,7 +154,7 @@ def _part(batch: Mapping[str, Any], name: str, rows: _Rows, counted: _Counted) -
     return _of_rows(name, value, rows)
 
 
-def _tokens(batch: Mapping[str, Any], rows: _Rows) -> tuple[int, int]:
+def _tokens(batch: Mapping[str, Any], rows: _RowSpan) -> tuple[int, int]:
     """The first token, and the first no more, of these rows among the B · T of all."""
     length = batch["tokens"].shape[1]
     return rows.start * length, rows.stop * length
@@ -181,7 +181,7 @@ def _longest(boundaries: torch.Tensor, like: Any) -> Any:
     return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest
 
 
-def _of_rows(name: str, value: Any, rows: _Rows) -> Any:
+def _of_rows(name: str, value: Any, rows: _RowSpan) -> Any:
     import torch
 
     sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)

@@ -19,7 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import hf
 from savable_pipeline.trainers.device import OnDevice
-from savable_pipeline.trainers.hf_checkpoints import newest_whole
+from savable_pipeline.trainers.hf import newest_whole
 from tests.trainers.adapters import Model, make, trainer
 
 __all__ = ["make"]  # a fixture

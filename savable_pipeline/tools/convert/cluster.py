@@ -25,12 +25,12 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.processes import Answer, EachShard, Task, do
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.remote_part import close_part
-from savable_pipeline.tools.convert.shard_job import Job, Written, make_hole, read_written, write_shard
+from savable_pipeline.tools.convert.shard_job import ShardJob, WrittenShard, make_hole, read_written, write_shard
 
 _SEEN_S = 120.0  # network file systems remember for a minute that a file was not there
 
 
-def write_by_cluster(engine: Engine, jobs: list[Job], work: Path, progress: Callable[[int, int], None]) -> None:
+def write_by_cluster(engine: Engine, jobs: list[ShardJob], work: Path, progress: Callable[[int, int], None]) -> None:
     """Write all shards by an engine; `progress` is called with the samples and the bytes done.
 
     Raises `SavableError` for a machine that does not see the folders, and whatever `write_shard` and the engine raise.
@@ -50,7 +50,7 @@ def write_by_cluster(engine: Engine, jobs: list[Job], work: Path, progress: Call
             progress(done, size)
 
 
-def _sent(job: Job, aside: Path) -> Job:
+def _sent(job: ShardJob, aside: Path) -> ShardJob:
     return replace(job, aside=aside, reader=job.reader.elsewhere(job.samples))
 
 
@@ -69,11 +69,11 @@ def attempts_in(work: Path) -> Iterator[Path]:
 class Made:
     """A shard that was finished: its record, and where it went to a bucket, its rows of the index."""
 
-    written: Written
+    written: WrittenShard
     index: bytes = b""
 
 
-def attempt(job: Job) -> Made:
+def attempt(job: ShardJob) -> Made:
     """Write a shard by way of a folder of its own: in `job.aside`, or before a bucket one of this machine alone.
 
     Raises as `write_shard` does, and OSError.
@@ -89,7 +89,7 @@ def attempt(job: Job) -> Made:
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _note(job: Job, made: Made) -> None:
+def _note(job: ShardJob, made: Made) -> None:
     """Leave here what `write_shard` leaves of a shard that went to a bucket."""
     if made.written.samples:
         replace_file(job.work / f"{job.name}.index", [made.index])
@@ -112,7 +112,7 @@ def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Scan:
+class _ScanJob:
     """One shard to scan: its size is told, so that a machine which has another folder there is noticed."""
 
     task: Task
@@ -126,14 +126,14 @@ def each_shard_by(engine: Engine) -> EachShard:
 
     def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
         root = root.absolute()
-        scans = (_Scan(task, root, name, (root / name).stat().st_size) for name in names)
+        scans = (_ScanJob(task, root, name, (root / name).stat().st_size) for name in names)
         with closing(engine.each(_scanned, scans)) as finished:
             yield from ((scan.name, answer) for scan, answer in finished)
 
     return each
 
 
-def _scanned(scan: _Scan) -> bytes:
+def _scanned(scan: _ScanJob) -> bytes:
     size = (scan.root / scan.name).stat().st_size
     if size != scan.size:
         raise OSError(f"{scan.root / scan.name} has {size} bytes, and {scan.size} where the command runs")

@@ -55,7 +55,7 @@ def packed_tars(source: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tar(ShardPlace):
+class _TarJob(ShardPlace):
     """A tar to write; of one that is in its place already, to compare with, `there` has the bytes."""
 
     path: Path
@@ -126,7 +126,7 @@ def _all_repacked(
 ) -> tuple[dict[str, str], int]:
     """The faults of those that were looked at, by name, and how many these are."""
     jobs = [
-        _Tar(
+        _TarJob(
             name=name,
             **target.shard_place,
             path=path.absolute(),
@@ -163,7 +163,7 @@ def _described(target: Target, names: list[str]) -> ShardIndex:
     return describe_tables(folder, folder / WORK, tables())
 
 
-def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[tuple[_Tar, _Repacked]]:
+def _repacked(jobs: list[_TarJob], work: Path, engine: Engine | None) -> Iterator[tuple[_TarJob, _Repacked]]:
     """The tars, each once it is written, or has a fault."""
     if engine is None:
         yield from ((job, _repack_one(job)) for job in jobs)
@@ -180,7 +180,7 @@ def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[t
             yield job, made
 
 
-def _attempt(job: _Tar) -> _Repacked:
+def _attempt(job: _TarJob) -> _Repacked:
     """`_repack_one`, by way of a folder of its own: in `job.aside`, or before a bucket one of this machine alone."""
     with tempfile.TemporaryDirectory(dir=job.aside if job.bucket is None else None) as own:
         if job.bucket is None:
@@ -189,7 +189,7 @@ def _attempt(job: _Tar) -> _Repacked:
         return _repack_one(replace(job, aside=Path(own), target=made, work=made))
 
 
-def _note(job: _Tar, made: _Repacked) -> None:
+def _note(job: _TarJob, made: _Repacked) -> None:
     """Leave here what `put_in_place` leaves of a tar that went to a bucket."""
     index = job.work / f"{job.name}.index"
     index.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ def _note(job: _Tar, made: _Repacked) -> None:
     make_hole(job.target / job.name, made.size)
 
 
-def _repack_one(job: _Tar) -> _Repacked:
+def _repack_one(job: _TarJob) -> _Repacked:
     """Write one tar, and put it in its place if it is whole; or compare it with what is there."""
     aside = job.aside / "repacked.tar"
     with aside.open("wb") as file:
@@ -230,7 +230,7 @@ def _repack_one(job: _Tar) -> _Repacked:
     return _Repacked("", size, (job.work / f"{job.name}.index").read_bytes())
 
 
-def _brought(job: _Tar) -> Path:
+def _brought(job: _TarJob) -> Path:
     """The tar that is in its place, brought from a bucket if it lies there."""
     if job.bucket is None:
         return job.target / job.name

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from savable_pipeline.errors import SavableError, WorkerError
-from savable_pipeline.tools.convert.shard_job import Job, write_shard
+from savable_pipeline.tools.convert.shard_job import ShardJob, write_shard
 
 _POLL_S = 0.2  # between two reports of progress
 _AHEAD = 2  # jobs a worker in the pool
@@ -35,7 +35,7 @@ class _StoppedError(Exception):
     """The conversion ends early: another worker failed, or someone pressed Ctrl-C."""
 
 
-def write_shards(jobs: list[Job], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
+def write_shards(jobs: list[ShardJob], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
     """Write all shards, with `workers` processes or in this one if that is 1.
 
     `progress` is called with the samples and the bytes done.
@@ -59,7 +59,7 @@ def write_shards(jobs: list[Job], work: Path, workers: int, progress: Callable[[
     progress(done, size)
 
 
-def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
+def _write_in_workers(jobs: list[ShardJob], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
     with _signals_held() as deliver:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["savable_pipeline.tools.convert.writer_processes"])
@@ -82,7 +82,7 @@ def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Calla
                 raise
 
 
-def _finished(pool: Executor, jobs: list[Job], at_once: int) -> Iterator[None]:
+def _finished(pool: Executor, jobs: list[ShardJob], at_once: int) -> Iterator[None]:
     """Have all jobs done, `at_once` of them in the pool; gives way now and then. Raises what one of them raised."""
     left = iter(jobs)
     waiting: set[Future[None]] = set()
@@ -159,7 +159,7 @@ def _exit_after(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(1)
 
 
-def _write(job: Job) -> None:
+def _write(job: ShardJob) -> None:
     write_shard(job, _tick)
 
 

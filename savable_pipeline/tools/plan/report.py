@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from savable_pipeline.core.wording import counted, human_bytes
-from savable_pipeline.tools.plan.memory import Memory, SourceBytes
+from savable_pipeline.tools.plan.memory import RankMemory, SourceBytes
 from savable_pipeline.tools.plan.mixing import NEIGHBOURS, Entropy, Mixing
 from savable_pipeline.tools.plan.run_plan import RunPlan
 from savable_pipeline.tools.plan.steps import LanesChoice
@@ -160,7 +160,7 @@ def _beside(entropy: Entropy) -> str:
 
 
 def _memory(plan: RunPlan) -> Iterator[Fact]:
-    memory: Memory = plan.memory
+    memory: RankMemory = plan.memory
     yield Fact(f"refs in shuffle buffers of {memory.lanes} lanes", human_bytes(memory.refs), "12 bytes each")
     how = _of_samples(plan)
     for name, size in (
