@@ -11,8 +11,7 @@ from PIL import Image
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.parts.conversation_formats import Message, parse_conversation
-from task_encoders.parts.image_text_encoder import MixedEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens, Vision
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision
 from task_encoders.parts.sample_images import SampleImages
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 

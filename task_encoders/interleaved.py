@@ -8,8 +8,7 @@ from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.document_formats import parse_document
-from task_encoders.parts.image_text_encoder import MixedEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens, Vision, image_places
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision, image_places
 from task_encoders.parts.sample_images import SampleImages
 from task_encoders.parts.token_packing import with_target
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
