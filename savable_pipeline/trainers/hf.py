@@ -1,9 +1,6 @@
 """The loader in Hugging Face's `Trainer`: `SavableTrainer`, or the mixin `SavableData` before another trainer.
 
-A checkpoint holds the state of all ranks, which is written first; the trainer's own state is written last:
-
-checkpoint-4/   savable_loader.json   model   optimizer   trainer_state.json
-checkpoint-8/   savable_loader.json   model                                     the run was killed here: passed over
+checkpoint-500/  model … trainer_state.json  savable_loader.json     the state of all ranks, written first
 """
 
 from __future__ import annotations
@@ -11,34 +8,36 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from savable_pipeline.core.files import replace_file
-from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.checks import length_of, restarting
-from savable_pipeline.trainers.forms import from_json, to_json
+from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
 from savable_pipeline.trainers.whole import Whole
 
 log = logging.getLogger(__name__)
 
 
 class SavableData:
-    """A mixin that gives a `Trainer` its batches: `class MyTrainer(SavableData, SFTTrainer)`.
+    """A mixin that supplies a `Trainer` with batches: `class MyTrainer(SavableData, SFTTrainer)`.
 
-    `train_loader` is a `SavableLoader`, `eval_loader` one with `on_iter="restart"` or a dict of them by name; make them
-    after the `TrainingArguments`, which begin torch.distributed. Each checkpoint holds the lanes of all ranks;
-    `train(resume_from_checkpoint=…)` goes on there, on any number of ranks.
-    Raises ValueError for arguments under which a resumed run would be another: without `ignore_data_skip=True` the
-    trainer would skip batches that the state has passed already.
+    Each checkpoint holds the lanes of all ranks; `train(resume_from_checkpoint=…)` continues there on any number of
+    ranks. `TrainingArguments` needs `ignore_data_skip=True`: otherwise the trainer would skip batches that the state
+    has already passed.
+
+    Args:
+        *args: Arguments of the trainer.
+        train_loader: The batches to train on; make it after the `TrainingArguments`, which start torch.distributed.
+        eval_loader: A loader made with `on_iter="restart"`, or a dict of them by name.
+        **kwargs: Arguments of the trainer.
+
+    Raises:
+        ValueError: With these arguments a resumed run would see other batches.
     """
 
     args: Any
@@ -70,28 +69,46 @@ class SavableData:
             self.add_callback(counter)  # type: ignore[attr-defined]
 
     def get_train_dataloader(self) -> Any:
-        """The batches to train on."""
+        """Return the batches to train on."""
         return self._batches if self._batches is not None else super().get_train_dataloader()  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of one step of the optimizer, which are fetched before any is trained on."""
+        """Return the batches of one step of the optimizer, which are fetched before any is trained on.
+
+        Args:
+            *args: As for the trainer.
+            **kwargs: As for the trainer.
+        """
         batches, *rest = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         if self._batches is not None:
             self._counter.begun += len(batches)
         return batches, *rest
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The loader to evaluate on: `eval_dataset`, or that under this name, or the one that was given."""
+        """Return the loader to evaluate on.
+
+        Args:
+            eval_dataset: A loader, or the name of one; None: the `eval_loader` of the constructor.
+        """
         found = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         found = self.eval_dataset if found is None else found
         return _evaluated(found) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The loader that `predict` was given."""
+        """Return the loader that `predict` was given.
+
+        Args:
+            test_dataset: A loader made with `on_iter="restart"`, or what the trainer takes.
+        """
         return _evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the state of the data, then the model: a checkpoint with a model in it has both."""
+        """Save the state of the data, then the model: a checkpoint that has a model has both.
+
+        Args:
+            output_dir: The folder of the checkpoint.
+            _internal_call: Whether the trainer calls it for a checkpoint.
+        """
         if _internal_call and output_dir is not None and self._batches is not None:
             try:
                 state = self._batches.state_dict()
@@ -104,9 +121,16 @@ class SavableData:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint on if one is named; True means the newest that is whole.
+        """Train, from a checkpoint on if one is named.
 
-        Raises `StateError` for a checkpoint that is not whole, or lacks the state of the data.
+        Args:
+            resume_from_checkpoint: The folder of a checkpoint; True: the newest that is complete; None or False: from
+                the start.
+            *args: As for the trainer.
+            **kwargs: As for the trainer.
+
+        Raises:
+            StateError: The checkpoint is incomplete, or lacks the state of the data.
         """
         found = resume_from_checkpoint
         max_steps = self.args.max_steps
@@ -124,13 +148,20 @@ class SavableData:
 
 
 class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
-    """Hugging Face's `Trainer`, on loaders of savable_pipeline; arguments as of `SavableData`.
+    """Hugging Face's `Trainer`, on loaders of savable_pipeline.
 
-    ```python
-    from savable_pipeline.trainers.hf import SavableTrainer
+    Args:
+        *args: Arguments of the trainer.
+        train_loader: The batches to train on; make it after the `TrainingArguments`, which start torch.distributed.
+        eval_loader: A loader made with `on_iter="restart"`, or a dict of them by name.
+        **kwargs: Arguments of the trainer.
 
-    SavableTrainer.__mro__[1].__name__  # 'SavableData'
-    ```
+    Example:
+        ```python
+        from savable_pipeline.trainers.hf import SavableTrainer
+
+        SavableTrainer.__mro__[1].__name__  # 'SavableData'
+        ```
     """
 
 
@@ -161,8 +192,8 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
 def _check_arguments(args: Any, eval_loader: Any) -> None:
     if not args.ignore_data_skip:
         raise ValueError(
-            "TrainingArguments needs ignore_data_skip=True: the state of the loader says where to go on, and skipping "
-            "beside it would leave batches out"
+            "TrainingArguments needs ignore_data_skip=True: the state of the loader says where to continue, so that "
+            "skipping batches as well would leave some out"
         )
     if args.deepspeed and getattr(args, "enable_jit_checkpoint", False):
         raise ValueError(
@@ -175,17 +206,17 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
 
 
 def _evaluated(given: Any) -> SavableLoader | None:
-    """A loader to evaluate on, if it is one of ours. Raises ValueError for one that goes on where it was broken off."""
+    """The given loader, if it is a `SavableLoader`. Raises ValueError for one that does not restart each evaluation."""
     found = restarting(given)
     return found if isinstance(found, SavableLoader) else None
 
 
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
-    """Name the callbacks whose counts a checkpoint holds, and the trainer does not restore unless it is told to."""
+    """Warn of callbacks whose counts a checkpoint holds, but the trainer restores only on request."""
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
     if names and not args.restore_callback_states_from_checkpoint:
         log.warning(
-            "the resumed run may end at another step: %s begins anew (EarlyStoppingCallback forgets its patience) "
+            "the resumed run may end at another step: %s starts again (EarlyStoppingCallback forgets its patience) "
             "unless TrainingArguments has restore_callback_states_from_checkpoint=True",
             ", ".join(names),
         )
@@ -210,20 +241,21 @@ def _check_accumulation(args: Any, batches: Whole) -> None:
 
 
 def _check_steps(waiting: int, steps: int) -> None:
-    """Raise ValueError where so many batches wait at an epoch's end that no epoch is long enough for a step."""
+    """Raise ValueError if so many batches wait at an epoch's end that no epoch is long enough for a step."""
     if waiting >= steps:
         raise ValueError(
             f"the optimizer has not stepped on the last {waiting} batches, and never would: the trainer counts the "
-            f"gradient_accumulation_steps={steps} of a step anew in each epoch, and an epoch has fewer batches. "
+            f"gradient_accumulation_steps={steps} of a step again in each epoch, and an epoch has fewer batches. "
             "Accumulate fewer, or take an endless pipeline (epochs=None)"
         )
 
 
 def _last_step(args: Any, batches: Whole, trainer_state: Path) -> int:
-    """`max_steps` for `num_train_epochs` of a run that other ranks began: the trainer takes all steps for its own.
+    """`max_steps` for `num_train_epochs` of a run begun on another number of ranks: the trainer counts all steps as its
+    own.
 
     3 epochs of 18 slots, begun by one rank, are 8 steps of one slot and 23 of two: 31, where the trainer would stop at
-    27. On as many ranks as before it is what it was given.
+    27. On the same number of ranks as before, it is `args.max_steps`.
     """
     given = batches.given_of_epoch if args.max_steps <= 0 and trainer_state.exists() else None
     if given is None:
@@ -243,67 +275,3 @@ def _last_step(args: Any, batches: Whole, trainer_state: Path) -> int:
             in_all,
         )
     return last
-
-
-DATA_FILE = "savable_loader.json"
-_BEGUN = "checkpoint-is-incomplete.txt"  # what the trainer marks a folder with that it makes on SIGTERM
-
-
-def begin(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of the data into the folder of a checkpoint, of which the trainer writes the rest behind it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of one that was saved here before
-    replace_file(folder / DATA_FILE, [json.dumps(to_json(state)).encode()], sync=True)
-
-
-def take_away(folder: Path) -> None:
-    """Remove a folder that the trainer made for a checkpoint, if nothing was saved in it."""
-    with suppress(OSError):
-        (folder / _BEGUN).unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def newest_whole(output_dir: Path) -> Path | None:
-    """The newest checkpoint that was saved to its end; a warning names newer ones. None if there is none at all.
-
-    Raises `StateError` if none is whole.
-    """
-    numbered = {int(path.name[11:]): path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()}
-    passed_over: list[str] = []
-    for _, folder in sorted(numbered.items(), reverse=True):
-        lacks = _lacks(folder)
-        if lacks is None:
-            if passed_over:
-                log.warning("resuming from %s; newer, but not whole: %s", folder, "; ".join(passed_over))
-            return folder
-        passed_over.append(f"{folder.name}, whose {lacks}")
-    if passed_over:
-        raise StateError(f"{output_dir} has no checkpoint that is whole, only {'; '.join(passed_over)}")
-    return None
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The state of the data in a checkpoint. Raises `StateError` if the checkpoint is not whole."""
-    if lacks := _lacks(folder):
-        raise StateError(
-            f"{folder} is not whole: its {lacks}. Resume from another (resume_from_checkpoint=True takes the newest "
-            "whole one), or load a state that you saved yourself into the loader and pass the trainer no checkpoint"
-        )
-    file = folder / DATA_FILE
-    try:
-        return from_json(json.loads(file.read_bytes()))
-    except ValueError as error:
-        raise StateError(f"{file}: no JSON ({error}); resume from another checkpoint") from error
-
-
-def _lacks(folder: Path) -> str | None:
-    """What a checkpoint lacks, in words that follow "whose"; None if it is whole."""
-    if not (folder / DATA_FILE).exists():
-        return f"{DATA_FILE} is not there: it was saved without SavableTrainer, or a save ended before it began"
-    try:
-        json.loads((folder / TRAINER_STATE_NAME).read_bytes())
-    except FileNotFoundError:
-        return f"{TRAINER_STATE_NAME}, which is written last, is not there: the run ended while it was saved"
-    except ValueError as error:
-        return f"{TRAINER_STATE_NAME}, which is written last, is no JSON ({error}): the run ended while it was saved"
-    return None
