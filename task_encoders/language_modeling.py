@@ -7,7 +7,7 @@ from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.token_packing import (
     document,
     multiple_setting,

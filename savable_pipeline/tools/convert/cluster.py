@@ -112,7 +112,7 @@ def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -
 
 
 @dataclass(frozen=True, slots=True)
-class _ScanJob:
+class _Scan:
     """One shard to scan: its size is told, so that a machine which has another folder there is noticed."""
 
     task: Task
@@ -126,14 +126,14 @@ def each_shard_by(engine: Engine) -> EachShard:
 
     def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
         root = root.absolute()
-        scans = (_ScanJob(task, root, name, (root / name).stat().st_size) for name in names)
+        scans = (_Scan(task, root, name, (root / name).stat().st_size) for name in names)
         with closing(engine.each(_scanned, scans)) as finished:
             yield from ((scan.name, answer) for scan, answer in finished)
 
     return each
 
 
-def _scanned(scan: _ScanJob) -> bytes:
+def _scanned(scan: _Scan) -> bytes:
     size = (scan.root / scan.name).stat().st_size
     if size != scan.size:
         raise OSError(f"{scan.root / scan.name} has {size} bytes, and {scan.size} where the command runs")

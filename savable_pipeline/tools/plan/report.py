@@ -49,7 +49,7 @@ def sections(plan: RunPlan) -> list[Section]:
 
 
 def advice(plan: RunPlan) -> list[str]:
-    """What had better be changed, a sentence each."""
+    """What to change, a sentence each."""
     ranks, found = plan.wanted.ranks, []
     if plan.lanes != plan.planned_lanes:
         found.append(
@@ -76,7 +76,7 @@ def _better(plan: RunPlan) -> str:
         reasons.append(f"lets a rank have {counted(better.workers, 'worker')}")
     fewer = f", though a rank then has at most {counted(better.workers, 'worker')}"
     return (
-        f"a new run had better have lanes={better.lanes}: it {' and '.join(reasons)}"
+        f"for a new run, use lanes={better.lanes}: it {' and '.join(reasons)}"
         f"{fewer if better.workers < ours.workers else ''}"
     )
 
@@ -95,7 +95,7 @@ def _data(plan: RunPlan) -> Iterator[Fact]:
     if lengths.totals:
         ordered = sorted(lengths.totals)
         median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-        told = "told by length_of" if lengths.told else "encoded"
+        told = "from length_of" if lengths.told else "encoded"
         text = f"mean {sum(ordered) / len(ordered):,.0f}, median {median:,}, 99 % {p99:,}, longest {ordered[-1]:,}"
         yield Fact("length of a document", text, f"{how}, {told}")
     for reason, number in lengths.skipped.items():
