@@ -11,7 +11,6 @@ import filecmp
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.bucket import Found
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
@@ -27,7 +25,7 @@ from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.scan import scan
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.cluster import attempts_in, wait_until_seen
+from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
 from savable_pipeline.tools.convert.compressed import DamagedError, is_compressed, opened
 from savable_pipeline.tools.convert.describe import describe, describe_tables
 from savable_pipeline.tools.convert.mirror import Target
@@ -42,7 +40,7 @@ from savable_pipeline.tools.convert.resume import (
     write_manifest,
     write_rejects,
 )
-from savable_pipeline.tools.convert.shard_job import ShardPlace, make_hole, put_in_place
+from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place
 
 _CHUNK = 1 << 20
 
@@ -174,27 +172,16 @@ def _repacked(jobs: list[_TarJob], work: Path, engine: Engine | None) -> Iterato
     ):
         for job, made in finished:
             if made.index:
-                _note(job, made)
+                note_shard(job, made.size, made.index)
             elif not made.fault:
                 wait_until_seen(job.target / job.name, (job.target / job.name).exists)
             yield job, made
 
 
 def _attempt(job: _TarJob) -> _Repacked:
-    """`_repack_one`, by way of a folder of its own: in `job.aside`, or before a bucket one of this machine alone."""
-    with tempfile.TemporaryDirectory(dir=job.aside if job.bucket is None else None) as own:
-        if job.bucket is None:
-            return _repack_one(replace(job, aside=Path(own)))
-        made = Path(own, "made")
-        return _repack_one(replace(job, aside=Path(own), target=made, work=made))
-
-
-def _note(job: _TarJob, made: _Repacked) -> None:
-    """Leave here what `put_in_place` leaves of a tar that went to a bucket."""
-    index = job.work / f"{job.name}.index"
-    index.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(index, [made.index])
-    make_hole(job.target / job.name, made.size)
+    """`_repack_one`, by way of a folder of its own."""
+    with own_folder(job) as own:
+        return _repack_one(own)
 
 
 def _repack_one(job: _TarJob) -> _Repacked:
@@ -227,7 +214,7 @@ def _repack_one(job: _TarJob) -> _Repacked:
     (job.aside / job.name).parent.mkdir(parents=True, exist_ok=True)
     aside.replace(job.aside / job.name)
     put_in_place(job, msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=job.name)))
-    return _Repacked("", size, (job.work / f"{job.name}.index").read_bytes())
+    return _Repacked("", size, index_of(job))
 
 
 def _brought(job: _TarJob) -> Path:
