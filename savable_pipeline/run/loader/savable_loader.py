@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.trace import Trace
+from savable_pipeline.run.loader.trace import Trace, source_names
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_trainer, warn_unsaved
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
@@ -99,7 +99,7 @@ class SavableLoader:
 
         Opens the shards, and on first use indexes them.
         """
-        return self._run.sources
+        return list(source_names(self._run.local.last_stage).values())
 
     # Iterating.
 
