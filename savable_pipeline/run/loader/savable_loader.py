@@ -219,6 +219,10 @@ class SavableLoader:
             "the process that uses it (give a function that makes it), and go on with load_state_dict(state_dict())"
         )
 
+    def __savable_run__(self) -> Run:
+        """What `trainers`, `verify` and `testing` move, save and look at: a protocol inside of the library."""
+        return self._run
+
     # Looking at it.
 
     def stats(self) -> dict[str, int | float]:
@@ -250,8 +254,8 @@ class SavableLoader:
 
 
 def run_of(loader: SavableLoader) -> Run:
-    """The run that a loader shows: for `trainers`, without another public name on the class."""
-    return loader._run  # noqa: SLF001
+    """The run that a loader shows."""
+    return loader.__savable_run__()
 
 
 def settings_of(loader: SavableLoader) -> LoaderSettings:
