@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.data.dataset.kinds import format_of
 from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, cluster, run_conversion
-from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.tools.convert.cluster import attempt
 from savable_pipeline.tools.convert.shard_job import ShardJob, write_shard
 from tests.support.processes import run_until_killed
