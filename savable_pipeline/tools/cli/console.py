@@ -7,7 +7,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -82,6 +82,13 @@ def check_output(*paths: Path | None) -> None:
 
 
 Progress: TypeAlias = Callable[..., None]  # of the things done, of all, and of the bytes done if they are known
+TargetArgument: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
+    ),
+]
 _LINE_EVERY_S = 10.0
 
 
