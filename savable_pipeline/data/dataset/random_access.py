@@ -13,10 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.data.dataset import opening
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.key_index import KeyIndex, key_index, manifest_digest
-from savable_pipeline.data.dataset.kinds import format_of, open_any
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.dataset.sample import REF, Sample
 from savable_pipeline.data.shards.paths import Shards
@@ -97,10 +96,7 @@ class _Opened:
 
     def _open(self) -> Dataset:
         shards, cache, cache_bytes, columns, key = self._arguments
-        if format_of(shards) is None and columns is None and key is None:
-            dataset = opening.open_dataset(shards, cache=cache, cache_size=cache_bytes)
-        else:
-            dataset = open_any(shards, columns=columns, key=key)
+        dataset = open_any(shards, cache=cache, cache_size=cache_bytes, columns=columns, key=key)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and manifest_digest(dataset) != self._manifest:

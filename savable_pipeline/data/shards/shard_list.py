@@ -190,3 +190,11 @@ class ShardList(Sequence[ShardEntry]):
         """Name, samples and digest of each."""
         columns = zip(self.names, self.samples.tolist(), self.digests.tolist(), strict=True)
         return [list(row) for row in columns]
+
+
+def check_utf8(shard: str, name: str) -> None:
+    """Raises `ShardError` for the name of a shard, or of an extension in it, that an index cannot hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ShardError(f"{shard}: the name {name!r} is no UTF-8; rename it and write the shard again") from None

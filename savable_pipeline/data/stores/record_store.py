@@ -135,6 +135,10 @@ class RecordStore(Protocol):
         """
         return None
 
+    def left_out(self) -> str:
+        """What to say of what the files hold and samples do not have; "" for nothing. Told when the store is opened."""
+        return ""
+
     def offset(self, shard: int, row: int, /) -> int:
         """Return the place of a sample in its shard, in `unit`.
 
@@ -143,6 +147,16 @@ class RecordStore(Protocol):
             row: The sample's row in it.
         """
         return row
+
+    def part_offset(self, shard: int, row: int, extension: str, /) -> int | None:
+        """Return the byte of its shard at which a part begins; None where it is made of more than bytes of the shard.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+            extension: The name of the part.
+        """
+        return None
 
     decoded_bytes: int = 0
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.dataset.opening import dataset_of
-from savable_pipeline.data.shards.paths import Shards, Unlistable, as_names
-from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
-from savable_pipeline.data.stores.parquet_store import ParquetStore
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
 from savable_pipeline.stages.setting_rules import SettingRule
 
 
 class ColumnarReader(RecordReader):
-    """Yields the rows of a lane's share of files as samples; `store` of a subclass is the kind of files."""
+    """Yields the rows of a lane's share of files as samples; `kind` of a subclass is the kind of files."""
 
-    store: ClassVar[Callable[..., ColumnarStore]]
+    kind: ClassVar[str]
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         **RecordReader.setting_rules,
         "parts": SettingRule(
@@ -42,13 +41,10 @@ class ColumnarReader(RecordReader):
     ) -> None:
         self.files, self.columns, self.key = as_names(files), None if columns is None else tuple(columns), key
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
-        opening = partial(dataset_of, partial(self._opened, blocks))
+        chosen: dict[str, Any] = {"columns": self.columns, "key": key, "blocks": blocks}
+        opening = partial(dataset_of, partial(open_store, self.kind, self.files, **chosen))
         options = (self.columns, key, cache_bytes)
         super().__init__(ReaderData(type(self).__name__, self.files, opening, options), lane, **settings)
-
-    def _opened(self, blocks: DecodedBlocks[Any], tolerant: bool, unlistable: Unlistable) -> ColumnarStore:
-        chosen: dict[str, Any] = {"columns": self.columns, "key": self.key, "blocks": blocks}
-        return self.store(self.files, **chosen, tolerant=tolerant, unlistable=unlistable)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, the columns and the key.
@@ -100,7 +96,7 @@ class ParquetReader(ColumnarReader):
         ('rows.parquet:0', ['id', 'txt'], 0, 'text 0')
     """
 
-    store = ParquetStore
+    kind = "parquet"
 
 
 class ArrowReader(ColumnarReader):
@@ -136,4 +132,4 @@ class ArrowReader(ColumnarReader):
         ('rows.arrow:0', ['id', 'txt'], 0, 'text 0')
     """
 
-    store = ArrowStore
+    kind = "arrow"

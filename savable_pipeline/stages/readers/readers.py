@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, Unpack
 
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.dataset.opening import dataset_of, open_dataset
-from savable_pipeline.data.shards.paths import Shards, Unlistable, as_names
-from savable_pipeline.data.stores.jsonl_store import JsonlStore
-from savable_pipeline.data.stores.token_store import TokenStore, check_token_settings
+from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.stores.token_store import check_token_settings
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
 
@@ -99,10 +99,8 @@ class JsonlReader(RecordReader):
         self, files: Shards, lane: Lane, *, key: str | None = None, **settings: Unpack[ReaderSettings]
     ) -> None:
         self.files, self.key = as_names(files), key
-        super().__init__(ReaderData("jsonl", self.files, partial(dataset_of, self._opened), (key,)), lane, **settings)
-
-    def _opened(self, tolerant: bool, unlistable: Unlistable) -> JsonlStore:
-        return JsonlStore(self.files, key=self.key, tolerant=tolerant, unlistable=unlistable)
+        opening = partial(dataset_of, partial(open_store, "jsonl", self.files, key=key))
+        super().__init__(ReaderData("jsonl", self.files, opening, (key,)), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, and the key."""
@@ -154,11 +152,9 @@ class TokenReader(RecordReader):
         check_token_settings(length, stride, dtype)
         self.files = as_names(files)
         self.windows: dict[str, Any] = {"length": length, "stride": stride, "dtype": dtype}
-        data = ReaderData("tokens", self.files, partial(dataset_of, self._opened), (length, stride, dtype))
+        opening = partial(dataset_of, partial(open_store, "tokens", self.files, **self.windows))
+        data = ReaderData("tokens", self.files, opening, (length, stride, dtype))
         super().__init__(data, lane, **settings)
-
-    def _opened(self, tolerant: bool, unlistable: Unlistable) -> TokenStore:
-        return TokenStore(self.files, **self.windows, tolerant=tolerant, unlistable=unlistable)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, and those of the windows."""

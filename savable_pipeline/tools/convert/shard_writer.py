@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import WRITTEN, find_index, write_tar_idx
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.indexing import WRITTEN, known_files
+from savable_pipeline.data.shards.scan import TARS, write_tar_idx
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
@@ -230,7 +230,7 @@ class ShardWriter:
     def _finished(self) -> list[ShardEntry]:
         """The shards that are there already. Raises `SavableError` if one of them is damaged or gone."""
         entries = []
-        known = find_index(self._folder)
+        known = known_files(self._folder, TARS)
         for number in itertools.count():
             name = self._name(number)
             if not (self._folder / name).exists():
@@ -243,9 +243,9 @@ class ShardWriter:
 
     def _entry(self, name: str, known: dict[str, ShardEntry]) -> ShardEntry:
         try:
-            entry = ShardIndex(self._work / f"{name}.index").shards[0]
+            entry = TarIndex(self._work / f"{name}.index").shards[0]
         except (OSError, ValueError, SavableError, IndexError):
-            entry = known.get(name) or scan(self._folder, name).entry
+            entry = known.get(name) or TARS.scan(self._folder, name).entry
         if entry.fault or entry.size != (self._folder / name).stat().st_size:
             raise SavableError(f"{self._folder / name}: not as it was written: {entry.fault or 'another size'}")
         return entry

@@ -34,7 +34,7 @@ class Section(NamedTuple):
 
 
 def sections(plan: RunPlan) -> list[Section]:
-    """All that a plan tells, section by section; those without a fact are left out."""
+    """All facts of a plan, section by section; sections without a fact are left out."""
     found = [
         Section("data", list(_data(plan))),
         Section("steps", list(_steps(plan))),
@@ -49,7 +49,7 @@ def sections(plan: RunPlan) -> list[Section]:
 
 
 def advice(plan: RunPlan) -> list[str]:
-    """What had better be changed, a sentence each."""
+    """What should be changed, one sentence each."""
     ranks, found = plan.wanted.ranks, []
     if plan.lanes != plan.planned_lanes:
         found.append(
@@ -59,7 +59,7 @@ def advice(plan: RunPlan) -> list[str]:
     if plan.better_lanes != plan.planned_lanes:
         found.append(_better(plan))
     if plan.steps.how != "unknown" and not plan.steps.endless and plan.steps.steps < 1:
-        found.append("an epoch has no step: this is too little data for so many lanes and this batch size")
+        found.append("an epoch has no step: this is too little data for this many lanes and this batch size")
     return found
 
 
@@ -76,7 +76,7 @@ def _better(plan: RunPlan) -> str:
         reasons.append(f"lets a rank have {counted(better.workers, 'worker')}")
     fewer = f", though a rank then has at most {counted(better.workers, 'worker')}"
     return (
-        f"a new run had better have lanes={better.lanes}: it {' and '.join(reasons)}"
+        f"for a new run, use lanes={better.lanes}: it {' and '.join(reasons)}"
         f"{fewer if better.workers < ours.workers else ''}"
     )
 
@@ -95,9 +95,9 @@ def _data(plan: RunPlan) -> Iterator[Fact]:
     if lengths.totals:
         ordered = sorted(lengths.totals)
         median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-        told = "told by length_of" if lengths.told else "encoded"
+        source = "from length_of" if lengths.told else "encoded"
         text = f"mean {sum(ordered) / len(ordered):,.0f}, median {median:,}, 99 % {p99:,}, longest {ordered[-1]:,}"
-        yield Fact("length of a document", text, f"{how}, {told}")
+        yield Fact("length of a document", text, f"{how}, {source}")
     for reason, number in lengths.skipped.items():
         yield Fact(f"skipped: {reason}", f"{number:,}", how)
 

@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of all ranks: the costs of their batches, of which each rank waits for the largest."""
+    """A step of all ranks: the costs of their batches; each rank waits for the largest."""
 
     number: int
     costs: list[int]
@@ -90,7 +90,7 @@ class GivenCounts:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """The steps of several ranks of which all costs are known."""
+        """The steps of several ranks whose costs are all known."""
         found: dict[tuple[tuple[int, int], int, int, int], list[int]] = defaultdict(list)
         for given in self._given:
             start, batch = given.start, given.batch

@@ -184,7 +184,7 @@ _HELP = {
     "Encode": "decode or augment less, or store what the encoder makes",
     "TarShardReader": "a nearer disk, a larger cache, or larger shards",
     "ShuffleBuffer": "reading is what it waits for: a nearer disk or a larger cache",
-    "OnlinePacker": "fewer open packs, or an encoder that tells lengths (length_of)",
+    "OnlinePacker": "fewer open packs, or an encoder with length_of",
     "Batcher": "a batch() that copies less: sp.stack writes where the trainer reads",
 }
 

@@ -19,7 +19,7 @@ from savable_pipeline.tools.preview.page import Card, Entry, Turn, cut, first_li
 
 _MOST_PARTS = 16  # of a sample that are shown
 _TEXT_HEAD = 1 << 14  # bytes that are read of a longer text
-_JSON_LARGEST = 1 << 18  # bytes of JSON that is laid out anew
+_JSON_LARGEST = 1 << 18  # bytes of JSON that is formatted again
 _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
 
@@ -37,7 +37,7 @@ def sample_card(sample: Sample, number: int) -> Card:
 
 
 def part_entry(sample: Sample, extension: str) -> Entry:
-    """One part, of which no more is read than is shown."""
+    """One part, of which only the shown bytes are read."""
     suffix = extension.lower().rpartition(".")[2]
     limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if suffix == "json" else _TEXT_HEAD
     note = ""
@@ -65,7 +65,7 @@ def _image_entry(extension: str, note: str, head: bytes, size: int) -> Entry:
 
 
 def _json_entry(extension: str, note: str, data: bytes) -> Entry:
-    """A conversation as its turns, and the rest of the record, or all of it, laid out anew."""
+    """A conversation as its turns, and the rest of the record, or all of it, formatted again."""
     try:
         record = json.loads(data)
         turns, rest = conversation_in(record) or ([], record)

@@ -20,7 +20,7 @@ from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST
 from savable_pipeline.tools.convert.writer_processes import claimed
-from tests.support import kills
+from tests.support import processes
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 
 
@@ -47,7 +47,7 @@ def test_the_bytes_depend_neither_on_the_place_nor_on_the_age_of_the_input(tmp_p
 
 def run_until_killed(source: Path, target: Path, event: int) -> bool:
     """Convert in a process that is killed before its `event`-th touch of a file; tells whether it was."""
-    return kills.run_until_killed(lambda: run_conversion(source, target, SMALL), source.parent, event)
+    return processes.run_until_killed(lambda: run_conversion(source, target, SMALL), source.parent, event)
 
 
 @pytest.fixture
