@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.pipeline import leaves_out_excluded
+from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import Stage, State, parse_state
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
@@ -54,6 +56,7 @@ class Batcher(EncoderBatches):
     """
 
     leaves_out_excluded = True
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"size": SettingRule(field="batch_size")}
 
     def __init__(
         self, source: Stage, *, size: int, drop_last: bool | None = None, encoder: TaskEncoder | None = None

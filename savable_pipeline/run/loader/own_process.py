@@ -1,4 +1,4 @@
-"""Where a loader may be iterated: in the process that made it; in a worker of torch's DataLoader if it knows its share.
+"""Where a loader may be iterated: in the process that made it, or a worker of torch's DataLoader that knows its share.
 
 Otherwise each of N workers, or a forked process and its parent, would yield the same batches.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from weakref import WeakSet
 
 from savable_pipeline.errors import SavableError
@@ -15,7 +18,9 @@ from savable_pipeline.errors import SavableError
 class OwnProcess:
     """The process in which this was made. `ranked`: whether rank and world size were given as numbers there.
 
-    `checked` records that the loader may iterate here, so that nothing is checked at each batch; it is False
+    One thread at a time moves the loader: `thread` holds its "id" meanwhile.
+
+    `checked` is for a loader to note that it may iterate here, so that nothing is asked at each batch; it is False
     again in a forked process.
     """
 
@@ -23,7 +28,31 @@ class OwnProcess:
         self._pid = os.getpid()
         self._ranked = ranked
         self.checked = False
+        self.thread: dict[str, int] = {}
         _known.add(self)
+
+    def claim(self) -> None:
+        """Note this thread as the one that moves the loader. Raises `SavableError` if another one does."""
+        this = get_ident()
+        if self.thread.setdefault("id", this) != this:
+            raise SavableError(
+                "two threads use one loader at a time: take batches, skip and load in one thread, or under a lock; "
+                "state_dict() may be called from any"
+            )
+
+    def release(self) -> None:
+        """Let other threads move the loader, if this one may."""
+        if self.thread.get("id") == get_ident():
+            self.thread.clear()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Claim the loader, and release it at the end."""
+        try:
+            self.claim()
+            yield
+        finally:
+            self.release()
 
     def check(self) -> None:
         """Raise `SavableError` in another process, and in a worker that does not know its share."""

@@ -156,6 +156,17 @@ class Position(msgspec.Struct, frozen=True):
         """The batch given last; None if none has been since the loader was made or loaded, or began the epoch."""
         return next(reversed((self.previous or self).history), None)
 
+    def given(self, lag: int = 0) -> Given:
+        """The batch given `lag` batches before the last one. Raises ValueError for one that is not known."""
+        history = (self.previous or self).history
+        if 0 <= lag < len(history):
+            return history[-1 - lag]
+        found = f"{len(history)} have" if history else "none has"
+        raise ValueError(
+            f"trace(lag={lag}) shows one of the last {MAX_LAG} batches, and {found} been given since the loader was "
+            "made, loaded, or began the epoch"
+        )
+
     def next_slot(self, lane: int) -> int:
         """The slot of a lane's next batch."""
         return self.slot + (lane - self.slot) % self.lane_count

@@ -6,6 +6,7 @@ slot of this rank    4              6             8             10
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 from savable_pipeline.errors import ShardError
 from savable_pipeline.run.engine.in_process import InProcess
 from savable_pipeline.run.engine.last_look import is_told
-from savable_pipeline.run.engine.launchers import Launcher, close_with, launcher
+from savable_pipeline.run.engine.launchers import Launcher, check_picklable, close_with, launcher
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.engine.pool import Pool
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.settings import LoaderSettings
+
+log = logging.getLogger(__name__)
 
 
 class Prefetcher:
@@ -159,6 +162,21 @@ class Prefetcher:
             self._requests.append(makers.ask(lane, at.state, want))
 
     # Workers, or this process in their place.
+
+    def begin_workers(self, own_lanes: int) -> None:
+        """Begin what starts workers, if there are to be some. Raises ValueError for a pipeline they cannot be sent."""
+        workers = self._settings.num_workers
+        if workers > own_lanes:
+            log.warning(
+                "%d workers for the %d lanes of this rank: no more can work at a time than it has lanes; for a new "
+                "run, use lanes=%d or more",
+                workers,
+                own_lanes,
+                workers * (self._settings.lanes // own_lanes),
+            )
+        if workers:
+            check_picklable(self._settings.pipeline, self._settings.find_context())
+            self.launch()
 
     def launch(self) -> Launcher:
         """Start the process that starts workers: early, before this process has more threads or uses a GPU."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.trace import Trace
+from savable_pipeline.run.loader.trace import Trace, source_names
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_trainer, warn_unsaved
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
@@ -106,7 +106,7 @@ class SavableLoader:
 
         Opens the shards, and indexes them on first use.
         """
-        return self._run.sources
+        return list(source_names(self._run.local.last_stage).values())
 
     # Iterating.
 
@@ -262,6 +262,10 @@ class SavableLoader:
             "the process that uses it (give a function that makes it), and go on with load_state_dict(state_dict())"
         )
 
+    def __savable_run__(self) -> Run:
+        """What `trainers`, `verify` and `testing` move, save and look at: a protocol inside of the library."""
+        return self._run
+
     # Looking at it.
 
     def stats(self) -> dict[str, int | float]:
@@ -297,8 +301,8 @@ class SavableLoader:
 
 
 def run_of(loader: SavableLoader) -> Run:
-    """The run behind a loader, for `trainers`: no public name on the class is needed."""
-    return loader._run  # noqa: SLF001
+    """The run that a loader shows."""
+    return loader.__savable_run__()
 
 
 def settings_of(loader: SavableLoader) -> LoaderSettings:

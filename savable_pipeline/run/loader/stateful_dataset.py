@@ -144,7 +144,7 @@ class StatefulDataset(IterableDataset[Any]):
             )
         settings = replace(self._settings, rank=share, world_size=shares)
         run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
-        run.draw_subsets_by(int(self._subset_order[0]) or None)
+        run.states.draw_subsets_by(int(self._subset_order[0]) or None)
         run.begin_epoch(iteration)
         return run
 

@@ -37,12 +37,6 @@ _FIXED = {
 _NO_RULE = SettingRule()
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
 _COME_AND_GO = ("joins", "exclude")  # fields that many states lack: `allow` may name them all the same
-_SHORT = {  # names in states that are shorter than STAGE.SETTING
-    ("Batcher", "size"): "batch_size",
-    ("Blend", "weights"): "weights",
-    ("Blend", "sources"): "sources",
-    ("Join", "joins"): "joins",
-}
 _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "stages": list[str],
     "sources": list[str],
@@ -54,7 +48,7 @@ _LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed: older stat
 class Fingerprint(msgspec.Struct):
     """Settings that change the data, by field name; and versions of libraries that may change pixels.
 
-    `addresses`: where the data of a field was: shown where the field differs, never compared.
+    `addresses`: where the data of a field lay, which is shown where the field differs, and never compared.
     """
 
     fields: dict[str, Any]
@@ -257,11 +251,7 @@ def stage_field(stage: Stage, setting: str) -> str:
     Another stage of its kind in the same branch adds a number.
     """
     rule = rules_of(stage).get(setting, _NO_RULE)
-    return _in_branch(stage.info.branch, rule.field or _long_or_short(type(stage).__qualname__, setting))
-
-
-def _long_or_short(stage: str, setting: str) -> str:
-    return _SHORT.get((stage, setting), f"{stage}.{setting}")
+    return _in_branch(stage.info.branch, rule.field or f"{type(stage).__qualname__}.{setting}")
 
 
 def _in_branch(branch: str, name: str) -> str:

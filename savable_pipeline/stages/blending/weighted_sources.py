@@ -47,6 +47,8 @@ class WeightedSources(BlendSources):
     ref: ItemRef = ()
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         "order": SettingRule(fixed=OTHER_ORDER),
+        "sources": SettingRule(field="sources"),
+        "weights": SettingRule(field="weights"),
         "schedule": SettingRule(allowed_by="weights"),
     }
 

@@ -18,7 +18,7 @@ from savable_pipeline.stages.setting_rules import SettingRule
 
 
 class ColumnarReader(RecordReader):
-    """Yields the rows of a lane's share of files as samples; `kind` of a subclass is the kind of files."""
+    """Yields the rows of a lane's share of files as samples; `kind` of a subclass is that of the files."""
 
     kind: ClassVar[str]
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {

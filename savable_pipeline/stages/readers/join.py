@@ -62,7 +62,7 @@ class Join(SampleStage):
 
     source: SampleStage
     ref: ItemRef = ()
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"joins": SettingRule(whole_stage=True)}
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"joins": SettingRule(field="joins", whole_stage=True)}
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Write the samples of SRC as WebDataset shards into DST. The kind of SRC is found by its marks, and printed.
+    """Write the samples of SRC as WebDataset shards into DST. SRC is recognized by its marks.
 
     In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt;
     with --key-end last, up to the last.
@@ -110,7 +110,7 @@ def convert(
     Damaged samples are left out and reported; the exit code is then 1, or 0 with --skip-bad. If a conversion was
     stopped, the same command goes on with it, and ends with the same bytes.
 
-    SRC may be behind a URL (s3, gs, az, http): JSONL, JSON and CSV, MDS and LitData, tars, Parquet and Arrow. It is
+    SRC may lie behind a URL (s3, gs, az, http): JSONL, JSON and CSV, MDS and LitData, tars, Parquet and Arrow. It is
     read through the cache (SAVABLE_CACHE).
 
     With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must each be
@@ -193,7 +193,7 @@ def engine_named(name: str, workers: int | None) -> Iterator[Engine | None]:
         return
     from savable_pipeline.tools.convert.ray_engine import RayEngine  # only who asks for it needs Ray
 
-    with contextlib.redirect_stdout(sys.stderr), RayEngine(workers) as engine:  # Ray reports lost nodes on stdout
+    with contextlib.redirect_stdout(sys.stderr), RayEngine(workers) as engine:  # Ray tells on stdout of lost nodes
         yield engine
 
 

@@ -43,7 +43,7 @@ from savable_pipeline.tools.convert.plan import (
 from savable_pipeline.tools.convert.read import Reading, close_sources, read_source
 from savable_pipeline.tools.convert.repack import repack
 from savable_pipeline.tools.convert.resume import finished, write_manifest, write_rejects
-from savable_pipeline.tools.convert.shard_job import Job, Written, read_written, room_on
+from savable_pipeline.tools.convert.shard_job import ShardJob, WrittenShard, read_written, room_on
 from savable_pipeline.tools.convert.sources import STORED, Source, recognize
 from savable_pipeline.tools.convert.writer_processes import claimed, write_shards
 
@@ -209,7 +209,7 @@ def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, prog
         bucket.upload(RECORDS, folder / RECORDS)
         reader = records_behind(f"{bucket.url}/{RECORDS}", reader)
     jobs = [
-        Job(
+        ShardJob(
             name=shard.name,
             **target.shard_place,
             samples=plan.input.samples[shard.first : shard.last],
@@ -235,7 +235,7 @@ def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, prog
 def _finish(folder: Path, plan: Plan) -> Report:
     """Write the index, the rejects, Energon's files, and that the conversion is done, in this order."""
     work = folder / WORK
-    shards: dict[str, Written] = {}
+    shards: dict[str, WrittenShard] = {}
     for shard in plan.shards:
         written = read_written(folder, work, shard.name)
         assert written is not None, shard.name

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from savable_pipeline.core.wording import counted, human_bytes
-from savable_pipeline.tools.plan.memory import Memory, SourceBytes
+from savable_pipeline.tools.plan.memory import RankMemory, SourceBytes
 from savable_pipeline.tools.plan.mixing import NEIGHBOURS, Entropy, Mixing
 from savable_pipeline.tools.plan.run_plan import RunPlan
 from savable_pipeline.tools.plan.steps import LanesChoice
@@ -34,7 +34,7 @@ class Section(NamedTuple):
 
 
 def sections(plan: RunPlan) -> list[Section]:
-    """All facts of a plan, section by section; sections without a fact are left out."""
+    """All that a plan tells, section by section; those without a fact are left out."""
     found = [
         Section("data", list(_data(plan))),
         Section("steps", list(_steps(plan))),
@@ -49,7 +49,7 @@ def sections(plan: RunPlan) -> list[Section]:
 
 
 def advice(plan: RunPlan) -> list[str]:
-    """What should be changed, one sentence each."""
+    """What to change, a sentence each."""
     ranks, found = plan.wanted.ranks, []
     if plan.lanes != plan.planned_lanes:
         found.append(
@@ -59,7 +59,7 @@ def advice(plan: RunPlan) -> list[str]:
     if plan.better_lanes != plan.planned_lanes:
         found.append(_better(plan))
     if plan.steps.how != "unknown" and not plan.steps.endless and plan.steps.steps < 1:
-        found.append("an epoch has no step: this is too little data for this many lanes and this batch size")
+        found.append("an epoch has no step: this is too little data for so many lanes and this batch size")
     return found
 
 
@@ -95,9 +95,9 @@ def _data(plan: RunPlan) -> Iterator[Fact]:
     if lengths.totals:
         ordered = sorted(lengths.totals)
         median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-        source = "from length_of" if lengths.told else "encoded"
+        told = "from length_of" if lengths.told else "encoded"
         text = f"mean {sum(ordered) / len(ordered):,.0f}, median {median:,}, 99 % {p99:,}, longest {ordered[-1]:,}"
-        yield Fact("length of a document", text, f"{how}, {source}")
+        yield Fact("length of a document", text, f"{how}, {told}")
     for reason, number in lengths.skipped.items():
         yield Fact(f"skipped: {reason}", f"{number:,}", how)
 
@@ -160,7 +160,7 @@ def _beside(entropy: Entropy) -> str:
 
 
 def _memory(plan: RunPlan) -> Iterator[Fact]:
-    memory: Memory = plan.memory
+    memory: RankMemory = plan.memory
     yield Fact(f"refs in shuffle buffers of {memory.lanes} lanes", human_bytes(memory.refs), "12 bytes each")
     how = _of_samples(plan)
     for name, size in (
