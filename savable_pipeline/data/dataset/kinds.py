@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import dataset_of, open_dataset
-from savable_pipeline.data.remote.remote_files import names_behind
+from savable_pipeline.data.remote.remote_files import names_behind, short_downloader
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
@@ -17,20 +18,29 @@ from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import TARS, ShardKind, Shards, Unlistable, raise_it, spelled_out
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.file_format import FileFormat
 from savable_pipeline.data.stores.file_indexing import IndexedFiles
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.jsonl_file import JSONL
 from savable_pipeline.data.stores.jsonl_store import JsonlStore
+from savable_pipeline.data.stores.litdata import LITDATA
+from savable_pipeline.data.stores.mds import MDS
 from savable_pipeline.data.stores.parquet_file import PARQUET
 from savable_pipeline.data.stores.parquet_store import ParquetStore
+from savable_pipeline.data.stores.record_files import kind_behind, kind_in
+from savable_pipeline.data.stores.record_folder_store import LitDataStore, MdsStore
 from savable_pipeline.data.stores.token_file import TOKENS
 from savable_pipeline.data.stores.token_store import TokenStore
 from savable_pipeline.errors import ShardError
 
-FORMATS = {form.name: form for form in (PARQUET, ARROW, JSONL, TOKENS)}
-_KINDS: dict[str, ShardKind] = {"tar": TARS, **{name: form.kind for name, form in FORMATS.items()}}
+FORMATS = {form.name: form for form in (PARQUET, ARROW, JSONL, TOKENS, MDS, LITDATA)}
+_KINDS: dict[str, ShardKind] = {
+    "tar": TARS,
+    **{name: form.kind for name, form in FORMATS.items() if not form.kind.listing},  # the others are told by a listing
+}
 _WINDOW = 1024  # tokens shown of flat files
+_FEW_BYTES = 1 << 27  # that are kept unpacked where records are read in their order
 
 
 def format_of(files: Shards) -> FileFormat | None:
@@ -44,7 +54,7 @@ def format_of_name(name: str) -> FileFormat | None:
 
 
 def kind_of(files: Shards) -> str:
-    """ "tar", "parquet", "arrow", "jsonl" or "tokens". A folder with tars is one of tars, whatever else is in it.
+    """ "tar" or the name of a format. A folder with tars is one of tars, whatever else is in it.
 
     Raises `ShardError` for files of several kinds.
     """
@@ -78,8 +88,8 @@ def open_any(
     kind = "tar" if form is None else form.name
     if columns is not None and form not in (PARQUET, ARROW):
         raise ValueError(f"{files}: columns are for Parquet and Arrow files, not for files of the kind {kind}")
-    if key is not None and form not in (PARQUET, ARROW, JSONL):
-        raise ValueError(f"{files}: a key is for Parquet, Arrow and JSONL files, not for files of the kind {kind}")
+    if key is not None and form in (None, TOKENS):
+        raise ValueError(f"{files}: a key is for files of rows and records, not for those of the kind {kind}")
     if form is None:
         return open_dataset(files, on_error=on_error)
     return dataset_of(
@@ -103,6 +113,10 @@ def open_store(
         return columnar(files, columns=columns, key=key, partial=partial, tolerant=tolerant, unlistable=unlistable)
     if form is JSONL:
         return JsonlStore(files, key=key, tolerant=tolerant, unlistable=unlistable)
+    if form in (MDS, LITDATA):
+        blocks: DecodedBlocks[Any] | None = DecodedBlocks(_FEW_BYTES) if partial else None
+        folder = MdsStore if form is MDS else LitDataStore
+        return folder(files, key=key, blocks=blocks, tolerant=tolerant, unlistable=unlistable)
     try:
         return TokenStore(files, tolerant=tolerant, unlistable=unlistable)
     except ValueError:
@@ -111,6 +125,8 @@ def open_store(
 
 def _kinds_at(spec: str) -> set[str]:
     path = Path(spec)
+    if (kind := kind_in(path)) in FORMATS:
+        return {kind}
     if not path.is_dir():
         return {_kind_of_name(name) for name in expand_braces(spec)[:1]}
     kinds = set()
@@ -134,6 +150,9 @@ def _kinds_behind(url: str) -> set[str]:
     """The kinds of what lies behind a URL, by its own name, or else by the names below it."""
     if (kind := _kind_of_name(url)) or "*" in url:
         return {kind}
+    with short_downloader() as downloader:
+        if (kind := kind_behind(url.rstrip("/"), downloader)) in FORMATS:
+            return {kind}
     indexes = {INDEX_NAME: "tar", **{form.index_name: name for name, form in FORMATS.items()}}
     names = names_behind(url.rstrip("/"), list(indexes))
     return {indexes[name] for name in names if name in indexes} or {_kind_of_name(name) for name in names}

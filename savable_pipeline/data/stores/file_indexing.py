@@ -90,7 +90,7 @@ def _behind_url(files: Shards, form: FileFormat, tolerant: bool) -> IndexedFiles
 
 def _below(files: Shards, form: FileFormat, tolerant: bool, unlistable: Callable[[ShardError], None]) -> IndexedFiles:
     root, names = find_shards(files, form.kind, missing_too=tolerant, unlistable=unlistable)
-    if isinstance(files, str | os.PathLike) and Path(spelled_out(files)[0]).is_dir():
+    if isinstance(files, str | os.PathLike) and Path(spelled_out(files)[0]).is_dir() and not form.kind.listing:
         indexed = set(known_files(root, form))
         if not tolerant:
             check_none_gone(str(root), indexed.difference(names))
@@ -166,7 +166,7 @@ def _is_right(root: Path, index: PlaceIndex, name: str, made: int, form: FileFor
         stat = os.stat(f"{root}/{name}")  # noqa: PTH116  # a Path per name is slow for a million files
         if entry.fault or stat.st_size != entry.size:
             return False
-        if stat.st_mtime_ns <= made and _is_older_beside(root / name, made, form):
+        if stat.st_mtime_ns <= made and _is_older_beside(root, name, made, form):
             return True
         return index.is_whole(name) and with_handles(partial(_is_as_indexed, root / name, index.table(name), form))
     except OSError:
@@ -178,13 +178,13 @@ def _is_as_indexed(path: Path, table: FileTable, form: FileFormat) -> bool:
         return form.is_as_indexed(file, table)
 
 
-def _is_older_beside(path: Path, made: int, form: FileFormat) -> bool:
+def _is_older_beside(root: Path, name: str, made: int, form: FileFormat) -> bool:
     """Whether what may lie beside a file, such as an `.idx`, was there at `made` nanoseconds as it is now."""
     suffix, other = form.beside
-    if not suffix or path.suffix != suffix:
+    if not other or not name.endswith(suffix):
         return True
     try:
-        stat = path.with_suffix(other).stat()
+        stat = ((root / name).with_suffix(other) if suffix else root / other).stat()
     except FileNotFoundError:
         return False
     # One that was moved there since is as old as before; only the time of its last change of any kind is new.

@@ -56,14 +56,6 @@ def _compression(path: Path | str, file: io.BufferedReader[Any]) -> str:
     return named or compression_of(head)
 
 
-def inflated(data: bytes, kind: str) -> bytes:
-    """The content of a compressed block of the kind gz, bz2, xz or zst. Raises `DamagedError`, ValueError."""
-    with _damage_told():
-        if kind == "zst":
-            return _zstd_file(io.BytesIO(data)).read()
-        return {"gz": gzip.decompress, "bz2": bz2.decompress, "xz": lzma.decompress}[kind](data)
-
-
 @contextlib.contextmanager
 def _damage_told() -> Iterator[None]:
     """Raises `DamagedError` in place of what decompressors raise."""

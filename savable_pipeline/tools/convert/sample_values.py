@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.data.shards.part_types import part_type
+from savable_pipeline.data.stores.record_fields import npy
 from savable_pipeline.tools.convert.names import name_fault
 
 
@@ -54,10 +54,3 @@ def part_bytes(key: str, extension: str, value: Any) -> bytes:
         "numpy array for npy, or for json what JSON holds; encode images and tensors yourself, so that equal samples "
         "are equal bytes"
     )
-
-
-def npy(values: np.ndarray[Any, Any]) -> bytes:
-    """An array in the format of `numpy.save`."""
-    file = io.BytesIO()
-    np.lib.format.write_array(file, values, allow_pickle=False)
-    return file.getvalue()

@@ -1,0 +1,258 @@
+"""`RecordFolderStore`: the record store of folders with an index.json: MDS and LitData; a record is a sample.
+
+not compressed, or each record by itself    a record is read at its offset in the index
+a shard, a chunk, a frame, rows of Arrow    a group of rows, unpacked once (`GroupedStore`)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.decompressed import check_packages, decompressed
+from savable_pipeline.data.stores.file_format import FileFormat
+from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
+from savable_pipeline.data.stores.grouped_store import GroupedStore
+from savable_pipeline.data.stores.litdata import LITDATA, RECORDS_OF_LITDATA
+from savable_pipeline.data.stores.local_files import LocalFiles
+from savable_pipeline.data.stores.mds import MDS, RECORDS_OF_MDS
+from savable_pipeline.data.stores.plain_values import as_part
+from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value, parts_of
+from savable_pipeline.data.stores.record_files import (
+    FRAMES,
+    INDEX,
+    PACKED,
+    RECORDS,
+    ROWS,
+    WHOLE,
+    Layout,
+    ListedFile,
+    RecordKind,
+    Schema,
+    layout_in,
+    layout_of,
+)
+from savable_pipeline.data.stores.record_rows import MemoryBytes, RecordBlock, RecordTable, record_in, table_of
+from savable_pipeline.errors import ShardError
+
+_AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
+_FEW = 1 << 14  # where no part may be asked for
+_LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
+
+
+class RecordFolderStore(GroupedStore):
+    """The records of a folder with an index.json; a store of a kind of folders says which in `form` and `kind`.
+
+    `key` names the field that holds the key of a record, which each must have; else it is `FILE:ROW`. What is unpacked
+    is kept in `blocks`. Raises `ShardError`, and ValueError where a package is missing that it needs.
+    """
+
+    form: ClassVar[FileFormat]
+    kind: ClassVar[RecordKind]
+    all_used = True
+
+    def __init__(
+        self,
+        files: Shards | IndexedFiles,
+        *,
+        key: str | None = None,
+        blocks: DecodedBlocks[Any] | None = None,
+        tolerant: bool = False,
+        unlistable: Unlistable = raise_it,
+    ) -> None:
+        found = open_files(files, self.form, tolerant=tolerant, unlistable=unlistable)
+        super().__init__(found, self.form, blocks)
+        self.key_column = key
+        self._schemas: dict[bytes, Schema] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
+        kinds = {tuple(self.places(shard)[:2].tolist()) for shard, entry in enumerate(self.entries) if entry.samples}
+        self._grouped = any(what != RECORDS for what, *_ in kinds)
+        self.decoded_bytes = self.blocks.limit if self._grouped else 0
+        self._check_packages(kinds)
+        self._index_file = found.root / INDEX if isinstance(self.files, LocalFiles) else self.files.place.beside(INDEX)
+        if isinstance(self.files, LocalFiles) and self.entries and self._index_file.exists():
+            self.files.watch_view(~0, self._index_file)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """See `RecordStore.read`."""
+        parts = self._record(shard, row)[1]
+        blob = parts.get(extension)
+        if blob is None:
+            blob = parts[find_part(extension, parts)]
+        try:
+            return blob.load()
+        except RecordError as error:
+            raise self._broken_record(shard, row, error) from error
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """`json`, which holds the values, and the parts that images, arrays and bytes are."""
+        return list(self._record(shard, row)[1])
+
+    def key(self, shard: int, row: int) -> str:
+        """The value of the key's field, or `FILE:ROW`."""
+        if self.key_column is None:
+            return super().key(shard, row)
+        fields = self._record(shard, row)[0]
+        values = {field.name: field.value for field in fields if isinstance(field, Value)}
+        return self.as_key(shard, row, self.key_column, as_part(values.get(self.key_column)))
+
+    def record(self, shard: int, row: int, at_once: int = _FEW) -> list[Value | Blob]:
+        """The fields of a record; one of more bytes than `at_once` is read in pieces, as they are asked for.
+
+        Raises `RecordError`, `ShardError`.
+        """
+        layout = self._known(shard)
+        if layout.what != RECORDS:
+            rows, place = self.find(shard, row)
+            found: list[Value | Blob] = rows.fields(place)
+            return found
+        self.awaited.done((shard, 0), row)
+        content = Stretch(partial(self.files.read, shard), 0, self.entries[shard].size)
+        record, schema = record_in(content, layout.offsets, row), self._schema(layout)
+        if schema.each:
+            record = Stretch.of(self._unpacked(record.read(), schema.each))
+        elif record.size <= at_once:
+            record = Stretch.of(record.read())
+        return schema.fields(record)
+
+    def listed_order(self) -> list[int]:
+        """The shards in the order in which index.json names them."""
+        number = {entry.name: shard for shard, entry in enumerate(self.entries)}
+        listed = self.form.kind.names(self.address, self._index_file.read_bytes())
+        return [next(number[name] for name in names if name in number) for names in listed]
+
+    def row_groups(self, shard: int) -> tuple[list[int], int] | None:
+        """See `RecordStore.row_groups`; of a folder without anything to unpack: none."""
+        entry = self.entries[shard]
+        if not self._grouped:
+            return None
+        if not entry.samples:
+            return [], 0
+        layout, ends = self._known(shard), self.group_ends(shard)
+        size = layout.content or entry.size * (_LIKELY if layout.packed else 1)
+        if layout.what == FRAMES:
+            size = int(layout.frames[:, 4].sum())
+        return np.diff([0, *ends]).tolist(), size
+
+    def group_ends(self, shard: int) -> list[int]:
+        """See `GroupedStore.group_ends`."""
+        layout, samples = self._known(shard), self.entries[shard].samples
+        if layout.what != FRAMES:
+            return [samples]
+        return [min(samples, (i + 1) * layout.a_frame) for i in range(len(layout.frames))]
+
+    def decoded(self, shard: int, group: int, expected: int) -> tuple[RecordBlock | RecordTable, int]:
+        """See `GroupedStore.decoded`. Raises `RecordError` for a damaged frame."""
+        layout, size = self._known(shard), self.entries[shard].size
+        if layout.what == FRAMES:
+            return self._frame(shard, layout, group, expected)
+        begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, size)
+        raw = self.files.read(shard, begin, end - begin)
+        try:
+            if layout.what == WHOLE:
+                raw = decompressed(raw, layout.packed, self.most_decoded, layout.content)
+                said = ListedFile("", expected, b"")
+                what, _, offsets = layout_in(MemoryBytes(raw), said, self.kind.chunked)
+                if what == FRAMES:
+                    raise ValueError("frames in what is compressed as a whole")
+                if what == RECORDS:
+                    return RecordBlock(raw, offsets, 0, self._schema(layout)), len(raw) + offsets.nbytes
+                raw = raw[int(offsets[0]) : int(offsets[1])]
+            table = table_of(raw, self.most_decoded)
+            if len(table) != expected:
+                raise ValueError(f"holds {len(table)} records, but {expected} by the index")
+            return table, int(table.table.nbytes)
+        except ValueError as error:
+            raise self._broken_file(shard, str(error)) from error
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The records, or the frames that hold them; of what is unpacked as a whole the file."""
+        layout, size = self._known(shard), self.entries[shard].size
+        if layout.what == RECORDS:
+            begins, ends = layout.offsets[rows], layout.offsets[rows + 1]
+        elif layout.what == FRAMES:
+            frames = layout.frames[np.unique(rows // layout.a_frame)]
+            begins, ends = frames[:, 2], frames[:, 2] + frames[:, 3]
+        else:
+            begins, ends = np.zeros(1, np.uint64), np.full(1, size, np.uint64)
+        return np.minimum(begins, size).astype(np.int64), np.minimum(ends, size).astype(np.int64)
+
+    def _record(self, shard: int, row: int) -> tuple[list[Value | Blob], dict[str, Blob]]:
+        """The fields and the parts of a record. Raises `ShardError`."""
+        last = self._found
+        if last[1] == row and last[0] == shard:
+            return last[2], last[3]
+        try:
+            fields = self.record(shard, row, _AT_ONCE)
+            parts = parts_of(fields)
+        except RecordError as error:
+            raise self._broken_record(shard, row, error) from error
+        self._found = shard, row, fields, parts
+        return fields, parts
+
+    def _frame(self, shard: int, layout: Layout, group: int, expected: int) -> tuple[RecordBlock, int]:
+        first, count, begin, size, content = layout.frames[group].tolist()
+        start = group * layout.a_frame
+        if (first, count) != (start, expected):
+            raise RecordError(f"damaged record: its frame holds the items from {first} on, {count} of them")
+        file = Stretch(partial(self.files.read, shard), 0, self.entries[shard].size)
+        data = self._unpacked(file.part(begin, size).read(), "zst", content)
+        offsets = layout.offsets[start : start + expected + 1]
+        return RecordBlock(data, offsets, int(offsets[0]), self._schema(layout)), len(data)
+
+    def _unpacked(self, data: bytes, kind: str, size: int | None = None) -> bytes:
+        try:
+            return decompressed(data, kind, self.most_decoded, size)
+        except ValueError as error:
+            raise RecordError(f"damaged record: {error}") from error
+
+    def _known(self, shard: int) -> Layout:
+        layout = self._layouts.get(shard)
+        if layout is None:
+            self.check_rows(shard)
+            layout = self._layouts[shard] = layout_of(self.places(shard), self.entries[shard].samples)
+        return layout
+
+    def _check_packages(self, kinds: set[tuple[int, ...]]) -> None:
+        """Raises ValueError where one is missing that files of these kinds need: what they are, and their packing."""
+        each = {self._schema(self._known(shard)).each for shard, entry in enumerate(self.entries[:1]) if entry.samples}
+        check_packages(each | {PACKED[packed] for _, packed in kinds if packed < len(PACKED)})
+        check_packages({{ROWS: "rows", FRAMES: "zst"}.get(what, "") for what, _ in kinds})
+
+    def _schema(self, layout: Layout) -> Schema:
+        schema = self._schemas.get(layout.schema)
+        if schema is None:
+            schema = self._schemas[layout.schema] = msgspec.json.decode(layout.schema, type=self.kind.schema)
+        return schema
+
+    def _broken_record(self, shard: int, row: int, error: RecordError) -> ShardError:
+        reason, _, detail = str(error).partition(": ")
+        return ShardError(
+            f'{self.place(shard)}: row {row}: {reason}: {detail}; write it again, or leave it out with on_error="skip"',
+            reason=reason,
+        )
+
+    def _broken_file(self, shard: int, fault: str) -> ShardError:
+        return ShardError(
+            f'{self.place(shard)}: damaged: {fault}; copy it again, or leave its samples out with on_error="skip"'
+        )
+
+
+class MdsStore(RecordFolderStore):
+    """The samples of an MDS folder of Mosaic Streaming."""
+
+    form, kind = MDS, RECORDS_OF_MDS
+
+
+class LitDataStore(RecordFolderStore):
+    """The items of a folder of LitData."""
+
+    form, kind = LITDATA, RECORDS_OF_LITDATA
