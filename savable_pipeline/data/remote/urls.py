@@ -18,6 +18,7 @@ from savable_pipeline.data.shards.paths import NOT_THERE, TARS, ShardKind, Shard
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
+_listings: dict[tuple[str, str, int, str], bytes] = {}  # the one read last: it is asked for several times
 SCHEMES = ("s3", "gs", "az", "http", "https")
 
 
@@ -112,8 +113,11 @@ def listing_behind(root: str, name: str, downloader: Downloader) -> bytes | None
     stat = downloader.call("stat", root, name)
     if stat is None:
         return None
-    content: bytes = downloader.call("part", root, name, stat[0], 0, stat[0])
-    return content
+    place = root, name, *stat
+    if place not in _listings:
+        _listings.clear()
+        _listings[place] = downloader.call("part", root, name, stat[0], 0, stat[0])
+    return _listings[place]
 
 
 def _listed_behind(specs: list[str], downloader: Downloader, kind: ShardKind) -> RemoteShards:
