@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.readers.jsonl_reader import JsonlReader
     from savable_pipeline.stages.readers.parquet_reader import ParquetReader
     from savable_pipeline.stages.readers.reader import RecordReader
+    from savable_pipeline.stages.readers.record_folder_reader import LitDataReader, MdsReader
     from savable_pipeline.stages.readers.tar_reader import TarShardReader
     from savable_pipeline.stages.readers.token_reader import TokenReader
     from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
@@ -81,6 +82,8 @@ __all__ = [
     "JsonlReader",
     "Lane",
     "Ledger",
+    "LitDataReader",
+    "MdsReader",
     "Mixture",
     "OnlinePacker",
     "ParquetReader",
@@ -139,6 +142,8 @@ _PLACES = {
     "JsonlReader": "stages.readers.jsonl_reader",
     "Lane": "core.lane",
     "Ledger": "run.given.ledger",
+    "LitDataReader": "stages.readers.record_folder_reader",
+    "MdsReader": "stages.readers.record_folder_reader",
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.parquet_reader",

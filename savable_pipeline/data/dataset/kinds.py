@@ -48,9 +48,12 @@ def format_of(files: Shards) -> FileFormat | None:
     return FORMATS.get(kind_of(files))
 
 
-def format_of_name(name: str) -> FileFormat | None:
-    """The format of one file by its name, whatever is there; None for a tar, and for what is of no kind."""
-    return FORMATS.get(_kind_of_name(name))
+def format_of_file(root: Path, name: str) -> FileFormat | None:
+    """The format of one file below `root`, by an index.json there or by its name, whatever is there.
+
+    None for a tar, and for what is of no kind.
+    """
+    return FORMATS.get(kind_in(root)) or FORMATS.get(_kind_of_name(name))
 
 
 def kind_of(files: Shards) -> str:

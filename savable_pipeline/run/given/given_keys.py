@@ -12,6 +12,8 @@ from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards, Unlistable
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.jsonl_file import JSONL
+from savable_pipeline.data.stores.litdata import LITDATA
+from savable_pipeline.data.stores.mds import MDS
 from savable_pipeline.data.stores.parquet_file import PARQUET
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.token_store import TokenStore
@@ -21,7 +23,13 @@ from savable_pipeline.run.ledger.records import Source
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 
 Found = list[tuple[str, GivenBatch]]
-_FORMATS = {"ParquetReader": PARQUET, "ArrowReader": ARROW, "JsonlReader": JSONL}
+_FORMATS = {
+    "ParquetReader": PARQUET,
+    "ArrowReader": ARROW,
+    "JsonlReader": JSONL,
+    "MdsReader": MDS,
+    "LitDataReader": LITDATA,
+}
 _READERS = ("TarShardReader", "TokenReader", *_FORMATS)
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 

@@ -14,6 +14,7 @@ from savable_pipeline.stages.readers.arrow_reader import ArrowReader
 from savable_pipeline.stages.readers.jsonl_reader import JsonlReader
 from savable_pipeline.stages.readers.parquet_reader import ParquetReader
 from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.record_folder_reader import LitDataReader, MdsReader
 from savable_pipeline.stages.readers.tar_reader import TarShardReader
 from savable_pipeline.stages.readers.token_reader import TokenReader
 
@@ -23,6 +24,8 @@ _READERS: dict[str, Any] = {
     "arrow": ArrowReader,
     "jsonl": JsonlReader,
     "tokens": TokenReader,
+    "mds": MdsReader,
+    "litdata": LitDataReader,
 }
 _OPTIONS = {
     "tar": (),
@@ -30,6 +33,8 @@ _OPTIONS = {
     "arrow": ("columns", "key"),
     "jsonl": ("key",),
     "tokens": ("length", "stride", "dtype"),
+    "mds": ("key",),
+    "litdata": ("key",),
 }
 
 

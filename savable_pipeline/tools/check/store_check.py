@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from typing import Any
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.kinds import format_of_name, open_store
+from savable_pipeline.data.dataset.kinds import format_of_file, open_store
 from savable_pipeline.data.shards.processes import do
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.file_indexing import IndexedFiles
 from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.place_index import FileTable, ScannedFiles
+from savable_pipeline.data.stores.record_files import INDEX
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.check.part_check import part_fault
 from savable_pipeline.tools.check.shard_check import Problem, ShardReport, check_downloaded
@@ -23,7 +26,7 @@ from savable_pipeline.tools.check.shard_check import Problem, ShardReport, check
 
 def check_file(root: Path, name: str) -> ShardReport:
     """Read all of a file. Its content is decoded and dropped; faults become problems, never errors."""
-    form = format_of_name(name)
+    form = format_of_file(root, name)
     assert form is not None, name
     table = do(form.scan, root, name)
     assert isinstance(table, FileTable)
@@ -43,7 +46,7 @@ def check_file(root: Path, name: str) -> ShardReport:
             except SavableError as error:
                 detail = encodable(str(error).removeprefix(f"{store.place(0)}: "))
                 problems.append(Problem(reason_of(error), detail, name, index=row))
-                row = _after_damage(store, row)
+                row = _after_damage(store, row, reason_of(error))
         if isinstance(store, ColumnarStore):
             problems += _without_bytes(store, name, found)
     except (SavableError, ValueError) as error:
@@ -81,11 +84,17 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
 
 def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
-    form = format_of_name(name)
+    form = format_of_file(folder, name)
     assert form is not None, name
     suffix, beside = form.beside
     companions = [name.removesuffix(suffix) + beside] if suffix and name.endswith(suffix) else []
     return check_downloaded(url, folder, [name, *companions], check_file)
+
+
+def check_remote_record_file(url: str, folder: Path, name: str) -> ShardReport:
+    """The same for a file of a folder behind a URL whose index.json names it."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # other processes have this index.json too
+        return check_downloaded(url, Path(own), [name, INDEX], check_file)
 
 
 def _problems_of(store: FileStore, name: str, row: int, found: _Found) -> Iterator[Problem]:
@@ -103,9 +112,10 @@ def _problems_of(store: FileStore, name: str, row: int, found: _Found) -> Iterat
             yield _problem(store, name, row, extension, fault)
 
 
-def _after_damage(store: FileStore, row: int) -> int:
+def _after_damage(store: FileStore, row: int, reason: str) -> int:
     """The next row to read: where rows are decoded in groups, the first of the next group."""
-    if not isinstance(store, ColumnarStore):
+    whole = isinstance(store, ColumnarStore) or reason == "damaged shard"
+    if not isinstance(store, GroupedStore) or not whole:
         return row + 1
     ends = store.group_ends(0)
     return ends[bisect_right(ends, row)]
