@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 
 import savable_pipeline as sp
 from tests.conftest import write_numbered_shards
+from tests.support import toy_records
 from tests.support.toy_pipelines import ToyEncoder
 
 
@@ -46,17 +48,34 @@ def write_jsonl(folder: Path, sizes: list[int]) -> None:
         (folder / f"{shard:04d}.jsonl").write_text("".join(f"{text}\n" for text in texts))
 
 
+def write_mds(folder: Path, sizes: list[int]) -> None:
+    """Compressed shards of an MDS folder."""
+    rows = [[struct.pack("<q", number)] for number in range(sum(sizes))]
+    toy_records.write_mds(folder, {"id": "int"}, rows, sizes={"id": 8}, a_shard=sizes, packed="zstd")
+
+
+def write_litdata(folder: Path, sizes: list[int]) -> None:
+    """Chunks of LitData in frames."""
+    rows = [[struct.pack("<q", number)] for number in range(sum(sizes))]
+    packing = {"compression": "zstd", "compression_level": "batch"}
+    toy_records.write_litdata(folder, ["int"], toy_records.dict_spec(["id"]), rows, a_chunk=sizes, **packing)
+
+
 WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
     "tar": write_numbered_shards,
     "parquet": write_parquet,
     "arrow": write_arrow,
     "jsonl": write_jsonl,
+    "mds": write_mds,
+    "litdata": write_litdata,
 }
 READERS: dict[str, Any] = {
     "tar": sp.TarShardReader,
     "parquet": sp.ParquetReader,
     "arrow": sp.ArrowReader,
     "jsonl": sp.JsonlReader,
+    "mds": sp.MdsReader,
+    "litdata": sp.LitDataReader,
 }
 
 
