@@ -3,13 +3,13 @@
 ClassificationEncoder    an image and its class; MixUp and CutMix in batches
 CaptioningEncoder        an image and its caption
 ContrastiveEncoder       pairs of an image and a text
-ChatEncoder              conversations with images, of which the answers are learned
+ChatEncoder              conversations with images; the answers are learned
 InterleavedEncoder       documents with images between the texts
 LanguageModelingEncoder  text; with a prompt before it, or without
 
 Their arguments are `Tokenizer`; for a single image `SquareCrop`; for images among text `Vision`, with `NativeSize`,
-`Tiles` or `Buckets`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of what is not learned. What
-an encoder of your own may be made of as well lies in `task_encoders.parts`.
+`Tiles` or `Buckets`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of tokens that
+are not learned. `task_encoders.parts` has more parts for an encoder of your own.
 """
 
 from importlib import import_module

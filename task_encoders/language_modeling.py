@@ -36,7 +36,7 @@ class LanguageModelingEncoder(TaskEncoder):
         part: The part that holds the text, or the field of a JSON part: "txt", "json[text]".
         prompt: For fine-tuning, the part or field whose text comes before and is not learned. Each of the two is
             tokenized by itself, with `bos` before the prompt and `eos` behind the text.
-        multiple: Each document of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for context
+        multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
@@ -45,16 +45,21 @@ class LanguageModelingEncoder(TaskEncoder):
     each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
     A sample is skipped as "no txt" (the name of the part or the prompt), as "empty", and a piece of a long one with
-    nothing to learn as "no target". Raises ValueError for a setting out of its range, for a field that is no text and
-    for a pack longer than `max_length`, UnicodeDecodeError and JSONDecodeError for a damaged part.
+    nothing to learn as "no target".
 
-    ```python
-    from task_encoders import LanguageModelingEncoder
-    items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), LanguageModelingEncoder(max_length=64))
-    batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
-    batch["tokens"].shape                # torch.Size([2, 64])
-    int(batch["cu_seqlens"][-1])         # 128
-    ```
+    Raises:
+        ValueError: A setting is out of its range, a field is no text, or a pack is longer than `max_length`.
+        UnicodeDecodeError: A part is no UTF-8.
+        JSONDecodeError: A part is no JSON.
+
+    Example:
+        ```python
+        from task_encoders import LanguageModelingEncoder
+        items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), LanguageModelingEncoder(max_length=64))
+        batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
+        batch["tokens"].shape                # torch.Size([2, 64])
+        int(batch["cu_seqlens"][-1])         # 128
+        ```
     """
 
     global_rng = False  # draws nothing
@@ -78,7 +83,7 @@ class LanguageModelingEncoder(TaskEncoder):
         self.prompt = None if prompt is None else Field(prompt)
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
-        """One item, an iterator of items for a long document, or `Skip`."""
+        """Return one item, an iterator of items for a long document, or `Skip`."""
         text = self.text.read_text(sample)
         if text is None:
             return Skip(f"no {self.text.name}")

@@ -2,9 +2,9 @@
 
 given     1   2   3   4   5    counted here, from where the run began or was resumed
 begun     1   2   3   4        the trainer's own counts, from any start: it fetches 1 ahead
-trained   1   2                the optimizer has stepped on these: 3 is the lag of the state that is saved now
+trained   1   2                the optimizer has stepped on these: the state saved now has lag 3
 
-Between the moment when a batch is given and the one when the trainer counts it as begun, one more may be on its way.
+Between the return of a batch and the moment when the trainer counts it as begun, one more may be on its way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from savable_pipeline.errors import SavableError
 
 
 class Counts(NamedTuple):
-    """What is counted, from where the run began or was resumed."""
+    """The counts of `Ahead`, from where the run began or was resumed.
+
+    Args:
+        given: Batches given to the trainer.
+        start: What the trainer had begun before the first of them; None before it.
+        begun_at_last: What it had begun when the last one was given; None before the first.
+    """
 
     given: int = 0
     start: int | None = None  # what the trainer had begun before the first of them
@@ -24,10 +30,13 @@ class Counts(NamedTuple):
 
 
 class Ahead:
-    """Counts the batches that are given against `begun()`, which may be at most `most` behind, and `trained()`.
+    """Compares the batches given with the trainer's own counts of those begun and trained on.
 
-    Without `begun`, a batch is begun when it is trained on. Without `trained` the trainer trains on each batch before
-    it takes the next one: it is never ahead.
+    Args:
+        trained: Returns the number of batches trained on. None: the trainer trains on each batch before it takes the
+            next one, and is never ahead.
+        most: How many batches the trainer may have fetched beyond those begun.
+        begun: Returns the number of batches begun. None: the same as `trained`.
     """
 
     def __init__(self, trained: Callable[[], int] | None, most: int, begun: Callable[[], int] | None = None) -> None:
@@ -37,11 +46,15 @@ class Ahead:
         self.restart()
 
     def restart(self) -> None:
-        """Count from here."""
+        """Start counting here."""
         self.counts = Counts()
 
     def begin(self, begun: int) -> None:
-        """Take `begun` for where an iterator began, if nothing has been given yet."""
+        """Set where an iterator began, unless a batch has been given already.
+
+        Args:
+            begun: The trainer's count at that moment.
+        """
         if not self.counts.given:
             self.counts = Counts(start=begun)
 
@@ -53,22 +66,26 @@ class Ahead:
 
     @property
     def begun(self) -> int:
-        """The trainer's count of the batches that it has begun to train on; 0 without one."""
+        """The trainer's count of the batches that it has begun to train on; 0 if it has none."""
         return 0 if self._begun is None else self._begun()
 
     @property
     def batches(self) -> int:
-        """How many are given and not trained on."""
+        """The number of batches given but not trained on."""
         given, start, _ = self.counts
         return given - max(0, self._trained() - (start or 0)) if given and self._trained is not None else 0
 
     @property
     def _fetched(self) -> int:
-        """How many are given and not begun."""
+        """The number of batches given but not begun."""
         return self.counts.given - (self.begun - (self.counts.start or 0))
 
     def check(self) -> None:
-        """Raise `SavableError` where the trainer is further ahead than it ever is, or behind: it skipped batches."""
+        """Check that the trainer has skipped no batch.
+
+        Raises:
+            SavableError: The trainer is further ahead than it ever is, or behind: it skipped batches.
+        """
         given = self.counts.given
         if self._begun is None or not given:
             return
@@ -77,5 +94,5 @@ class Ahead:
             raise SavableError(
                 f"{given} batches were given since the run began or was resumed, but the trainer trained on "
                 f"{given - self._fetched} of them and fetches at most {self._most} ahead: it skips batches. "
-                "The state says where to go on, so switch the trainer's own skipping off"
+                "The state says where to continue, so switch the trainer's own skipping off"
             )

@@ -1,4 +1,4 @@
-"""What trainers evaluate on: loaders of which each pass begins at the start."""
+"""Loaders for evaluation, of which each pass begins at the start."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from savable_pipeline.run.loader.savable_loader import SavableLoader, settings_o
 
 
 def each(made: Any) -> list[Any]:
-    """The loaders in a dict, a list or a tuple, or the one."""
+    """Return the loaders in a dict, list or tuple, or a single one, as a list.
+
+    Args:
+        made: A loader, or a container of loaders.
+    """
     if isinstance(made, dict):
         return list(made.values())
     return list(made) if isinstance(made, list | tuple) else [made]
 
 
 def check_restarts(made: Any) -> None:
-    """Raise ValueError for a `SavableLoader` that goes on where an evaluation was broken off."""
+    """Check that every `SavableLoader` starts each evaluation at the beginning.
+
+    Args:
+        made: A loader, or a container of loaders; other kinds pass.
+
+    Raises:
+        ValueError: A loader was made without `on_iter="restart"`: it would continue where an evaluation was broken off.
+    """
     for loader in each(made):
         if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
             raise ValueError(

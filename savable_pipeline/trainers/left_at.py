@@ -1,4 +1,4 @@
-"""`LeftAt`: where a loader was left, so that what moves it meanwhile is found."""
+"""`LeftAt`: remembers where a loader was left, to notice when something else moves it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from savable_pipeline.run.loader.run import Run
 
 
 class LeftAt:
-    """The epoch and slot of `run` when it was left last."""
+    """The epoch and slot at which a loader was left last.
+
+    Args:
+        run: The run of the loader.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.leave()
 
     def leave(self) -> None:
-        """It stands where it should."""
+        """Remember the present place."""
         self._left_at = self._now
 
     @property
@@ -23,7 +27,11 @@ class LeftAt:
         return position.epoch, position.slot
 
     def check(self) -> None:
-        """Raise `SavableError` if it stands elsewhere now."""
+        """Check that the loader still stands there.
+
+        Raises:
+            SavableError: It stands elsewhere.
+        """
         now = self._now
         if now != self._left_at:
             raise SavableError(

@@ -1,7 +1,7 @@
-"""`PutOff`: handlers of signals that save a checkpoint wait until a step has ended.
+"""`PutOff`: delays handlers of signals that save a checkpoint until a step has ended.
 
-A signal comes between any two instructions: while the optimizer is at work some of the weights have taken the step and
-some have not, and no state of the data fits to both.
+A signal may arrive between any two instructions: while the optimizer is at work some of the weights have taken the step
+and some have not, and no state of the data fits both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ from typing import Any
 
 
 class PutOff:
-    """Calls a library's handlers of signals when `busy()` is over: at once, or in the next `run()`."""
+    """Calls a library's handlers of signals only outside of a step: at once, or in the next `run()`.
+
+    Args:
+        busy: Returns whether a step is in progress.
+    """
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy
         self._waiting: list[Callable[[], Any]] = []
 
     def wrap(self, library: str) -> None:
-        """Put off what the handlers do that `library` has set, all but SIGTERM's, which only notes it."""
+        """Delay the handlers that a library has set, except the one of SIGTERM, which only notes the signal.
+
+        Args:
+            library: The first part of the names of the library's modules, such as "lightning".
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in signal.valid_signals() - {signal.SIGTERM}:
@@ -38,6 +46,6 @@ class PutOff:
         return put_off
 
     def run(self) -> None:
-        """Call the handlers that wait. Call this where a step has ended."""
+        """Call the waiting handlers. To be called when a step has ended."""
         while self._waiting:
             self._waiting.pop(0)()

@@ -1,4 +1,4 @@
-"""Conversations as data sets write them, LLaVA's or OpenAI's way, as one list of messages.
+"""Conversations in the formats of LLaVA and OpenAI, as one list of messages.
 
     {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
 
@@ -34,11 +34,12 @@ class Message:
         trained: False for an answer that is context only (in OpenAI's format, "weight": 0).
         more: Further fields, for the chat template.
 
-    ```python
-    from task_encoders import Message
-    Message("assistant", ["A cat."]).is_answer                  # True
-    Message("assistant", ["A cat."], trained=False).is_answer   # False
-    ```
+    Example:
+        ```python
+        from task_encoders import Message
+        Message("assistant", ["A cat."]).is_answer                  # True
+        Message("assistant", ["A cat."], trained=False).is_answer   # False
+        ```
     """
 
     role: str
@@ -53,7 +54,7 @@ class Message:
 
 
 def parse_conversation(record: Any, images: SampleImages) -> list[Message]:
-    """The messages of a sample's JSON. Raises ValueError that names the field which is not as it should be."""
+    """The messages of a sample's JSON. Raises ValueError that names the field at fault."""
     if isinstance(record, list):
         record = {"messages": record}
     if not isinstance(record, dict) or not {"conversations", "messages"} & record.keys():

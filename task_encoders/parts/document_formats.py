@@ -1,4 +1,4 @@
-"""Documents of texts and images as data sets write them, OBELICS' or MMC4's way, as one list.
+"""Documents of texts and images in the formats of OBELICS and MMC4, as one list.
 
     {"texts": ["A cat:", null, "asleep."], "images": [null, "0.jpg", null]}
 

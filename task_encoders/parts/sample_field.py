@@ -11,7 +11,7 @@ _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
 class Field:
-    """A part of a sample as text, or what lies in a part as JSON: `json[meta][labels][0]`.
+    """A part of a sample as text, or a field of a part as JSON: `json[meta][labels][0]`.
 
     The notation is that of Megatron-Energon's field maps.
     """
@@ -19,7 +19,7 @@ class Field:
     def __init__(self, name: str) -> None:
         matched = _NAME.fullmatch(name)
         if matched is None:
-            raise ValueError(f"a field is a part, such as txt, or lies in one, such as json[caption], not {name!r}")
+            raise ValueError(f"a field is a part, such as txt, or a field of one, such as json[caption], not {name!r}")
         self.name = name
         self.part = matched[1]
         self.path = re.findall(r"\[([^\[\]]+)\]", matched[2])

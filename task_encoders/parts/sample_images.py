@@ -15,7 +15,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of an image i
 
 
 class SampleImages:
-    """The image parts of a sample, `jpg` or `0.jpg`, `1.png`, …, numbers in their names in the order of numbers.
+    """The image parts of a sample, `jpg` or `0.jpg`, `1.png`, …, sorted by the numbers in their names.
 
     The text must use each at least once: `check_all_used` raises if one is left over.
     """
@@ -26,7 +26,7 @@ class SampleImages:
         self._used: dict[str, None] = {}
 
     def next(self, field: str) -> Image.Image:
-        """The first image not yet asked for. Raises ValueError that names `field`, where it has its place."""
+        """The first image not yet used. Raises ValueError that names `field`, which asks for it."""
         for name in self.names:
             if name not in self._used:
                 return self.named(name, field)
@@ -54,7 +54,7 @@ class SampleImages:
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
-    """So that 2.jpg comes before 10.jpg."""
+    """A key that sorts 2.jpg before 10.jpg."""
     return [(int(digits or 0), other) for digits, other in re.findall(r"([0-9]+)|([^0-9]+)", name)]
 
 
@@ -67,7 +67,9 @@ def _from_data_url(url: str, field: str) -> Image.Image:
         image = Image.open(io.BytesIO(raw), formats=_FORMATS)
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")
-        canvas = Image.new("RGBA", image.size, "white")  # as `Sample.image` does: what is clear would show its colour
+        canvas = Image.new(
+            "RGBA", image.size, "white"
+        )  # as `Sample.image` does: transparent pixels would show their colour
         canvas.alpha_composite(image.convert("RGBA"))
         return canvas.convert("RGB")
     except (binascii.Error, ValueError, OSError) as error:

@@ -30,7 +30,7 @@ NOT_RUN = {
     "docs/model-parallel.md": 1,
     "docs/operations.md": 1,
     "docs/read-in-place.md": 1,
-    "docs/several-machines.md": 2,
+    "docs/several-machines.md": 1,
     "docs/trainers/accelerate.md": 1,
     "docs/trainers/composer.md": 1,
     "docs/trainers/deepspeed.md": 1,

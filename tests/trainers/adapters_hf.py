@@ -117,7 +117,7 @@ def test_hf_early_stopping_keeps_its_patience_if_told_to_and_its_loss_is_named_o
         made.train(resume_from_checkpoint=resume or None)
         return made.state.global_step
 
-    forgets = "EarlyStoppingCallback begins anew"
+    forgets = "EarlyStoppingCallback starts again"
     assert run("straight", 14) == 8
     assert run("kept", 6) == 6
     shutil.copytree(tmp_path / "kept", tmp_path / "forgotten")

@@ -184,7 +184,7 @@ def find_ranks(
     else:
         ranks = Ranks(0, 1, None, given=False)
     if not 0 <= ranks.rank < ranks.world_size:
-        raise ValueError(f"rank {ranks.rank} does not lie in 0 … {ranks.world_size - 1}")
+        raise ValueError(f"rank {ranks.rank} is not in 0 … {ranks.world_size - 1}")
     if lanes % ranks.world_size:
         divisors = [w for w in range(1, lanes + 1) if lanes % w == 0]
         raise ValueError(

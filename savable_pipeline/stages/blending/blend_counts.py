@@ -13,7 +13,7 @@ Between multiples of `block` the closed form could decrease. So a block is halve
     0 . m . middle .. block        then single samples are moved to correct the lanes, and after them the sums
 
 The counts at a step depend on the step alone and take log2(block / stride) halvings. That no lane is more than 1.5
-samples off, and no sum over lanes much more, was found by search (tools/search_blend.py); it is not proven.
+samples off, and no sum over lanes much more, was found by search (tools/soak/blends.py); it is not proven.
 """
 
 from __future__ import annotations

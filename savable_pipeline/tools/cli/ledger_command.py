@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.tools.cli.console import out, printable
-from savable_pipeline.tools.cli.errors import errors_as_lines
-from savable_pipeline.tools.cli.output_file import check_output
+from savable_pipeline.tools.cli.console import check_output, errors_as_lines, out, printable
 
 ledger_app = typer.Typer(help="Tell what a run was given, from the ledger that its loader wrote.", no_args_is_help=True)
 

@@ -9,8 +9,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from savable_pipeline.tools.convert.model import Options
-from savable_pipeline.tools.convert.run import Progress, Report, run_conversion
+from savable_pipeline.tools.convert.model import Options, Report
+from savable_pipeline.tools.convert.run import Progress, run_conversion
 from savable_pipeline.tools.convert.sources import recognize
 
 if TYPE_CHECKING:

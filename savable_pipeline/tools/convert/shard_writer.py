@@ -29,8 +29,8 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
+from savable_pipeline.tools.convert.names import sample_parts
 from savable_pipeline.tools.convert.plan import MANIFEST
-from savable_pipeline.tools.convert.sample_values import sample_parts
 from savable_pipeline.tools.convert.shard_job import room_on
 
 

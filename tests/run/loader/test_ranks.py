@@ -97,7 +97,7 @@ def test_one_of_rank_and_world_size_alone_is_an_error(given: dict[str, int]) -> 
 
 @pytest.mark.parametrize("rank,world_size", [(2, 2), (-1, 2), (0, 0), (0, -1), (1, 1)])
 def test_a_rank_outside_the_world_is_an_error(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"rank {rank} does not lie in 0 … {world_size - 1}"):
+    with pytest.raises(ValueError, match=rf"rank {rank} is not in 0 … {world_size - 1}"):
         found(rank=rank, world_size=world_size)
 
 

@@ -19,8 +19,8 @@ from savable_pipeline.data.shards.indexing import index_shards
 from savable_pipeline.data.stores.file_indexing import index_files
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, elsewhere, run_conversion
-from savable_pipeline.tools.convert.elsewhere import attempt, each_shard_by
+from savable_pipeline.tools.convert import Options, cluster, run_conversion
+from savable_pipeline.tools.convert.cluster import attempt, each_shard_by
 from savable_pipeline.tools.convert.shard_job import Job, write_shard
 from tests.support.kills import run_until_killed
 from tests.support.toy_engine import ToyEngine
@@ -145,8 +145,8 @@ def test_a_shard_that_another_machine_put_elsewhere_is_an_error(
         target, work, aside = (there / folder.relative_to("/") for folder in (job.target, job.work, job.aside))
         return write_shard(replace(job, target=target, work=work, aside=aside), lambda size: None)
 
-    monkeypatch.setattr(elsewhere, "_SEEN_S", 0.3)
-    monkeypatch.setattr(elsewhere, "attempt", unshared)
+    monkeypatch.setattr(cluster, "_SEEN_S", 0.3)
+    monkeypatch.setattr(cluster, "attempt", unshared)
     with pytest.raises(SavableError, match=r"000000\.tar was finished by another machine, and is not there .* share"):
         run_conversion(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
 

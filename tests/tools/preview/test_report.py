@@ -16,12 +16,9 @@ from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.preview.advice import advice, waited
-from savable_pipeline.tools.preview.expected_shares import ExpectedShares
-from savable_pipeline.tools.preview.given_counts import GivenCounts, Step, waiting
-from savable_pipeline.tools.preview.noted_counters import NotedCounters
+from savable_pipeline.tools.preview.ledger_numbers import ExpectedShares, GivenCounts, NotedCounters, Step, waiting
 from savable_pipeline.tools.preview.pictures import picture
-from savable_pipeline.tools.preview.report_page import report_page
+from savable_pipeline.tools.preview.report_page import advice, report_page, waited
 from tests.support.toy_pipelines import ToyEncoder
 
 SCHEDULE = sp.Schedule([(0, {"a": 3, "b": 1}), (300, {"a": 1, "b": 3})])
