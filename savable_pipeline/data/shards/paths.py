@@ -63,19 +63,14 @@ class ShardKind:
 
         Raises `ShardError` also for a file that is not there, unless `missing_too`.
         """
-        found = []
+        found = set()
         for names in self.names(place, listing):
-            name = next((name for name in names if is_inside(name) and is_there(name)), None)
             written = max(names, key=len)  # compressed, where the others are what was unpacked
-            if name is None and not (missing_too and is_inside(written)):
-                raise ShardError(
-                    f"{place}/{written}: named by {self.listing}, and not there; copy the whole folder",
-                    reason="missing shard",
-                )
-            found.append(name or written)
-        if len(set(found)) < len(found):
-            twice = Counter(found).most_common(1)[0][0]
-            raise ShardError(f"{place}/{self.listing}: it names {twice} twice")
+            name = next((name for name in names if is_inside(name) and is_there(name)), written)
+            if not is_inside(name) or (name in found) or not (missing_too or is_there(name)):
+                fault = "twice" if name in found else "and not there; copy the whole folder"
+                raise ShardError(f"{place}/{name}: named by {self.listing}, {fault}", reason="missing shard")
+            found.add(name)
         return sorted(found)
 
 

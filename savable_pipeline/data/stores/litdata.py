@@ -34,28 +34,8 @@ from savable_pipeline.data.stores.record_fields import (
 from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, RecordKind, as_listed, format_of_kind
 
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
-_TORCH = {
-    0: "f4",
-    1: "f4",
-    2: "f8",
-    3: "f8",
-    4: "c8",
-    5: "c8",
-    6: "c16",
-    7: "c16",
-    8: "f2",
-    9: "f2",
-    11: "u1",
-    12: "i1",
-    13: "i2",
-    14: "i2",
-    15: "i4",
-    16: "i4",
-    17: "i8",
-    18: "i8",
-    19: "?",
-    20: "u2",
-}
+_NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # - of what NumPy lacks
+_TORCH = _NAMES.split()  # by its codes
 _LEVELS = (None, "chunk", "batch", "sample")
 _LEAF = None
 
@@ -217,7 +197,7 @@ def _leaf(name: str, kind: str, data: Stretch) -> list[Value | Blob]:
         return [_BLOBS[plain](name, setting, data)]
     except RecordError:
         raise
-    except (ValueError, KeyError, IndexError, RecursionError) as error:
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise RecordError(f"damaged record: {name} is no {kind}: {error}") from error
 
 
@@ -250,16 +230,9 @@ _VALUES: dict[str, Callable[[bytes], Any]] = {
     "float": functools.partial(scalar, "<f8"),
     "json": loads,
 }
+_FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
 _BLOBS: dict[str, Callable[[str, str, Stretch], Blob]] = {
-    "bytes": functools.partial(_file_of, ""),
-    "file": functools.partial(_file_of, ""),
-    "image": functools.partial(_file_of, "jpg"),
-    "jpeg": functools.partial(_file_of, "jpg"),
-    "video": functools.partial(_file_of, "mp4"),
-    "audio": functools.partial(_file_of, "wav"),
-    "pdf": functools.partial(_file_of, "pdf"),
-    "tifffile": functools.partial(_file_of, "tif"),
-    "tiff": functools.partial(_file_of, "tif"),
+    **{kind: functools.partial(_file_of, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
     "pil": lambda name, _, data: pixels(name, data),
     "numpy": functools.partial(_with_header, False),
     "tensor": functools.partial(_with_header, True),

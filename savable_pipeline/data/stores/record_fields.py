@@ -70,6 +70,10 @@ class Stretch:
         """Its first bytes, at most `size`."""
         return self.read_at(self.offset, min(size, self.size))
 
+    def tail(self, size: int) -> bytes:
+        """Its last bytes, at most `size`."""
+        return self.rest(max(0, self.size - size)).read()
+
     def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
         """Little-endian numbers of 32 bits, as the formats of records have them."""
         return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())

@@ -33,7 +33,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.file_bytes import FileBytes
 from savable_pipeline.data.stores.file_format import FileFormat
 from savable_pipeline.data.stores.place_index import FileTable, Places
-from savable_pipeline.data.stores.record_fields import Blob, Stretch, Value
+from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
 
 INDEX = "index.json"
 INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
@@ -151,31 +151,33 @@ def kind_behind(url: str, downloader: Downloader) -> str:
 
 def read_listed(kind: RecordKind, file: FileBytes, name: str) -> FileTable:
     """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
-    index = file.beside(INDEX, name)
     try:
-        if index is None:
-            raise ValueError(f"no {INDEX} in the folder; copy the whole folder")
-        stat = index.stat()
-        said = _listed(kind.listed, index, stat.st_size, stat.st_mtime_ns).get(name)
+        said = _said(kind, file, name)
         if said is None or said.fault:
-            raise ValueError(f"not named by {INDEX}; copy the whole folder" if said is None else said.fault)
-        places = _places(file, said, kind.chunked)
+            raise ValueError(f"not named by an {INDEX}; copy the whole folder" if said is None else said.fault)
+        return _table(kind, file, said)
     except ValueError as error:
         return FileTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
-    return FileTable(ShardEntry(name, file.size, said.samples, _digest(file, places)), places.tobytes())
 
 
 def is_as_listed(kind: RecordKind, file: FileBytes, table: FileTable) -> bool:
     """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
     entry = table.entry
-    if file.beside(INDEX, entry.name) is not None:
-        return read_listed(kind, file, entry.name).entry.digest == entry.digest
     layout = layout_of(table.array(), entry.samples)
-    said = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)
+    known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)
     try:
-        return _digest(file, _places(file, said, kind.chunked)) == entry.digest
+        return _table(kind, file, _said(kind, file, entry.name) or known).entry.digest == entry.digest
     except ValueError:
         return False
+
+
+def _said(kind: RecordKind, file: FileBytes, name: str) -> ListedFile | None:
+    """What index.json says of a file; None if that is not here, or does not name it. Raises ValueError."""
+    index = file.beside(INDEX, name)
+    if index is None:
+        return None
+    stat = index.stat()
+    return _listed(kind.listed, index, stat.st_size, stat.st_mtime_ns).get(name)
 
 
 @functools.lru_cache(maxsize=1)
@@ -185,26 +187,24 @@ def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: 
     return {each.name: each for several in listed(index.read_bytes()) for each in several}
 
 
-def _digest(file: FileBytes, places: Places) -> int:
-    digest = xxh3_64(places.tobytes())
-    seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
-    file.expect(seen)
-    for offset, length in seen:
-        digest.update(file.read(offset, length))
-    return digest.intdigest()
-
-
-def _places(file: FileBytes, said: ListedFile, chunked: bool) -> Places:
-    """See the head of this file. Raises ValueError."""
+def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> FileTable:
+    """Entry and places of a file of which this is said. Raises ValueError."""
     if said.size not in (None, file.size):
         raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}; copy it again")
     if not 0 <= said.samples < _MOST_RECORDS:
         raise ValueError(f"{said.samples} records by {INDEX}; copy it again")
-    what, a_frame, more = (WHOLE, 0, np.zeros(0, "<u8")) if said.packed else layout_in(file, said, chunked)
+    content = Stretch(file.read, 0, file.size)
+    what, a_frame, more = (WHOLE, 0, np.zeros(0, "<u8")) if said.packed else layout_in(content, said, kind.chunked)
     known = 0 if said.content is None else said.content + 1
-    schema = said.schema + bytes(-len(said.schema) % 8)
-    head = [what, PACKED.index(said.packed), known, len(said.schema), a_frame]
-    return np.concatenate([np.array(head, "<u8"), np.frombuffer(schema, "<u8"), more])
+    schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
+    head = np.array([what, PACKED.index(said.packed), known, len(said.schema), a_frame], "<u8")
+    places = np.concatenate([head, schema, more]).tobytes()
+    digest = xxh3_64(places)
+    seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
+    file.expect(seen)
+    for offset, length in seen:
+        digest.update(file.read(offset, length))
+    return FileTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
 
 
 def layout_of(places: Places, samples: int) -> Layout:
@@ -217,35 +217,32 @@ def layout_of(places: Places, samples: int) -> Layout:
     return Layout(what, PACKED[packed], known - 1 if known else None, schema, a_frame, places[begin:end], frames)
 
 
-def layout_in(file: FileBytes, said: ListedFile, chunked: bool) -> tuple[int, int, Places]:
+def layout_in(content: Stretch, said: ListedFile, chunked: bool) -> tuple[int, int, Places]:
     """What is in a file that is not compressed as a whole; records a frame, offsets and frames. Raises ValueError."""
-    size = file.size
-    if chunked and file.read(max(0, size - len(_ROWS)), len(_ROWS)) == _ROWS:
-        end = size - len(_ROWS) - 4
-        begin = end - _number(file, end)
-        if begin < 0:
-            raise ValueError(f"damaged rows in Arrow: {end - begin} bytes in {size}; copy it again")
-        return ROWS, 0, np.array([begin, end], "<u8")
-    if chunked and file.read(0, len(_FRAMED)) == _FRAMED:
-        return _frames_in(file, said)
-    if said.framed:
-        raise ValueError("no frames, but compressed by batch by the index; copy it again")
-    _check_count(_number(file, 0), said.samples)
-    return RECORDS, 0, _uint32s(file, 4, said.samples + 1)
+    try:
+        if chunked and content.tail(len(_ROWS)) == _ROWS:
+            end = content.size - len(_ROWS) - 4
+            size = content.uint32s(end, 1)[0]
+            return ROWS, 0, np.array([content.part(end - size, size).offset, end], "<u8")
+        if chunked and content.head(len(_FRAMED)) == _FRAMED:
+            return _frames_in(content, said)
+        if said.framed:
+            raise ValueError("no frames, but compressed by batch by the index; copy it again")
+        _check_count(content.uint32s(0, 1)[0], said.samples)
+        return RECORDS, 0, _uint32s(content, 4, said.samples + 1)
+    except RecordError as error:
+        raise ValueError("too short to hold records; copy it again") from error
 
 
-def _frames_in(file: FileBytes, said: ListedFile) -> tuple[int, int, Places]:
-    head = file.read(0, _PREFIX.size)
-    if len(head) < _PREFIX.size:
-        raise ValueError("too short to hold records; copy it again")
-    _, version, _, count, a_frame, frames = _PREFIX.unpack(head)
+def _frames_in(content: Stretch, said: ListedFile) -> tuple[int, int, Places]:
+    _, version, _, count, a_frame, frames = _PREFIX.unpack(content.part(0, _PREFIX.size).read())
     _check_count(count, said.samples)
     if version != 1:
         raise ValueError(f"version {version} of frames, where 1 is read")
     if a_frame < 1 or frames != -(-count // a_frame):
         raise ValueError(f"{frames} frames of {a_frame} items for {count}; copy it again")
-    offsets = _uint32s(file, _PREFIX.size, count + 1)
-    raw = _bytes(file, _PREFIX.size + 4 * len(offsets), _FRAME.itemsize * frames)
+    offsets = _uint32s(content, _PREFIX.size, count + 1)
+    raw = content.part(_PREFIX.size + 4 * len(offsets), _FRAME.itemsize * frames).read()
     places = np.frombuffer(raw, _FRAME)
     table = np.stack([places[name].astype("<u8") for name in _FRAME.names or ()], axis=1)
     return FRAMES, a_frame, np.concatenate([offsets, table.ravel()])
@@ -256,16 +253,5 @@ def _check_count(there: int, count: int) -> None:
         raise ValueError(f"holds {there} records, but {count} by the index; copy it again")
 
 
-def _number(file: FileBytes, offset: int) -> int:
-    return int.from_bytes(_bytes(file, offset, 4), "little")
-
-
-def _uint32s(file: FileBytes, offset: int, count: int) -> Places:
-    return np.frombuffer(_bytes(file, offset, 4 * count), "<u4").astype("<u8")
-
-
-def _bytes(file: FileBytes, offset: int, size: int) -> bytes:
-    """Bytes that must be there. Raises ValueError before more is asked for than the file has."""
-    if offset < 0 or offset + size > file.size:
-        raise ValueError("too short to hold records; copy it again")
-    return file.read(offset, size)
+def _uint32s(content: Stretch, offset: int, count: int) -> Places:
+    return np.frombuffer(content.part(offset, 4 * count).read(), "<u4").astype("<u8")

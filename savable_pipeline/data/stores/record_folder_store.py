@@ -16,7 +16,7 @@ from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.decompressed import check_packages, decompressed
+from savable_pipeline.data.stores.decompressed import NEEDED, DamagedError, decompressed, needed_package
 from savable_pipeline.data.stores.file_format import FileFormat
 from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.data.stores.grouped_store import GroupedStore
@@ -39,7 +39,7 @@ from savable_pipeline.data.stores.record_files import (
     layout_in,
     layout_of,
 )
-from savable_pipeline.data.stores.record_rows import MemoryBytes, RecordBlock, RecordTable, record_in, table_of
+from savable_pipeline.data.stores.record_rows import RecordBlock, RecordTable, record_in, table_of
 from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
@@ -74,9 +74,12 @@ class RecordFolderStore(GroupedStore):
         self._layouts: dict[int, Layout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
         kinds = {tuple(self.places(shard)[:2].tolist()) for shard, entry in enumerate(self.entries) if entry.samples}
-        self._grouped = any(what != RECORDS for what, *_ in kinds)
+        self._grouped = any(what != RECORDS for what, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
-        self._check_packages(kinds)
+        for what, packed in kinds:  # a damaged index is told of later
+            needs = {ROWS: "rows", FRAMES: "zst"}.get(what, PACKED[packed] if packed < len(PACKED) else "")
+            if needs in NEEDED:
+                needed_package(needs)
         self._index_file = found.root / INDEX if isinstance(self.files, LocalFiles) else self.files.place.beside(INDEX)
         if isinstance(self.files, LocalFiles) and self.entries and self._index_file.exists():
             self.files.watch_view(~0, self._index_file)
@@ -151,27 +154,30 @@ class RecordFolderStore(GroupedStore):
 
     def decoded(self, shard: int, group: int, expected: int) -> tuple[RecordBlock | RecordTable, int]:
         """See `GroupedStore.decoded`. Raises `RecordError` for a damaged frame."""
-        layout, size = self._known(shard), self.entries[shard].size
+        layout, read = self._known(shard), partial(self.files.read, shard)
         if layout.what == FRAMES:
-            return self._frame(shard, layout, group, expected)
-        begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, size)
-        raw = self.files.read(shard, begin, end - begin)
+            rows: RecordBlock | RecordTable = self._frame(shard, layout, group, expected)
+            return rows, rows.size
+        begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, self.entries[shard].size)
+        raw, what, offsets = read(begin, end - begin), layout.what, layout.offsets
         try:
-            if layout.what == WHOLE:
+            if what == WHOLE:
                 raw = decompressed(raw, layout.packed, self.most_decoded, layout.content)
-                said = ListedFile("", expected, b"")
-                what, _, offsets = layout_in(MemoryBytes(raw), said, self.kind.chunked)
-                if what == FRAMES:
-                    raise ValueError("frames in what is compressed as a whole")
-                if what == RECORDS:
-                    return RecordBlock(raw, offsets, 0, self._schema(layout)), len(raw) + offsets.nbytes
-                raw = raw[int(offsets[0]) : int(offsets[1])]
-            table = table_of(raw, self.most_decoded)
-            if len(table) != expected:
-                raise ValueError(f"holds {len(table)} records, but {expected} by the index")
-            return table, int(table.table.nbytes)
+                what, _, offsets = layout_in(Stretch.of(raw), ListedFile("", expected, b""), self.kind.chunked)
+                if what == ROWS:
+                    raw = raw[int(offsets[0]) : int(offsets[1])]
+            if what == FRAMES:
+                raise ValueError("frames in what is compressed as a whole")
+            rows = (
+                RecordBlock(raw, offsets, 0, self._schema(layout))
+                if what == RECORDS
+                else table_of(raw, expected, self.most_decoded)
+            )
         except ValueError as error:
-            raise self._broken_file(shard, str(error)) from error
+            raise ShardError(
+                f'{self.place(shard)}: damaged: {error}; copy it again, or leave its samples out with on_error="skip"'
+            ) from error
+        return rows, rows.size
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The records, or the frames that hold them; of what is unpacked as a whole the file."""
@@ -198,7 +204,7 @@ class RecordFolderStore(GroupedStore):
         self._found = shard, row, fields, parts
         return fields, parts
 
-    def _frame(self, shard: int, layout: Layout, group: int, expected: int) -> tuple[RecordBlock, int]:
+    def _frame(self, shard: int, layout: Layout, group: int, expected: int) -> RecordBlock:
         first, count, begin, size, content = layout.frames[group].tolist()
         start = group * layout.a_frame
         if (first, count) != (start, expected):
@@ -206,12 +212,12 @@ class RecordFolderStore(GroupedStore):
         file = Stretch(partial(self.files.read, shard), 0, self.entries[shard].size)
         data = self._unpacked(file.part(begin, size).read(), "zst", content)
         offsets = layout.offsets[start : start + expected + 1]
-        return RecordBlock(data, offsets, int(offsets[0]), self._schema(layout)), len(data)
+        return RecordBlock(data, offsets, int(offsets[0]), self._schema(layout))
 
     def _unpacked(self, data: bytes, kind: str, size: int | None = None) -> bytes:
         try:
             return decompressed(data, kind, self.most_decoded, size)
-        except ValueError as error:
+        except DamagedError as error:
             raise RecordError(f"damaged record: {error}") from error
 
     def _known(self, shard: int) -> Layout:
@@ -220,12 +226,6 @@ class RecordFolderStore(GroupedStore):
             self.check_rows(shard)
             layout = self._layouts[shard] = layout_of(self.places(shard), self.entries[shard].samples)
         return layout
-
-    def _check_packages(self, kinds: set[tuple[int, ...]]) -> None:
-        """Raises ValueError where one is missing that files of these kinds need: what they are, and their packing."""
-        each = {self._schema(self._known(shard)).each for shard, entry in enumerate(self.entries[:1]) if entry.samples}
-        check_packages(each | {PACKED[packed] for _, packed in kinds if packed < len(PACKED)})
-        check_packages({{ROWS: "rows", FRAMES: "zst"}.get(what, "") for what, _ in kinds})
 
     def _schema(self, layout: Layout) -> Schema:
         schema = self._schemas.get(layout.schema)
@@ -238,11 +238,6 @@ class RecordFolderStore(GroupedStore):
         return ShardError(
             f'{self.place(shard)}: row {row}: {reason}: {detail}; write it again, or leave it out with on_error="skip"',
             reason=reason,
-        )
-
-    def _broken_file(self, shard: int, fault: str) -> ShardError:
-        return ShardError(
-            f'{self.place(shard)}: damaged: {fault}; copy it again, or leave its samples out with on_error="skip"'
         )
 
 

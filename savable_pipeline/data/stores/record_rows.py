@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
@@ -15,36 +16,6 @@ from savable_pipeline.data.stores.record_files import Schema
 
 _FILE = b"ARROW1"  # how a file of Arrow begins; a stream does not
 _NOTHING = object()  # in the place of bytes, which are parts of their own
-
-
-class MemoryBytes:
-    """`FileBytes` of what is in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self.name, self.size, self._data = "", len(data), data
-
-    def read(self, offset: int, size: int) -> bytes:
-        """See `FileBytes.read`."""
-        return self._data[offset : offset + size]
-
-    def expect(self, places: list[tuple[int, int]]) -> None:
-        """Nothing: they are here."""
-
-    def beside(self, suffix: str, name: str = "") -> Path | None:
-        """Nothing."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class KeptRecord:
-    """A record by itself, as place 0, to be kept when those around it are given up; `size` in bytes."""
-
-    size: int
-    make: Callable[[], list[Value | Blob]]
-
-    def fields(self, place: int) -> list[Value | Blob]:
-        """See `RecordBlock.fields`."""
-        return self.make()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +34,15 @@ class RecordBlock:
         """The fields of a record. Raises `RecordError`."""
         return self.schema.fields(record_in(Stretch.of(self.data), self.offsets, place, self.begin))
 
-    def kept(self, place: int) -> KeptRecord:
-        """A record by itself. Raises `RecordError`."""
+    def kept(self, place: int) -> RecordBlock:
+        """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
         data = record_in(Stretch.of(self.data), self.offsets, place, self.begin).read()
-        return KeptRecord(len(data), lambda: self.schema.fields(Stretch.of(data)))
+        return RecordBlock(data, np.array([0, len(data)], np.uint64), 0, self.schema)
+
+    @property
+    def size(self) -> int:
+        """Its bytes in memory."""
+        return len(self.data) + self.offsets.nbytes
 
 
 def record_in(content: Stretch, offsets: Places, place: int, begin: int = 0) -> Stretch:
@@ -95,13 +71,18 @@ class RecordTable:
         values = {name: _without_bytes(value, name, blobs) for name, value in row.items()}
         return [*blobs, *(Value(name, value) for name, value in values.items() if value is not _NOTHING)]
 
-    def kept(self, place: int) -> KeptRecord:
+    def kept(self, place: int) -> RecordTable:
         """See `RecordBlock.kept`."""
-        fields = self.fields(place)
-        return KeptRecord(sum(field.size if isinstance(field, Blob) else 256 for field in fields), lambda: fields)
+        return RecordTable(self.table.take([place]))
+
+    @property
+    def size(self) -> int:
+        """See `RecordBlock.size`."""
+        size: int = self.table.nbytes
+        return size
 
 
-def table_of(data: bytes, most: int) -> RecordTable:
+def table_of(data: bytes, expected: int, most: int) -> RecordTable:
     """The rows of a file or a stream of Arrow. Raises ValueError for damage, and for more than `most` bytes of them."""
     import pyarrow as pa  # imported here: it is needed for such chunks alone
 
@@ -114,12 +95,14 @@ def table_of(data: bytes, most: int) -> RecordTable:
         table.validate(full=True)  # before anything follows its offsets
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise ValueError(f"damaged rows in Arrow: {error}") from error
+    if table.num_rows != expected:
+        raise ValueError(f"holds {table.num_rows} records, but {expected} by the index")
     return RecordTable(table)
 
 
 def _decoded_bytes(data: bytes) -> int:
     """The bytes that compressed batches say that they decode to."""
-    file = MemoryBytes(data)
+    file: Any = SimpleNamespace(name="", size=len(data), read=lambda offset, size: data[offset : offset + size])
     found = arrow_table(file, "damaged rows in Arrow")
     if found.entry.fault:
         raise ValueError(found.entry.fault)

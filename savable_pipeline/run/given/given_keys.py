@@ -6,15 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import open_store
+from savable_pipeline.data.dataset.kinds import FORMATS, open_store
 from savable_pipeline.data.dataset.opening import dataset_of, open_dataset
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards, Unlistable
-from savable_pipeline.data.stores.arrow_file import ARROW
-from savable_pipeline.data.stores.jsonl_file import JSONL
-from savable_pipeline.data.stores.litdata import LITDATA
-from savable_pipeline.data.stores.mds import MDS
-from savable_pipeline.data.stores.parquet_file import PARQUET
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.token_store import TokenStore
 from savable_pipeline.errors import SavableError
@@ -23,13 +18,7 @@ from savable_pipeline.run.ledger.records import Source
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 
 Found = list[tuple[str, GivenBatch]]
-_FORMATS = {
-    "ParquetReader": PARQUET,
-    "ArrowReader": ARROW,
-    "JsonlReader": JSONL,
-    "MdsReader": MDS,
-    "LitDataReader": LITDATA,
-}
+_FORMATS = {f"{name}Reader": FORMATS[name.lower()] for name in ("Parquet", "Arrow", "Jsonl", "Mds", "LitData")}
 _READERS = ("TarShardReader", "TokenReader", *_FORMATS)
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 

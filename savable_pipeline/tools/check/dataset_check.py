@@ -32,7 +32,6 @@ from savable_pipeline.tools.check.shard_check import Problem, ShardReport
 _CHECK_FILE = "savable_pipeline.tools.check.store_check:check_file"
 _CHECK_REMOTE = "savable_pipeline.tools.check.shard_check:check_remote_shard"
 _CHECK_REMOTE_FILE = "savable_pipeline.tools.check.store_check:check_remote_file"
-_CHECK_REMOTE_RECORDS = "savable_pipeline.tools.check.store_check:check_remote_record_file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def _find(shards: Shards) -> _Dataset:
     if is_remote(shards):
         found, metadata, indexed = look_up(shards) if form is None else look_up_files(shards, form)
         folder = isinstance(shards, str) and shards.rstrip("/") == found.root
-        task = _CHECK_REMOTE if form is None else _CHECK_REMOTE_RECORDS if form.kind.listing else _CHECK_REMOTE_FILE
+        task = _CHECK_REMOTE if form is None else _CHECK_REMOTE_FILE
         return _Dataset(found.root, list(found.names), folder, metadata, indexed, task)
     problems: list[Problem] = []
     root, names = find_shards(

@@ -11,14 +11,13 @@ from typing import Any
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.kinds import format_of_file, open_store
+from savable_pipeline.data.dataset.kinds import FORMATS, format_of_file, open_store
 from savable_pipeline.data.shards.processes import do
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.file_indexing import IndexedFiles
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.place_index import FileTable, ScannedFiles
-from savable_pipeline.data.stores.record_files import INDEX
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.check.part_check import part_fault
 from savable_pipeline.tools.check.shard_check import Problem, ShardReport, check_downloaded
@@ -84,17 +83,10 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
 
 def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
-    form = format_of_file(folder, name)
-    assert form is not None, name
-    suffix, beside = form.beside
-    companions = [name.removesuffix(suffix) + beside] if suffix and name.endswith(suffix) else []
-    return check_downloaded(url, folder, [name, *companions], check_file)
-
-
-def check_remote_record_file(url: str, folder: Path, name: str) -> ShardReport:
-    """The same for a file of a folder behind a URL whose index.json names it."""
-    with tempfile.TemporaryDirectory(dir=folder) as own:  # other processes have this index.json too
-        return check_downloaded(url, Path(own), [name, INDEX], check_file)
+    beside = [form.beside for form in FORMATS.values() if form.beside[1] and name.endswith(form.beside[0])]
+    companions = {name.removesuffix(suffix) + other if suffix else other for suffix, other in beside}
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # what lies beside it lies beside those of other processes too
+        return check_downloaded(url, Path(own), [name, *companions], check_file)
 
 
 def _problems_of(store: FileStore, name: str, row: int, found: _Found) -> Iterator[Problem]:

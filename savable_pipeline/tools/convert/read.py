@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.data.remote.scratch import close_scratch
-from savable_pipeline.tools.convert.compressed import DamagedError, is_compressed, opened
+from savable_pipeline.data.stores.decompressed import DamagedError
+from savable_pipeline.tools.convert.compressed import is_compressed, opened
 from savable_pipeline.tools.convert.csv_table import file_columns, write_as_jsonl
 from savable_pipeline.tools.convert.folder import read_folder
 from savable_pipeline.tools.convert.json_array import read_json_array
