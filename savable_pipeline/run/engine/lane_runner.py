@@ -14,8 +14,7 @@ from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
 from savable_pipeline.data.dataset.sample import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.engine.sample_watch import Watched, watched
-from savable_pipeline.run.engine.stage_timing import EVERY, take_counts, timed
+from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.stages.item_ref import ItemRef
@@ -37,16 +36,16 @@ class _Live:
 
     @property
     def stage(self) -> Stage:
-        """The last stage, which gives the batches."""
+        """The last stage, which yields the batches."""
         return self.stages[-1]
 
 
 class LaneRunner:
     """Builds lanes when they are first needed, restores them, and makes their batches.
 
-    A lane whose stages raised is dropped: the next request, with the lane's last state, tries the same batch again.
+    A lane is dropped when its stages raise: the next request, with the lane's last state, tries the same batch again.
     Stages record what they work on in `status`, the words of a `StatusPage`, if it is given. `pinned` are the shards of
-    the run, to which those of each dataset that is opened first are added.
+    the run; those of a dataset opened for the first time are added.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class LaneRunner:
         self._pinned: PinnedShards = {} if pinned is None else pinned
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
-        self._made = 0  # batches made, of which every 16th is timed
+        self._made = 0  # batches made; every 16th is timed
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
     def build(
@@ -102,7 +101,7 @@ class LaneRunner:
             raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
         if not leaves_out_excluded(stage):
             raise ValueError(
-                "the pipeline would give samples that a reader was told to exclude: they are left out by Encode, or by "
+                "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
                 f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
             )
         if self._pad and not hasattr(stage, "filler"):
@@ -144,7 +143,7 @@ class LaneRunner:
         given = None if dry or want == "skip" else batch
         return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen)
 
-    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[Watched | None]:
+    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
         """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
         if now < self._watch_due:
             return nullcontext()
@@ -168,7 +167,7 @@ class LaneRunner:
         return batch, ref, more
 
     def verify_given(self) -> None:
-        """Raise `ShardError` if data changed of which batches may be made that were given since the last look.
+        """Raise `ShardError` if data changed that batches given since the last look may be made of.
 
         Another thread may run lanes meanwhile.
         """

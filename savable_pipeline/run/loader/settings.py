@@ -8,7 +8,7 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Literal
 
 from savable_pipeline.run.engine.launchers import get_context
-from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.ranks import Ranks, find_ranks
 from savable_pipeline.stages.pipeline import Pipeline, check_pipeline
 
@@ -61,9 +61,9 @@ class LoaderSettings:
                 f"epoch_slots counts the slots of all ranks and must be a multiple of the {self.lanes} lanes, not "
                 f"{self.epoch_slots}: the nearest is {near}"
             )
-        if self.ledger is not None and self.on_iter == "restart":
+        if self.ledger is not None and self.restarts:
             raise ValueError(
-                "a ledger says what a run was given, once; with on_iter='restart' each pass begins anew: give the "
+                "a ledger records what a run was given, once; with on_iter='restart' each pass begins again: give the "
                 "ledger to the training's loader"
             )
         self.find_context()
@@ -74,9 +74,14 @@ class LoaderSettings:
         return self.tail == "pad"
 
     @property
-    def job(self) -> Job:
+    def restarts(self) -> bool:
+        """Whether each iterator begins epoch 0 again."""
+        return self.on_iter == "restart"
+
+    @property
+    def job(self) -> LaneJob:
         """The settings from which a process builds lanes."""
-        return Job(self.pipeline, self.seed, self.lanes, self.pad)
+        return LaneJob(self.pipeline, self.seed, self.lanes, self.pad)
 
     def find_ranks(self) -> Ranks:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""

@@ -1,13 +1,26 @@
-"""Checks, reads and merges the flat dicts that hold a loader's state: a few numbers and the states of its lanes."""
+"""Checks, reads and merges the flat dicts that hold a loader's state: a few numbers and the states of its lanes.
+
+They may also hold spans of slots that a run will pass over, after batches that its trainer has fetched but not yet
+trained on:
+
+    slot       2            3            4   5        6
+               trained on   fetched      to skip
+    state      "slot" 3, "to_skip" [[0, 4, 6]]
+
+Only a trainer that fetches ahead has such a state, and only until it has trained on the fetched batches.
+"""
 
 from __future__ import annotations
 
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from savable_pipeline.core.lane import Growth
+from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.lane_state import VERSION, LaneState, unpack_state
@@ -30,7 +43,7 @@ def lane_numbers(state: Mapping[str, Any]) -> list[int]:
 
 
 def batches_before(slot: int, lane: int, lanes: int) -> int:
-    """The number of batches that lane `lane` gave to the slots before `slot`."""
+    """The number of batches of lane `lane` in the slots before `slot`."""
     return max(0, slot - lane + lanes - 1) // lanes
 
 
@@ -102,18 +115,26 @@ def common_growth(lanes: Iterable[LaneState]) -> Growth:
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state with all lanes, from the states that the ranks of a run saved after the same step.
+    """Merge the states that the ranks of a run saved after the same step into one with all lanes.
 
-    The result is a flat dict, which `SavableLoader.load_state_dict` takes on any number of ranks. Raises
-    `CheckpointMismatchError` if the states are of different runs or steps, `StateError` for a damaged one, ValueError
-    for none at all.
+    Args:
+        states: The states, in any order.
 
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-    >>> loaders = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
-    >>> states = [loader.state_dict() for loader in loaders]
-    >>> [name for name in sp.merge_states(states) if name.startswith("lane_")]
-    ['lane_00000', 'lane_00002', 'lane_00001', 'lane_00003']
+    Returns:
+        A flat dict, which `SavableLoader.load_state_dict` takes on any number of ranks.
+
+    Raises:
+        CheckpointMismatchError: The states are of different runs or steps.
+        StateError: A state is damaged.
+        ValueError: There is no state.
+
+    Example:
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+        >>> loaders = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> states = [loader.state_dict() for loader in loaders]
+        >>> [name for name in sp.merge_states(states) if name.startswith("lane_")]
+        ['lane_00000', 'lane_00002', 'lane_00001', 'lane_00003']
     """
     merged: dict[str, Any] = {}
     lanes: dict[int, LaneState] = {}
@@ -136,7 +157,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as ranges: [0, 1, 2, 5] gives "0-2, 5"."""
+    """Sorted numbers as ranges: [0, 1, 2, 5] is "0-2, 5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -144,3 +165,39 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(f"{low}-{high}" if low < high else f"{low}" for low, high in parts) or "none"
+
+
+_NAME = "to_skip"  # in the flat dict
+
+
+class SlotSpan(NamedTuple):
+    """The slots from `first` to `stop - 1` of an epoch."""
+
+    epoch: SavedCount
+    first: SavedCount
+    stop: SavedCount
+
+
+def with_spans(state: Mapping[str, Any], spans: Iterable[SlotSpan]) -> dict[str, Any]:
+    """A flat dict with these spans, if there are any."""
+    listed = list(spans)
+    return {**state, _NAME: msgspec.json.encode(listed)} if listed else dict(state)
+
+
+def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan]]:
+    """A flat dict without spans, and the spans. Raises `StateError` if they are damaged."""
+    with restoring(_NAME):
+        spans = msgspec.json.decode(state.get(_NAME, b"[]"), type=list[SlotSpan])
+    return {name: value for name, value in state.items() if name != _NAME}, spans
+
+
+def refuse_spans(state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointMismatchError` for a flat dict with spans, which a loader by itself would not pass over."""
+    _, spans = taken_apart(state)
+    if spans:
+        span = spans[0]
+        raise CheckpointMismatchError(
+            f"the state was saved while the trainer had fetched a batch before a skip: {span.stop - span.first} slots "
+            f"from slot {span.first} of epoch {span.epoch} are still to be passed over. Load it through what the "
+            "trainer takes its batches from (savable_pipeline.trainers), as it was saved"
+        )

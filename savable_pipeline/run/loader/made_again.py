@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.in_process import InProcess
-from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Start
 from savable_pipeline.run.loader.growth import NewShards
@@ -40,7 +40,7 @@ def make_again(pipeline: Pipeline, ledger: LedgerFiles, epoch: int, slot: int) -
     given = ledger.batch_at(epoch, slot)
     start = given.start
     lane = slot % start.lanes
-    local = LocalLanes(Job(pipeline, start.seed, start.lanes, start.pad), lane)
+    local = LocalLanes(LaneJob(pipeline, start.seed, start.lanes, start.pad), lane)
     growth = _growth(start, local)
     at = ledger.state_before(epoch, slot)
     before, saved = (
@@ -58,7 +58,7 @@ def make_again(pipeline: Pipeline, ledger: LedgerFiles, epoch: int, slot: int) -
 
 
 def _growth(start: Start, local: LocalLanes) -> Growth:
-    """With which shards lanes read each epoch in this start of the run, of the shards that there are now.
+    """For each epoch of this start of the run, how many of the current shards the lanes read.
 
     Raises `CheckpointMismatchError` if settings or data differ in anything but shards that were added later.
     """
@@ -72,7 +72,7 @@ def _growth(start: Start, local: LocalLanes) -> Growth:
 
 
 def _check(made: BatchSamples, given: GivenBatch) -> None:
-    """Raises `SavableError` unless the batch was made of the samples that the ledger names."""
+    """Raise `SavableError` unless the batch was made of the samples that the ledger names."""
     if made.by_row() != given.batch.samples.by_row():
         raise SavableError(
             f"slot {given.batch.slot} of epoch {given.batch.epoch}: the pipeline makes it of other samples than the "
