@@ -20,7 +20,7 @@ from savable_pipeline.run.loader.savable_loader import SavableLoader, settings_o
 class Counts(NamedTuple):
     """The counts of `Ahead`, from where the run began or was resumed.
 
-    Args:
+    Attributes:
         given: Batches given to the trainer.
         start: What the trainer had begun before the first of them; None before it.
         begun_at_last: What it had begun when the last one was given; None before the first.

@@ -9,18 +9,21 @@ A child that dies costs the job that it worked on; another is started for the ne
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from savable_pipeline.core.child_process import ChildProcess
+from savable_pipeline.core.job_engine import Engine
 
 Task: TypeAlias = str  # "package.module:function", which is called with (root, name), or (url, root, name)
 J = TypeVar("J")
@@ -129,6 +132,35 @@ def serve(connection: Connection, names: Iterator[str], task: Task, root: str, u
 def do(task: Task, root: Path, name: str, url: str = "") -> msgspec.Struct:
     """The task's result for a shard; see `each_shard`."""
     module, _, function = task.partition(":")
-    work = getattr(importlib.import_module(module), function)
+    work: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
     found: msgspec.Struct = work(url, root, name) if url else work(root, name)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """One shard to scan: its size is told, so that a machine which has another folder there is noticed."""
+
+    task: Task
+    root: Path
+    name: str
+    size: int
+
+
+def each_shard_by(engine: Engine) -> EachShard:
+    """`each_shard`, by the machines of an engine: the tasks read shards on storage that all of them share."""
+
+    def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
+        root = root.absolute()
+        scans = (_Scan(task, root, name, (root / name).stat().st_size) for name in names)
+        with contextlib.closing(engine.each(_scanned, scans)) as finished:
+            yield from ((scan.name, answer) for scan, answer in finished)
+
+    return each
+
+
+def _scanned(scan: _Scan) -> bytes:
+    size = (scan.root / scan.name).stat().st_size
+    if size != scan.size:
+        raise OSError(f"{scan.root / scan.name} has {size} bytes, and {scan.size} where the command runs")
+    return msgspec.msgpack.encode(do(scan.task, scan.root, scan.name))

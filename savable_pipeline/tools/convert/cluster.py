@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,6 @@ import msgspec
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.processes import Answer, EachShard, Task, do
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.remote_part import close_part
 from savable_pipeline.tools.convert.shard_job import (
@@ -131,32 +130,3 @@ def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -
         time.sleep(0.1)
         for folder in (path.parent, *others):  # listing a folder makes a network file system look again
             next(folder.iterdir(), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """One shard to scan: its size is told, so that a machine which has another folder there is noticed."""
-
-    task: Task
-    root: Path
-    name: str
-    size: int
-
-
-def each_shard_by(engine: Engine) -> EachShard:
-    """`each_shard`, by the machines of an engine: the tasks read shards on storage that all of them share."""
-
-    def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
-        root = root.absolute()
-        scans = (_Scan(task, root, name, (root / name).stat().st_size) for name in names)
-        with closing(engine.each(_scanned, scans)) as finished:
-            yield from ((scan.name, answer) for scan, answer in finished)
-
-    return each
-
-
-def _scanned(scan: _Scan) -> bytes:
-    size = (scan.root / scan.name).stat().st_size
-    if size != scan.size:
-        raise OSError(f"{scan.root / scan.name} has {size} bytes, and {scan.size} where the command runs")
-    return msgspec.msgpack.encode(do(scan.task, scan.root, scan.name))

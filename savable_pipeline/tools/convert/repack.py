@@ -21,8 +21,9 @@ import msgspec
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.bucket import Found
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
@@ -143,18 +144,18 @@ def _all_repacked(
     return faults, len(jobs)
 
 
-def _described(target: Target, names: list[str]) -> ShardIndex:
+def _described(target: Target, names: list[str]) -> TarIndex:
     """Write the index, of tars in a bucket of what was noted of each, or an earlier index says."""
     folder = target.folder
     if target.bucket is None:
         return describe(folder)
-    old = ShardIndex(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
+    old = TarIndex(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
 
     def tables() -> Iterator[ShardTable]:
         for name in sorted(name for name in names if (folder / name).exists()):
             noted = folder / WORK / f"{name}.index"
             if noted.exists():
-                yield ShardIndex(noted).table(0)
+                yield TarIndex(noted).table(0)
             elif old is not None:
                 yield old.table(old.number(name))
 
@@ -195,7 +196,7 @@ def _repack_one(job: _TarJob) -> _Repacked:
             return _Repacked(f"{job.path.name}: {error}")
         file.flush()
         os.fsync(file.fileno())
-    table = scan(job.aside, aside.name)
+    table = TARS.scan(job.aside, aside.name)
     size = table.entry.size
     if table.entry.fault:
         return _Repacked(table.entry.fault)

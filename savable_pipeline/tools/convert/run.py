@@ -21,7 +21,7 @@ import msgspec
 
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.energon_metadata import META
-from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import write_by_cluster
@@ -244,7 +244,7 @@ def _finish(folder: Path, plan: Plan) -> Report:
     write_rejects(folder, rejected)
     counts = {name: written.samples for name, written in shards.items() if written.samples}
     if counts:
-        tables = (ShardIndex(work / f"{name}.index").table(0) for name in sorted(counts))
+        tables = (TarIndex(work / f"{name}.index").table(0) for name in sorted(counts))
         splits = tuple(name for name, _ in plan.options.split)
         describe_tables(folder, work, tables, counts, plan.input.texts, splits)
     write_manifest(folder, msgspec.structs.replace(plan.manifest, done=True))

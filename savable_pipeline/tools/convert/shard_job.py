@@ -20,8 +20,8 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.bucket import Bucket
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import write_tar_idx
 from savable_pipeline.data.shards.part_types import decode_error
+from savable_pipeline.data.shards.scan import write_tar_idx
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.model import Files, Reject, SampleReader
