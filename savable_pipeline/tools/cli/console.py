@@ -94,7 +94,7 @@ _LINE_EVERY_S = 10.0
 
 @contextlib.contextmanager
 def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[Progress]:
-    """A function that is told how many things are done, of how many, and their bytes: a bar, or lines.
+    """A function of the number of samples done, of all of them, and of their bytes: it shows a bar, or lines.
 
     `before` is printed at once; `during` (by default the same) as soon as the number of things is known.
     """
