@@ -52,7 +52,7 @@ def open_remote_files(
     file that cannot be indexed is one with a fault. Raises `ShardError`, `RemoteError`.
     """
     with remote_version(files, form.kind, _index_kind(form), beside=form.beside, tolerant=tolerant) as version:
-        whole = isinstance(files, str) and files.rstrip("/") == version.place.url
+        whole = isinstance(files, str) and files.rstrip("/") == version.place.url and not form.kind.listing
         if whole and form.splits and version.downloader.call("stat", version.place.url, form.splits) is not None:
             raise ShardError(f"{files}: holds several splits; read one of them, such as {version.place.url}/train/")
         if whole and not tolerant:

@@ -21,7 +21,7 @@ def seen(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of samples.")],
     source: Annotated[str | None, typer.Option(help="Only this source of a Blend.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Where the samples of the source lie now. Default: where the run read them.")
+        str | None, typer.Option(help="Where the samples of the source are now. Default: where the run read them.")
     ] = None,
 ) -> None:
     """Show when samples were given: epoch, slot, step and rank at that time.
