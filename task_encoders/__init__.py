@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from task_encoders.interleaved import InterleavedEncoder
     from task_encoders.language_modeling import LanguageModelingEncoder
     from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
-    from task_encoders.parts.conversation_formats import Message
+    from task_encoders.parts.data_formats import Message
     from task_encoders.parts.image_text_tokens import Vision
     from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
     from task_encoders.parts.square_crop import SquareCrop
@@ -59,7 +59,7 @@ _FILES = {
     "interleaved": ["InterleavedEncoder"],
     "language_modeling": ["LanguageModelingEncoder"],
     "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
-    "parts.conversation_formats": ["Message"],
+    "parts.data_formats": ["Message"],
     "parts.image_text_tokens": ["Vision"],
     "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "Tiles"],
     "parts.square_crop": ["SquareCrop"],

@@ -10,17 +10,16 @@ from PIL import Image
 
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
-from task_encoders.parts.conversation_formats import Message, parse_conversation
-from task_encoders.parts.image_text_encoder import MixedEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens, Vision
-from task_encoders.parts.sample_images import SampleImages
+from task_encoders.parts.data_formats import Message, parse_conversation
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision
+from task_encoders.parts.sample_parts import SampleImages
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
 class ChatEncoder(MixedEncoder):
     """Learns the answers of the assistant in a conversation, which may show images.
 
-    Conversations are JSON as LLaVA or OpenAI write them (parts/conversation_formats.py), with the images as parts of
+    Conversations are JSON as LLaVA or OpenAI write them (parts/data_formats.py), with the images as parts of
     the sample. Text is cut at images and where answers begin and end, and each piece is tokenized by itself, as it is
     when a model answers.
 

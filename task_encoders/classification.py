@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.square_crop import SquareCrop
 
 

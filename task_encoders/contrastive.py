@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.token_packing import pad_rows
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer

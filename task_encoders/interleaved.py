@@ -7,10 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
-from task_encoders.parts.document_formats import parse_document
-from task_encoders.parts.image_text_encoder import MixedEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens, Vision, image_places
-from task_encoders.parts.sample_images import SampleImages
+from task_encoders.parts.data_formats import parse_document
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision, image_places
+from task_encoders.parts.sample_parts import SampleImages
 from task_encoders.parts.token_packing import with_target
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
@@ -18,7 +17,7 @@ from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 class InterleavedEncoder(MixedEncoder):
     """Predicts the text of a document that has images between its texts.
 
-    Documents are JSON as OBELICS or MMC4 write them (parts/document_formats.py), with the images as parts of the
+    Documents are JSON as OBELICS or MMC4 write them (parts/data_formats.py), with the images as parts of the
     sample. Each text is tokenized by itself, between the tokenizer's `bos` and `eos`.
 
     Args:

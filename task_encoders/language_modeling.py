@@ -6,23 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.token_packing import (
-    batch_documents,
-    batch_tokens,
-    check_multiple,
     document,
-    is_packed,
     multiple_setting,
-    pack_tokens,
-    padded_length,
     with_target,
 )
-from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
-class LanguageModelingEncoder(TaskEncoder):
+class LanguageModelingEncoder(MixedEncoder):
     """Predicts the next token of a text, in packs or not.
 
     A document of more than `max_length` tokens becomes several items; the last label of one is the first token of the
@@ -62,7 +56,7 @@ class LanguageModelingEncoder(TaskEncoder):
         ```
     """
 
-    global_rng = False  # draws nothing
+    images = TaskEncoder.images  # none
 
     def __init__(
         self,
@@ -73,12 +67,7 @@ class LanguageModelingEncoder(TaskEncoder):
         prompt: str | None = None,
         multiple: int = 1,
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
-        check_multiple(multiple, max_length)
-        self.tokenizer = as_tokenizer(tokenizer)
-        self.multiple = multiple
-        self.max_length = max_length
+        super().__init__(tokenizer, vision=None, max_length=max_length, part=part, multiple=multiple)
         self.text = Field(part)
         self.prompt = None if prompt is None else Field(prompt)
 
@@ -101,27 +90,9 @@ class LanguageModelingEncoder(TaskEncoder):
             return item if self.prompt is None else with_target(item)
         return self._cut(item, length, self.max_length)
 
-    def length(self, item: dict[str, Any]) -> int:
-        """The number of tokens, with the padding to a multiple."""
-        return padded_length(len(item["tokens"]), self.multiple)
-
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after."""
         return {name: tensor[start:stop] for name, tensor in item.items()}
-
-    def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """One pack, T tokens in all.
-
-        `tokens`, `labels`, `position_ids`, int64 (T,); `cu_seqlens`, int32 (items + 1,); `max_seqlen`, int.
-        """
-        return pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
-
-    def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """A batch of B packs, or of B items, each a row of its own."""
-        if not is_packed(items):
-            return batch_documents(items, pad=self.tokenizer.pad, length=self.max_length, multiple=self.multiple)
-        packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
-        return batch_tokens(packs, pad=self.tokenizer.pad, length=self.max_length)
 
     def settings(self) -> dict[str, Any]:
         """The tokenizer's identity and special ids, and every other argument."""

@@ -29,16 +29,14 @@ _KINDS = ("numpy", "torch", "python")  # their keys are words -1, -2 and -3
 
 
 class Rng(msgspec.Struct, gc=False, eq=False):
-    """Random numbers that depend on a key alone, on every machine.
+    """Random numbers that depend on a key alone, on every machine: `sp.Rng(7)`.
 
     Each call of an encoder gets one, keyed by the run's seed and the sample, pack or batch that the call makes. The
-    words are those of SplitMix64 with the key `xxh3_64(parts, seed=base)`; `draws` counts the words drawn so far.
-    `.numpy`, `.torch` and `.python` are generators of each kind with keys derived from this one; their numbers may
-    change with a release of their library.
+    words are those of SplitMix64 with the key `xxh3_64(parts, seed=base)`. `.numpy`, `.torch` and `.python` are
+    generators of each kind with keys derived from this one; their numbers may change with a release of their library.
 
-    Args:
-        _base: The seed from which the key is derived.
-        parts: Three integers that distinguish the key.
+    Attributes:
+        parts: Three integers that distinguish the key, beside the base.
         draws: The number of words already drawn.
         counted: Whether this is a sequence of a lane, whose state holds `draws` alone.
 

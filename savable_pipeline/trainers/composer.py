@@ -16,7 +16,7 @@ from composer.loggers import Logger
 
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.evaluation import check_restarts
+from savable_pipeline.trainers.checks import restarting
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
 from savable_pipeline.trainers.whole import Whole
 
@@ -141,7 +141,7 @@ def eval_data(loader: SavableLoader, *, batch_size: int, shared: Iterable[str] =
         data.get_num_samples_in_batch({"id": torch.arange(4)})  # 4
         ```
     """
-    check_restarts(loader)
+    restarting(loader)
     return _spec(_Sized(loader, batch_size), shared)
 
 

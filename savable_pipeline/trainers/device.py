@@ -66,16 +66,16 @@ class OnDevice:
         self._move = _mover(self.device)
         self._run = run_of(loader)
         self._run.check_nothing_held()
-        self._stand = _Stand(_Place(self._run.position))
+        self._stand = _Stand(_Standing(self._run.position))
         self._run.held_ahead = self._stand.holds
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
 
     @property
-    def _place(self) -> _Place:
+    def _place(self) -> _Standing:
         return self._stand.place
 
     @_place.setter
-    def _place(self, place: _Place) -> None:
+    def _place(self, place: _Standing) -> None:
         self._stand.place = place
 
     @property
@@ -86,12 +86,12 @@ class OnDevice:
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run)
         if settings_of(self.loader).on_iter == "restart":  # the first pass after a load continues
-            self._place = _Place(self._place.given)
+            self._place = _Standing(self._place.given)
         if not self._place.held:
             self._failed = None
             self._run.take_back(self._place.given)
             iter(self.loader)
-            self._place = _Place(self._run.position)
+            self._place = _Standing(self._run.position)
         return self
 
     def __next__(self) -> Any:
@@ -99,11 +99,11 @@ class OnDevice:
         if not self._place.held:
             failed, self._failed = self._failed, None
             assert failed is not None
-            self._place = _Place(self._run.position)
+            self._place = _Standing(self._run.position)
             raise failed
         (moved, given), *held = self._place.held
         batch = moved.ready()
-        self._place = _Place(given, tuple(held))  # last: an interrupt before this has given nothing
+        self._place = _Standing(given, tuple(held))  # last: an interrupt before this has given nothing
         return batch
 
     def _take(self, number: int) -> None:
@@ -140,9 +140,9 @@ class OnDevice:
         """
         ended = not self._place.held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
         self._run.take_back(self._place.given)
-        self._place, self._failed = _Place(self._run.position), self._failed if ended else None
+        self._place, self._failed = _Standing(self._run.position), self._failed if ended else None
         self.loader.skip(slots)
-        self._place = _Place(self._run.position)
+        self._place = _Standing(self._run.position)
 
     def trace(self, *, lag: int = 0) -> Trace:
         """Return the samples of the batch given last, as `SavableLoader.trace`.
@@ -180,7 +180,7 @@ class OnDevice:
             allow: Names of fields that may differ from the saved ones.
         """
         self._run.load_state_dict(state, allow)
-        self._place, self._failed = _Place(self._run.position), None
+        self._place, self._failed = _Standing(self._run.position), None
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
@@ -204,7 +204,7 @@ class OnDevice:
         return self._run.global_state(group, position=self._place.given, lag=lag)
 
 
-class _Place(NamedTuple):
+class _Standing(NamedTuple):
     """Where the trainer stands, in one value: an interrupt finds it as it was before a step or as it is after."""
 
     given: Position  # of the loader, after the batch given last
@@ -215,7 +215,7 @@ class _Place(NamedTuple):
         """Of the loader, after the last batch that is held or given."""
         return self.held[-1][1] if self.held else self.given
 
-    def holding(self, moved: _Moved, after: Position) -> _Place:
+    def holding(self, moved: _Moved, after: Position) -> _Standing:
         """With one more batch."""
         return self._replace(held=(*self.held, (moved, after)))
 
@@ -223,7 +223,7 @@ class _Place(NamedTuple):
 class _Stand:
     """A place that the loader's run can look at without a reference to the `OnDevice`."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _Standing) -> None:
         self.place = place
 
     def holds(self) -> bool:

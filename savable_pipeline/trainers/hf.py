@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.evaluation import check_restarts
+from savable_pipeline.trainers.checks import length_of, restarting
 from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
 from savable_pipeline.trainers.whole import Whole
 
@@ -202,13 +202,13 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True begins again with smaller batches; the pipeline makes the batches")
-    check_restarts(eval_loader)
+    restarting(eval_loader)
 
 
 def _evaluated(given: Any) -> SavableLoader | None:
     """The given loader, if it is a `SavableLoader`. Raises ValueError for one that does not restart each evaluation."""
-    check_restarts(given)
-    return given if isinstance(given, SavableLoader) else None
+    found = restarting(given)
+    return found if isinstance(found, SavableLoader) else None
 
 
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
@@ -230,12 +230,9 @@ def _check_accumulation(args: Any, batches: Whole) -> None:
             f"gradient_accumulation_steps={steps}: a checkpoint takes back at most {MAX_LAG} batches that the "
             "optimizer has not stepped on. Accumulate fewer, larger batches"
         )
-    try:
-        length = len(batches)
-    except TypeError:
-        return
+    length = length_of(batches)
     in_mid_epoch = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
-    if length % steps and in_mid_epoch:
+    if length and length % steps and in_mid_epoch:
         raise ValueError(
             f"an epoch has {length} batches, which gradient_accumulation_steps={steps} does not divide: resumed in "
             "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch' "

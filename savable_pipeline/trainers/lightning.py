@@ -21,9 +21,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.evaluation import check_restarts, each
-from savable_pipeline.trainers.lightning_step import Step
-from savable_pipeline.trainers.put_off import PutOff
+from savable_pipeline.trainers.checks import each, length_of, restarting
+from savable_pipeline.trainers.lightning_step import PutOff, Step
 from savable_pipeline.trainers.whole import Whole
 
 log = logging.getLogger(__name__)
@@ -97,15 +96,15 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
 
     def val_dataloader(self) -> Any:
         """Return the loaders to validate on."""
-        return _restarting(self._loaders("val"))
+        return restarting(self._loaders("val"))
 
     def test_dataloader(self) -> Any:
         """Return the loaders to test on."""
-        return _restarting(self._loaders("test"))
+        return restarting(self._loaders("test"))
 
     def predict_dataloader(self) -> Any:
         """Return the loaders to predict for."""
-        return _restarting(self._loaders("predict"))
+        return restarting(self._loaders("predict"))
 
     def teardown(self, stage: str) -> None:
         """Stop the workers.
@@ -257,15 +256,7 @@ def _most_ahead(trainer: Any, batches: Any) -> int:
     """How many batches the trainer fetches ahead of one that it trains on."""
     takes_iterator = "dataloader_iter" in signature(trainer.lightning_module.training_step).parameters
     limited = isinstance(trainer.limit_train_batches, int)
-    return 0 if (limited or _has_length(batches)) and not takes_iterator else _AHEAD
-
-
-def _has_length(batches: Any) -> bool:
-    try:
-        len(batches)
-    except TypeError:
-        return False
-    return True
+    return 0 if (limited or length_of(batches) is not None) and not takes_iterator else _AHEAD
 
 
 def _check_accumulation(trainer: Any, ahead: int) -> None:
@@ -277,9 +268,3 @@ def _check_accumulation(trainer: Any, ahead: int) -> None:
             f"accumulate_grad_batches={steps} with {ahead} batches fetched ahead: a checkpoint takes back at most "
             f"{MAX_LAG} batches that the optimizer has not stepped on. Accumulate fewer, larger batches"
         )
-
-
-def _restarting(made: Any) -> Any:
-    """What was made. Raises ValueError for a loader that continues an evaluation that was broken off."""
-    check_restarts(made)
-    return made

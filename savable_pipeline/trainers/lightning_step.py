@@ -5,12 +5,19 @@ Lightning counts a batch as `ready` when it has it, and as `processed` after its
     next(batches) ── ready ── training_step, backward ── optimizer.step ── global_step ── processed ── lr_scheduler
 
 With `accumulate_grad_batches`, the optimizer steps on a window of several batches. A checkpoint written before that
-step
-has weights without them, and no gradients: its data and counts must be those from before the first of the window.
+step has weights without them, and no gradients: its data and counts must be those from before the first of the window.
+
+`PutOff` delays handlers of signals that save a checkpoint until a step has ended: a signal may arrive between any two
+instructions. While the optimizer is at work some of the weights have taken the step and some have not, and no state of
+the data fits both.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -77,3 +84,41 @@ class Step:
                 part |= {"started": part["ready"], "processed": part["ready"]}
         if back:
             counts["is_last_batch"] = False
+
+
+class PutOff:
+    """Calls a library's handlers of signals only outside of a step: at once, or in the next `run()`.
+
+    Args:
+        busy: Returns whether a step is in progress.
+    """
+
+    def __init__(self, busy: Callable[[], bool]) -> None:
+        self._busy = busy
+        self._waiting: list[Callable[[], Any]] = []
+
+    def wrap(self, library: str) -> None:
+        """Delay the handlers that a library has set, except the one of SIGTERM, which only notes the signal.
+
+        Args:
+            library: The first part of the names of the library's modules, such as "lightning".
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signal.valid_signals() - {signal.SIGTERM}:
+            handler = signal.getsignal(number)
+            if callable(handler) and type(handler).__module__.startswith(f"{library}."):
+                signal.signal(number, self._waits(handler))
+
+    def _waits(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        def put_off(number: int, frame: FrameType | None) -> None:
+            self._waiting.append(lambda: handler(number, frame))
+            if not self._busy():
+                self.run()
+
+        return put_off
+
+    def run(self) -> None:
+        """Call the waiting handlers. To be called when a step has ended."""
+        while self._waiting:
+            self._waiting.pop(0)()

@@ -122,14 +122,14 @@ def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[s
     whole, kept, spans = rows(batch), set(shared), _Counted(batch)
     return [
         {
-            name: value if name in kept else _part(batch, name, _Rows(start, stop, whole), spans)
+            name: value if name in kept else _part(batch, name, _RowSpan(start, stop, whole), spans)
             for name, value in batch.items()
         }
         for start, stop in pairwise(borders)
     ]
 
 
-class _Rows(NamedTuple):
+class _RowSpan(NamedTuple):
     """The rows `start` to `stop - 1` of `whole` ones."""
 
     start: int
@@ -143,12 +143,12 @@ class _Counted:
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self._batch = batch
 
-    def span(self, counts: str, rows: _Rows) -> tuple[int, int]:
+    def span(self, counts: str, rows: _RowSpan) -> tuple[int, int]:
         """The range, start and end, of these rows' elements among those that this field counts."""
         start, stop = self.span("image_counts", rows) if counts == "tile_counts" else (rows.start, rows.stop)
         return self._sums(self._batch[counts], start, stop)
 
-    def patches(self, rows: _Rows) -> tuple[int, int]:
+    def patches(self, rows: _RowSpan) -> tuple[int, int]:
         """The range, start and end, of these rows' patches."""
         return self._sums(self._batch["grids"].prod(1), *self.span("tile_counts", rows))
 
@@ -158,7 +158,7 @@ class _Counted:
         return before, before + within
 
 
-def _part(batch: Mapping[str, Any], name: str, rows: _Rows, counted: _Counted) -> Any:
+def _part(batch: Mapping[str, Any], name: str, rows: _RowSpan, counted: _Counted) -> Any:
     """A field of these rows."""
     value = batch[name]
     if name == "cu_seqlens":
@@ -180,7 +180,7 @@ def _part(batch: Mapping[str, Any], name: str, rows: _Rows, counted: _Counted) -
     return _of_rows(name, value, rows)
 
 
-def _tokens(batch: Mapping[str, Any], rows: _Rows) -> tuple[int, int]:
+def _tokens(batch: Mapping[str, Any], rows: _RowSpan) -> tuple[int, int]:
     """The range, start and end, of these rows' tokens among all B · T."""
     length = batch["tokens"].shape[1]
     return rows.start * length, rows.stop * length
@@ -207,7 +207,7 @@ def _longest(boundaries: torch.Tensor, like: Any) -> Any:
     return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest
 
 
-def _of_rows(name: str, value: Any, rows: _Rows) -> Any:
+def _of_rows(name: str, value: Any, rows: _RowSpan) -> Any:
     import torch
 
     sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)

@@ -28,8 +28,7 @@ from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead
 from savable_pipeline.run.state.to_skip import Span, taken_apart, with_spans
-from savable_pipeline.trainers.ahead import Ahead
-from savable_pipeline.trainers.left_at import LeftAt
+from savable_pipeline.trainers.checks import Ahead, MoveCheck
 
 
 class Whole:
@@ -87,7 +86,7 @@ class Whole:
         self._ahead = Ahead(trained, most_ahead, begun)
         self._place = place
         self._carries = carries
-        self._left = LeftAt(self._run)
+        self._left = MoveCheck(self._run)
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
         self._given: deque[_Given] = deque(maxlen=most_ahead + 1 if begun is None else steps * MAX_LAG)  # the last ones
         self._skipped: list[Span] = []  # since the last one

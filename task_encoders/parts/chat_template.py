@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from xxhash import xxh3_128_hexdigest
 
-from task_encoders.parts.conversation_formats import Message
+from task_encoders.parts.data_formats import Message
 
 
 class ChatTemplate(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -183,10 +184,9 @@ def _rules_identity(printable: Any, instead: dict[str, None]) -> str:
 
 
 def _tiktoken_identity(encoding: Any) -> str:
-    # tiktoken has no public names for these
-    pattern, special, ranks = encoding._pat_str, encoding._special_tokens, encoding._mergeable_ranks  # noqa: SLF001
-    hashed = xxh3_128(repr((pattern, sorted(special.items()))).encode())
-    for token, rank in sorted(ranks.items()):
+    parts = copy.copy(encoding).__getstate__()  # as it is pickled: a copy, since one that tiktoken knows is but a name
+    hashed = xxh3_128(repr((parts["pat_str"], sorted(parts["special_tokens"].items()))).encode())
+    for token, rank in sorted(parts["mergeable_ranks"].items()):
         hashed.update(f"{token.hex()} {rank}\n".encode())
     return f"xxh3_128:{hashed.hexdigest()}"
 

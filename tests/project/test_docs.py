@@ -191,6 +191,15 @@ def test_every_page_is_found_from_the_contents(site: Path) -> None:
     assert not [name_of(page) for page in PAGES if str(page.relative_to(ROOT / "docs")) not in contents]
 
 
+def test_a_picture_that_is_to_be_whole_on_a_phone_is_drawn_for_one() -> None:
+    shown = {name for page in PAGES for name in re.findall(r'"picture narrow".*\n!\[.+\]\((.+)\)', page.read_text())}
+    assert shown == {"assets/data-path.svg"}
+    for name in shown:
+        width = re.search(r'viewBox="0 0 (\d+) ', (ROOT / "docs" / name).read_text())
+        assert width and int(width[1]) <= 390, name
+    assert re.search(r"\.picture\.narrow img \{ min-width: 0;", (ROOT / "docs/assets/pages.css").read_text())
+
+
 def test_the_messages_on_their_page_are_those_of_the_code() -> None:
     told = _texts_of_the_code()
     text = (ROOT / "docs/messages.md").read_text()

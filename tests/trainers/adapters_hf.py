@@ -208,7 +208,7 @@ def test_accelerate_a_loader_that_is_merely_prepared_is_named_when_its_loop_begi
     for batch in (bare := accelerator.prepare(make())):
         assert batch is not None
         break
-    assert caplog.text.count("there is an Accelerator, whose save_state knows nothing of loaders") == 1
+    assert caplog.text.count("there is an Accelerator, whose save_state does not save loaders") == 1
     next(iter(bare))
     next(iter(with_accelerate.prepare(accelerator, make())))
     assert caplog.text.count("bare SavableLoader") == 1

@@ -25,8 +25,8 @@ from savable_pipeline.data.shards.energon_metadata import (
     read_split,
     split_names,
 )
-from savable_pipeline.data.shards.index_file import NUMBERS_BYTES, Header, aligned
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.index_file import Header, aligned
+from savable_pipeline.data.shards.scan import TARS
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> None:
@@ -51,7 +51,7 @@ def _changed_index(raw: bytes, draw: random.Random) -> bytes:
     """An index with one change, and a checksum that says that it is as it was written."""
     length = int.from_bytes(raw[16:24], "little")
     known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
-    end = aligned(columns + known.shards * NUMBERS_BYTES + known.names)
+    end = aligned(columns + 8 * known.shards * known.numbers + known.names)
     header, shards, rows = raw[24 : 24 + length], raw[columns:end], raw[end:]
     what = draw.random()
     if what < 0.3:
@@ -122,7 +122,7 @@ def _read_tar(raw: bytes) -> Callable[[], None]:
             root = Path(folder, "data")
             root.mkdir()
             (root / "0.tar").write_bytes(raw)
-            fault = scan(root, "0.tar").entry.fault
+            fault = TARS.scan(root, "0.tar").entry.fault
             _read_all(root, epochs=1)
             if fault:
                 raise sp.ShardError(fault)

@@ -14,9 +14,8 @@ import numpy as np
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
-from savable_pipeline.data.stores.file_format import FileFormat
-from savable_pipeline.data.stores.file_indexing import IndexedFiles
 from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.errors import ShardError
 
 _MOST_DECODED = 4 << 30  # bytes of a group, beyond which it is refused unless the cache is as large
@@ -25,8 +24,8 @@ _MOST_DECODED = 4 << 30  # bytes of a group, beyond which it is refused unless t
 class GroupedStore(FileStore):
     """Decodes groups into `blocks`, and keeps the rows that are awaited of those that it gives up."""
 
-    def __init__(self, found: IndexedFiles, form: FileFormat, blocks: DecodedBlocks[Any] | None) -> None:
-        super().__init__(found, form)
+    def __init__(self, found: IndexedFiles, blocks: DecodedBlocks[Any] | None) -> None:
+        super().__init__(found)
         self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
         self._me = object()  # in the cache's keys: a number could be another store's, later
         self.awaited = AwaitedRows()
@@ -71,7 +70,7 @@ class GroupedStore(FileStore):
         super().prefetch(indices)
         if self.row_groups(0) is None:
             return
-        shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        shards = self.found.shards_of(indices)
         for shard in np.unique(shards).tolist():
             rows = indices[shards == shard] - self.firsts[shard]
             self.awaited.announce(shard, rows, self.group_ends(shard))

@@ -11,15 +11,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.stores.file_format import scan_file
 from savable_pipeline.data.stores.litdata_json import loads
-from savable_pipeline.data.stores.place_index import FileTable
 from savable_pipeline.data.stores.record_fields import (
     Blob,
     RecordError,
@@ -242,10 +239,5 @@ _BLOBS: dict[str, Callable[[str, str, Stretch], Blob]] = {
 _KNOWN = {*_VALUES, *_BLOBS, "jpeg_array"}
 
 
-def scan(root: Path, name: str) -> FileTable:
-    """See `scan_file`."""
-    return scan_file(root, name, LITDATA)
-
-
 RECORDS_OF_LITDATA = RecordKind(listed, Tree, chunked=True)
-LITDATA = format_of_kind("litdata", (".bin",), RECORDS_OF_LITDATA, f"{__name__}:scan")
+LITDATA = format_of_kind("litdata", (".bin",), RECORDS_OF_LITDATA, f"{__name__}:LITDATA")

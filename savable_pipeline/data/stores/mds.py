@@ -11,14 +11,11 @@ import functools
 import json
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.stores.file_format import scan_file
-from savable_pipeline.data.stores.place_index import FileTable
 from savable_pipeline.data.stores.record_fields import (
     Blob,
     RecordError,
@@ -175,10 +172,5 @@ _MEDIA: dict[str, Callable[[str, Stretch], list[Blob]]] = {
 _KNOWN = {*_VALUES, *_MEDIA, "ndarray"}
 
 
-def scan(root: Path, name: str) -> FileTable:
-    """See `scan_file`."""
-    return scan_file(root, name, MDS)
-
-
 RECORDS_OF_MDS = RecordKind(listed, Columns)
-MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), RECORDS_OF_MDS, f"{__name__}:scan")
+MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), RECORDS_OF_MDS, f"{__name__}:MDS")

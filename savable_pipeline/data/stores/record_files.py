@@ -28,11 +28,11 @@ from xxhash import xxh3_64
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.urls import listing_behind
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_bytes import FileBytes
-from savable_pipeline.data.stores.file_format import FileFormat
-from savable_pipeline.data.stores.place_index import FileTable, Places
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
 
 INDEX = "index.json"
@@ -98,14 +98,15 @@ class Layout:
     frames: Places  # (frames, 5): first record, records, begin, size, size of the content
 
 
-def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, scan: str) -> FileFormat:
-    """The format of such folders; `scan` is `scan_file` of it."""
+def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, place: str) -> FileFormat:
+    """The format of such folders, which is found at `place`."""
     return FileFormat(
         name,
         ShardKind(suffixes, listing=INDEX, listed=kind.names),
-        scan,
+        place,
         functools.partial(read_listed, kind),
         functools.partial(is_as_listed, kind),
+        f".nv-meta/savable.{name}.index",
         beside=("", INDEX),
     )
 
@@ -149,7 +150,7 @@ def kind_behind(url: str, downloader: Downloader) -> str:
     return "" if index is None else folder_kind(index)
 
 
-def read_listed(kind: RecordKind, file: FileBytes, name: str) -> FileTable:
+def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
     """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
     try:
         said = _said(kind, file, name)
@@ -157,13 +158,14 @@ def read_listed(kind: RecordKind, file: FileBytes, name: str) -> FileTable:
             raise ValueError(f"not named by an {INDEX}; copy the whole folder" if said is None else said.fault)
         return _table(kind, file, said)
     except ValueError as error:
-        return FileTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
+        return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
 
 
-def is_as_listed(kind: RecordKind, file: FileBytes, table: FileTable) -> bool:
+def is_as_listed(kind: RecordKind, file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
-    entry = table.entry
-    layout = layout_of(table.array(), entry.samples)
+    assert isinstance(index, PlaceIndex), index
+    entry = index.shards[number]
+    layout = layout_of(index.places(number), entry.samples)
     known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)
     try:
         return _table(kind, file, _said(kind, file, entry.name) or known).entry.digest == entry.digest
@@ -187,7 +189,7 @@ def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: 
     return {each.name: each for several in listed(index.read_bytes()) for each in several}
 
 
-def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> FileTable:
+def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
     """Entry and places of a file of which this is said. Raises ValueError."""
     if said.size not in (None, file.size):
         raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}; copy it again")
@@ -204,7 +206,7 @@ def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> FileTable:
     file.expect(seen)
     for offset, length in seen:
         digest.update(file.read(offset, length))
-    return FileTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
+    return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
 
 
 def layout_of(places: Places, samples: int) -> Layout:

@@ -13,16 +13,13 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.data.shards.part_types import find_part
-from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.decompressed import NEEDED, DamagedError, decompressed, needed_package
-from savable_pipeline.data.stores.file_format import FileFormat
-from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.data.stores.grouped_store import GroupedStore
-from savable_pipeline.data.stores.litdata import LITDATA, RECORDS_OF_LITDATA
-from savable_pipeline.data.stores.local_files import LocalFiles
-from savable_pipeline.data.stores.mds import MDS, RECORDS_OF_MDS
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
+from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
 from savable_pipeline.data.stores.plain_values import as_part
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value, parts_of
 from savable_pipeline.data.stores.record_files import (
@@ -44,44 +41,38 @@ from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
 _FEW = 1 << 14  # where no part may be asked for
+_FEW_BYTES = 1 << 28  # that are kept unpacked for who says nothing else
 _LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
 
 
 class RecordFolderStore(GroupedStore):
-    """The records of a folder with an index.json; a store of a kind of folders says which in `form` and `kind`.
+    """The records of a folder with an index.json; a store of a kind of folders says which in `kind`.
 
     `key` names the field that holds the key of a record, which each must have; else it is `FILE:ROW`. What is unpacked
     is kept in `blocks`. Raises `ShardError`, and ValueError where a package is missing that it needs.
     """
 
-    form: ClassVar[FileFormat]
     kind: ClassVar[RecordKind]
     all_used = True
 
     def __init__(
-        self,
-        files: Shards | IndexedFiles,
-        *,
-        key: str | None = None,
-        blocks: DecodedBlocks[Any] | None = None,
-        tolerant: bool = False,
-        unlistable: Unlistable = raise_it,
+        self, found: IndexedFiles, *, key: str | None = None, blocks: DecodedBlocks[Any] | None = None
     ) -> None:
-        found = open_files(files, self.form, tolerant=tolerant, unlistable=unlistable)
-        super().__init__(found, self.form, blocks)
+        super().__init__(found, blocks or DecodedBlocks(_FEW_BYTES))
         self.key_column = key
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, Layout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
-        kinds = {tuple(self.places(shard)[:2].tolist()) for shard, entry in enumerate(self.entries) if entry.samples}
+        read = np.flatnonzero(self.entries.samples).tolist()
+        kinds = {tuple(self.places(shard)[:2].tolist()) for shard in read}
         self._grouped = any(what != RECORDS for what, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
         for what, packed in kinds:  # a damaged index is told of later
             needs = {ROWS: "rows", FRAMES: "zst"}.get(what, PACKED[packed] if packed < len(PACKED) else "")
             if needs in NEEDED:
                 needed_package(needs)
-        self._index_file = found.root / INDEX if isinstance(self.files, LocalFiles) else self.files.place.beside(INDEX)
-        if isinstance(self.files, LocalFiles) and self.entries and self._index_file.exists():
+        self._index_file = found.root / INDEX if found.remote is None else found.remote.beside(INDEX)
+        if found.remote is None and read and self._index_file.exists():
             self.files.watch_view(~0, self._index_file)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -128,8 +119,8 @@ class RecordFolderStore(GroupedStore):
 
     def listed_order(self) -> list[int]:
         """The shards in the order in which index.json names them."""
-        number = {entry.name: shard for shard, entry in enumerate(self.entries)}
-        listed = self.form.kind.names(self.address, self._index_file.read_bytes())
+        number = {name: shard for shard, name in enumerate(self.entries.names)}
+        listed = self.found.form.kind.names(self.address, self._index_file.read_bytes())
         return [next(number[name] for name in names if name in number) for names in listed]
 
     def row_groups(self, shard: int) -> tuple[list[int], int] | None:
@@ -223,7 +214,7 @@ class RecordFolderStore(GroupedStore):
     def _known(self, shard: int) -> Layout:
         layout = self._layouts.get(shard)
         if layout is None:
-            self.check_rows(shard)
+            self.found.check_rows(shard)
             layout = self._layouts[shard] = layout_of(self.places(shard), self.entries[shard].samples)
         return layout
 
@@ -244,10 +235,10 @@ class RecordFolderStore(GroupedStore):
 class MdsStore(RecordFolderStore):
     """The samples of an MDS folder of Mosaic Streaming."""
 
-    form, kind = MDS, RECORDS_OF_MDS
+    kind = RECORDS_OF_MDS
 
 
 class LitDataStore(RecordFolderStore):
     """The items of a folder of LitData."""
 
-    form, kind = LITDATA, RECORDS_OF_LITDATA
+    kind = RECORDS_OF_LITDATA

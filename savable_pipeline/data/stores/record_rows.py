@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from savable_pipeline.data.shards.index_file import Places
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
-from savable_pipeline.data.stores.place_index import Places
 from savable_pipeline.data.stores.record_fields import Blob, Stretch, Value, raw
 from savable_pipeline.data.stores.record_files import Schema
 
@@ -106,7 +106,7 @@ def _decoded_bytes(data: bytes) -> int:
     found = arrow_table(file, "damaged rows in Arrow")
     if found.entry.fault:
         raise ValueError(found.entry.fault)
-    batches, total = batches_of(found.array()), 0
+    batches, total = batches_of(np.frombuffer(found.starts, "<u8")), 0
     for begin, end in zip(batches.begins.tolist(), batches.ends.tolist(), strict=True):
         message = read_message(file, begin)
         total += decoded_bytes(memoryview(data)[begin:end], message) if message.compressed else 0

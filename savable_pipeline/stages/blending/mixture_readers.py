@@ -1,4 +1,4 @@
-"""The reader of a dataset in a mixture: that of the kind of its files."""
+"""The reader of a dataset in a mixture, by the kind of its files."""
 
 from __future__ import annotations
 

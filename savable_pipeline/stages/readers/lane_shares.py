@@ -113,7 +113,7 @@ class LaneShares:
         return 0, sequential_count(count, self._place(lane, epoch), lanes, self.cut)
 
     def _place(self, lane: int, epoch: int) -> int:
-        """A lane's place in dealing an epoch: each goes on where the last one of the pass ended."""
+        """A lane's place in dealing an epoch: each continues where the last one of the pass ended."""
         return (lane - self.samples.blocks(self.first_epoch, epoch, self.cut) - self.tag) % self.lane.count
 
     def begins(self, epoch: int) -> Positions:
@@ -146,7 +146,7 @@ class LaneShares:
         if unused > max(_SHARES_UNUSED * length, _UNUSED):
             raise SavableError(
                 f"{self.reader}: {self.lane} read {unused:,} samples since its last batch, of a share of {length:,}, "
-                "and no batch came of them: a stage between the reader and the Batcher leaves (nearly) everything out; "
+                "and made no batch of them: a stage between the reader and the Batcher leaves (nearly) everything out; "
                 "mend its condition, or filter when the shards are made"
             )
 

@@ -1,4 +1,4 @@
-"""`RecordReader`: the first stage, which gives a lane its share of a store's samples, in order or shuffled."""
+"""`RecordReader`: the first stage, which yields a lane's share of a store's samples, in order or shuffled."""
 
 from __future__ import annotations
 
@@ -42,28 +42,42 @@ class _ReaderState(msgspec.Struct):
 
 
 class RecordReader(FirstStage):
-    """Gives the samples of a lane's share of a record store; the parts of a sample are read when they are asked for.
+    """Yields the samples of a lane's share of a record store. Parts of a sample are read when they are asked for.
 
-    `store` is a `sp.RecordStore`: one of your own, or what a reader of a known format opens. Make it once a process:
-    `lane.shared("its name", lambda: MyStore(...))`. The other settings are those of `sp.TarShardReader`, for every
-    store. The order of the samples depends on the number of samples in each shard, not on the kind of the store: the
-    same samples, cut alike into shards, come in the same order from each, with the same `block_size` and `window`.
+    The order depends on the number of samples in each shard, not on the kind of store: the same samples in the same
+    shards come in the same order from each, with the same `block_size` and `window`.
 
-    Raises ValueError for wrong settings, `ShardError` if there are no samples or no such split.
+    Args:
+        store: A `sp.RecordStore`, made once a process: `lane.shared("its name", lambda: MyStore(...))`.
+        lane: The lane of the pipeline.
+        split: A split in the dataset's `.nv-meta/split.yaml`. None: all samples.
+        subset: A share of the samples (0.1), a range of shares (0.1, 0.3), or a count. None: all samples.
+        epochs: Epochs of one pass; the last may be a part, as in 2.5. None: endless.
+        shuffle: Permute shards and blocks, differently in each epoch. False: deal blocks in file order.
+        block_size: Samples that stay together. None: 8; in file order a batch, if each sample makes one row.
+        window: Shards whose blocks are mixed; None: all.
+        on_error: For unreadable shards: "raise", "skip", or a function of the `ShardError` that returns True to skip.
+        quarantine: A file that gets a line of JSON for each skipped sample. None: they are only counted.
+        exclude: A file that names samples to leave out, as for `sp.TarShardReader`. None: none.
 
-    >>> class Numbers(sp.RecordStore):
-    ...     address = "numbers"
-    ...     entries = [sp.ShardEntry("all", size=0, samples=1000, digest=1)]
-    ...     def key(self, shard, row):
-    ...         return str(row)
-    ...     def extensions(self, shard, row):
-    ...         return ["json"]
-    ...     def read(self, shard, row, extension):
-    ...         return str(row).encode()
-    >>> def samples(lane):
-    ...     return sp.RecordReader(lane.shared("numbers", Numbers), lane, subset=0.1, shuffle=False, epochs=1)
-    >>> sum(1 for sample in samples(sp.Lane()))
-    100
+    Raises:
+        ValueError: A setting is wrong.
+        ShardError: There are no samples, or no such split.
+
+    Example:
+        >>> class Numbers(sp.RecordStore):
+        ...     address = "numbers"
+        ...     entries = [sp.ShardEntry("all", size=0, samples=1000, digest=1)]
+        ...     def key(self, shard, row):
+        ...         return str(row)
+        ...     def extensions(self, shard, row):
+        ...         return ["json"]
+        ...     def read(self, shard, row, extension):
+        ...         return str(row).encode()
+        >>> def samples(lane):
+        ...     return sp.RecordReader(lane.shared("numbers", Numbers), lane, subset=0.1, shuffle=False, epochs=1)
+        >>> sum(1 for sample in samples(sp.Lane()))
+        100
     """
 
     files: str | tuple[str, ...] = ""
@@ -118,7 +132,7 @@ class RecordReader(FirstStage):
         self._begin_with(lane.growth.get("", ()))
 
     def _begin_with(self, growth: Sequence[tuple[int, int]]) -> None:
-        """Stand at the beginning, in a dataset to which shards were added so."""
+        """Go to the beginning, in a dataset to which shards were added in this way."""
         self.samples = GrowingSamples(self.dataset, self.selection, growth)
         self._orders = self.lane.shared(
             ("orders", *self.chosen, self.window, self._deals),
@@ -129,7 +143,7 @@ class RecordReader(FirstStage):
             self._orders.groups_of(self.samples.of(self._epoch))  # which warns of groups too large
 
     def _begin_pass(self) -> None:
-        """Stand at the beginning of the pass, cut as other lanes have begun it, if some have; else as is best."""
+        """Go to the beginning of the pass, cut as other lanes have begun it, if some have; else in the best unit."""
         settings = (self.epochs, self.shuffle, self.block_size, self.tag, self._rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
         begun = self.lane.cuts.get(self.branch)
@@ -137,17 +151,30 @@ class RecordReader(FirstStage):
         self._move_to(shares.first_epoch, 0)
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Cut the lanes' shares for batches of `rows` samples. Called before anything was given."""
+        """Cut the lanes' shares for batches of `rows` samples. Called before the first sample.
+
+        Args:
+            rows: Samples that make a batch.
+            aligned: Whether each sample makes one row.
+        """
         self._rows, self._aligned = rows, aligned
         self._begin_pass()
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
     def cut_of(self, epoch: int) -> int:
-        """The unit in which the lanes' shares of pass `epoch` are cut, by which this lane stands or would begin it."""
+        """Return the unit in which the lanes' shares of a pass are cut, or would be if this lane began it.
+
+        Args:
+            epoch: The number of the pass.
+        """
         return self._shares.of_pass(epoch).cut
 
     def is_cut_by_tail(self, epoch: int) -> bool:
-        """Whether a run with another `tail` would cut the lanes' shares of pass `epoch` in another unit."""
+        """Whether a run with another `tail` would cut the lanes' shares of a pass in another unit.
+
+        Args:
+            epoch: The number of the pass.
+        """
         return self._shares.of_pass(epoch).is_cut_by_tail
 
     def _move_to(self, epoch: int, position: int) -> None:
@@ -241,7 +268,7 @@ class RecordReader(FirstStage):
     def save_state(self) -> State:
         """`epoch`; `position` in the lane's share of it; `lane`: the positions of the lane's named random sequences.
 
-        `cut`, if there is one: the unit in which shares are cut. With other batches, a pass goes on in its own shares.
+        `cut`, if there is one: the unit in which shares are cut. With other batches, a pass keeps its shares.
         `growth`, if shards were added: see growth.py. `subset_order`, of a subset: how it is drawn.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
@@ -249,7 +276,7 @@ class RecordReader(FirstStage):
         return {**state, **{name: value for name, value in more.items() if value}}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if it lies outside."""
+        """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if out of range."""
         saved: _ReaderState = parse_state(self, state, _ReaderState)
         drawn_otherwise = self.subset is not None and saved.subset_order != self.subset_order
         if drawn_otherwise:
@@ -291,7 +318,7 @@ class RecordReader(FirstStage):
         }
 
     def _newest(self) -> dict[str, int]:
-        """The number of the order by which a subset is drawn; nothing for the first, which had none."""
+        """The number of the order by which a subset is drawn; empty for the first, which had none."""
         return {"subset_order": self.subset_order} if self.subset is not None and self.subset_order > 1 else {}
 
     def name_branch(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the readers of all stores have in common: their settings, and how lanes share what they open."""
+"""What the readers of all stores share: their settings, and the data that lanes open together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 
 
 class ReaderSettings(TypedDict, total=False):
-    """The settings that all readers have in common; `TarShardReader` says more of them. `RecordReader` has defaults."""
+    """The settings that all readers have in common; `TarShardReader` explains them, `RecordReader` has the defaults."""
 
     split: str | None
     """A split in the dataset's `.nv-meta/split.yaml`. Default: None, all samples."""
@@ -41,10 +41,10 @@ class ReaderSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ReaderData:
-    """What a reader reads: data that are `named` so, which `open` opens with the reader's `on_error` and `quarantine`.
+    """The data of a reader: `open` opens what is `named`, with the reader's `on_error` and `quarantine`.
 
-    Only the first lane of a process opens them, for all readers with the same of these, and the same `options` of the
-    format. A run pins the shards that it found as those of `pinned_as` (default: all these names).
+    Only the first lane of a process opens them, for all readers with the same `kind`, names and `options` of the
+    format. A run pins the shards that it found under `pinned_as` (default: all these names).
     """
 
     kind: str
@@ -55,13 +55,15 @@ class ReaderData:
 
     @classmethod
     def of_store(cls, store: RecordStore, lane: Lane) -> ReaderData:
-        """Those of a store that is open."""
+        """The data of a store that is open."""
         pinned_as = f"store {store.address} {_number_of(store, lane)}"
         return cls("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:
-    """The same in each process for each of the stores with one address: in the order in which readers were made."""
+    """The number of a store among those with its address, in the order in which readers were made: the same in each
+    process.
+    """
     known: list[RecordStore] = lane.shared(("stores", store.address), list)
     if not any(each is store for each in known):
         known.append(store)
@@ -69,7 +71,7 @@ def _number_of(store: RecordStore, lane: Lane) -> int:
 
 
 def show_settings(init: Any, base: Any) -> None:
-    """Have `inspect.signature` show the settings of the constructor `base` for `init`, which passes them on to it."""
+    """Make `inspect.signature` show, for `init`, the settings that it passes on to the constructor `base`."""
     shown = inspect.signature(init)
     *own, last = shown.parameters.values()
     if last.annotation == f"Unpack[{ReaderSettings.__name__}]":

@@ -95,7 +95,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Write the samples of SRC as WebDataset shards into DST. What SRC is, is told by its marks, and said.
+    """Write the samples of SRC as WebDataset shards into DST. SRC is recognized by its marks.
 
     In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt;
     with --key-end last, up to the last.

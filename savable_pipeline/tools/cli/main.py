@@ -6,7 +6,6 @@ fault, 2 if the command failed, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +22,7 @@ from savable_pipeline.tools.cli.plan_command import plan
 from savable_pipeline.tools.cli.verify_command import verify_resume
 
 if TYPE_CHECKING:
-    from savable_pipeline.data.shards.processes import EachShard
-    from savable_pipeline.data.shards.shard_list import ShardEntry
+    pass
 
 app = typer.Typer(
     help="Make and inspect datasets for savable_pipeline.",
@@ -88,44 +86,17 @@ def index(
     With --engine ray the nodes of a Ray cluster read, each shard a task. PATH must be storage that all nodes share, or
     a URL: then each node downloads what it reads, and keeps none of it.
     """
-    from savable_pipeline.data.dataset.kinds import format_of
-    from savable_pipeline.data.remote.remote_index import index_remote
-    from savable_pipeline.data.remote.urls import is_remote
-    from savable_pipeline.data.stores.remote_indexing import index_remote_files
-    from savable_pipeline.tools.convert.cluster import each_shard_by
+    from savable_pipeline.data.dataset.kinds import index_any
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
 
     with errors_as_lines():
         with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
-            if is_remote(path):
-                form = format_of(path)
-                if form is None:
-                    place, faults = index_remote(path, progress, cluster)
-                else:
-                    place, faults = index_remote_files(path, form, progress, cluster)
-            else:
-                each = None if cluster is None else each_shard_by(cluster)
-                place, faults = _index_files(path, workers, each, progress)
-                if is_written(Path(path)) and not faults:
-                    describe_indexed(Path(path), place)
+            place, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
+            if is_written(Path(path)) and not faults:
+                describe_indexed(Path(path), place)
         print_index(out, place, faults)
     if faults:
         raise typer.Exit(1)
-
-
-def _index_files(
-    path: str, workers: int | None, each: EachShard | None, progress: Callable[[int, int], None]
-) -> tuple[Path, list[ShardEntry]]:
-    """Index files of whichever kind on a disk; see `index`."""
-    from savable_pipeline.data.dataset.kinds import format_of
-    from savable_pipeline.data.shards.indexing import index_shards
-    from savable_pipeline.data.stores.file_indexing import index_files
-    from savable_pipeline.data.stores.saved_dataset import data_files
-
-    form = format_of(path)
-    if form is None:
-        return index_shards(path, processes=workers, each=each, progress=progress)
-    return index_files(data_files(path), form, processes=workers, each=each, progress=progress)
 
 
 @app.command()

@@ -46,7 +46,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A page with pictures to write.")] = None,
 ) -> None:
-    """Tell what a run will be like on many ranks, before it begins.
+    """Describe a run on many ranks before it begins.
 
     Steps an epoch and what the tail leaves, the lanes that fit, how well batches are mixed, memory, bytes each node
     fetches, and how long ranks wait for the slowest, with and without Balance and max_cost. TARGET is imported, so its

@@ -11,26 +11,34 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.processes import Answer, EachShard, Task, do
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.remote_part import close_part
-from savable_pipeline.tools.convert.shard_job import Job, Written, make_hole, read_written, write_shard
+from savable_pipeline.tools.convert.shard_job import (
+    ShardJob,
+    ShardPlace,
+    WrittenShard,
+    make_hole,
+    read_written,
+    write_shard,
+)
 
+P = TypeVar("P", bound=ShardPlace)
 _SEEN_S = 120.0  # network file systems remember for a minute that a file was not there
 
 
-def write_by_cluster(engine: Engine, jobs: list[Job], work: Path, progress: Callable[[int, int], None]) -> None:
+def write_by_cluster(engine: Engine, jobs: list[ShardJob], work: Path, progress: Callable[[int, int], None]) -> None:
     """Write all shards by an engine; `progress` is called with the samples and the bytes done.
 
     Raises `SavableError` for a machine that does not see the folders, and whatever `write_shard` and the engine raise.
@@ -44,13 +52,15 @@ def write_by_cluster(engine: Engine, jobs: list[Job], work: Path, progress: Call
             if job.bucket is None:
                 wait_until_seen(job.target / job.name, partial(read_written, job.target, job.work, job.name), job.work)
             else:
-                _note(job, made)
+                if made.written.samples:
+                    note_shard(job, made.written.size, made.index)
+                replace_file(job.work / f"{job.name}.json", [msgspec.json.encode(made.written)])
             done += len(job.samples)
             size += sum(part.size for sample in job.samples for part in sample.parts)
             progress(done, size)
 
 
-def _sent(job: Job, aside: Path) -> Job:
+def _sent(job: ShardJob, aside: Path) -> ShardJob:
     return replace(job, aside=aside, reader=job.reader.elsewhere(job.samples))
 
 
@@ -69,32 +79,43 @@ def attempts_in(work: Path) -> Iterator[Path]:
 class Made:
     """A shard that was finished: its record, and where it went to a bucket, its rows of the index."""
 
-    written: Written
+    written: WrittenShard
     index: bytes = b""
 
 
-def attempt(job: Job) -> Made:
+def attempt(job: ShardJob) -> Made:
     """Write a shard by way of a folder of its own: in `job.aside`, or before a bucket one of this machine alone.
 
     Raises as `write_shard` does, and OSError.
     """
-    own = Path(tempfile.mkdtemp(dir=job.aside if job.bucket is None else None, prefix=f"{job.name}-"))
     try:
-        if job.bucket is None:
-            return Made(write_shard(replace(job, aside=own), lambda sample_bytes: None))
-        written = write_shard(replace(job, target=own, work=own, aside=own), lambda sample_bytes: None)
-        return Made(written, (own / f"{job.name}.index").read_bytes() if written.samples else b"")
+        with own_folder(job) as own:
+            written = write_shard(own, lambda sample_bytes: None)
+            return Made(written, index_of(own) if written.samples else b"")
     finally:
         close_part()
-        shutil.rmtree(own, ignore_errors=True)
 
 
-def _note(job: Job, made: Made) -> None:
-    """Leave here what `write_shard` leaves of a shard that went to a bucket."""
-    if made.written.samples:
-        replace_file(job.work / f"{job.name}.index", [made.index])
-        make_hole(job.target / job.name, made.written.size)
-    replace_file(job.work / f"{job.name}.json", [msgspec.json.encode(made.written)])
+@contextmanager
+def own_folder(place: P) -> Iterator[P]:
+    """The place by way of a folder of its own; before a bucket one of this machine alone, for all but the bucket."""
+    aside = place.aside if place.bucket is None else None
+    with tempfile.TemporaryDirectory(dir=aside, prefix=f"{Path(place.name).name}-", ignore_cleanup_errors=True) as own:
+        made: dict[str, Any] = {} if place.bucket is None else dict.fromkeys(("target", "work"), Path(own, "made"))
+        yield replace(place, aside=Path(own), **made)
+
+
+def index_of(place: ShardPlace) -> bytes:
+    """The rows of the index of a shard that went to a bucket; nothing of others."""
+    return b"" if place.bucket is None else (place.work / f"{place.name}.index").read_bytes()
+
+
+def note_shard(place: ShardPlace, size: int, index: bytes) -> None:
+    """Leave here what `put_in_place` leaves of a shard that went to a bucket."""
+    path = place.work / f"{place.name}.index"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, [index])
+    make_hole(place.target / place.name, size)
 
 
 def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -> None:
@@ -109,32 +130,3 @@ def wait_until_seen(path: Path, is_there: Callable[[], object], *others: Path) -
         time.sleep(0.1)
         for folder in (path.parent, *others):  # listing a folder makes a network file system look again
             next(folder.iterdir(), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """One shard to scan: its size is told, so that a machine which has another folder there is noticed."""
-
-    task: Task
-    root: Path
-    name: str
-    size: int
-
-
-def each_shard_by(engine: Engine) -> EachShard:
-    """`each_shard`, by the machines of an engine: the tasks read shards on storage that all of them share."""
-
-    def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
-        root = root.absolute()
-        scans = (_Scan(task, root, name, (root / name).stat().st_size) for name in names)
-        with closing(engine.each(_scanned, scans)) as finished:
-            yield from ((scan.name, answer) for scan, answer in finished)
-
-    return each
-
-
-def _scanned(scan: _Scan) -> bytes:
-    size = (scan.root / scan.name).stat().st_size
-    if size != scan.size:
-        raise OSError(f"{scan.root / scan.name} has {size} bytes, and {scan.size} where the command runs")
-    return msgspec.msgpack.encode(do(scan.task, scan.root, scan.name))

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import WRITTEN, index_shards, write_tar_idx
+from savable_pipeline.data.shards.indexing import WRITTEN, index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.scan import TARS, write_tar_idx
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.tools.convert.shard_job import room_on
 
 
-def describe(folder: Path) -> ShardIndex:
+def describe(folder: Path) -> TarIndex:
     """Index the shards that are new, and write Energon's files beside the index.
 
     Raises `ShardError`, OSError, and `SavableError` if the index has no room beside the shards.
@@ -25,14 +26,14 @@ def describe(folder: Path) -> ShardIndex:
     with room_on(folder):
         for stale in folder.rglob("*.tar.idx.*.tmp"):  # of a process that was killed: nobody else writes here
             stale.unlink(missing_ok=True)
-        place, _ = index_shards(folder)
+        place, _ = index_files(folder, TARS)
         if place.resolve() != (folder / INDEX_NAME).resolve():  # but in this user's cache, where others do not look
             raise OSError(errno.ENOSPC, f"no room for {INDEX_NAME}")
         index = describe_indexed(folder, place)
         for entry in index.shards:
             offsets = folder / f"{entry.name}.idx"
             if not entry.fault and not offsets.exists():  # the disk was full when it was indexed
-                write_tar_idx(folder / entry.name, scan(folder, entry.name))
+                write_tar_idx(folder / entry.name, TARS.scan(folder, entry.name))
                 if not offsets.exists():
                     raise OSError(errno.ENOSPC, f"no room for {offsets.name}")
         return index
@@ -45,7 +46,7 @@ def describe_tables(
     counts: dict[str, int] | None = None,
     texts: frozenset[str] = frozenset(),
     splits: tuple[str, ...] = (),
-) -> ShardIndex:
+) -> TarIndex:
     """Write the index of these tables, by way of the folder `work`, and Energon's files beside it.
 
     `counts`, `texts` and `splits` are as of `_energon_files`.
@@ -61,9 +62,9 @@ def describe_indexed(
     counts: dict[str, int] | None = None,
     texts: frozenset[str] = frozenset(),
     splits: tuple[str, ...] = (),
-) -> ShardIndex:
+) -> TarIndex:
     """Write Energon's files of a folder whose index is there."""
-    index = ShardIndex(index_path)
+    index = TarIndex(index_path)
     counts = counts or {entry.name: entry.samples for entry in index.shards}
     layouts = {frozenset(layout.position) for layout in index.layouts}
     for name, content in _energon_files(counts, layouts, texts, splits).items():

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from savable_pipeline.data.shards.part_types import TEXT_PARTS, part_type
-from savable_pipeline.data.shards.paths import TARS
+from savable_pipeline.data.shards.paths import TAR_FILES
 from savable_pipeline.data.shards.tar import split_name
 from savable_pipeline.data.stores.record_fields import npy
 from savable_pipeline.tools.convert.model import Part
 
-PACKED = TARS.refused  # how the names of compressed tars end, in small letters
-TAR_ENDINGS = (*TARS.suffixes, *PACKED)
+PACKED = TAR_FILES.refused  # how the names of compressed tars end, in small letters
+TAR_ENDINGS = (*TAR_FILES.suffixes, *PACKED)
 
 
 def is_tar(name: str) -> bool:

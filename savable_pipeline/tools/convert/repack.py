@@ -11,7 +11,6 @@ import filecmp
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,15 +18,15 @@ from pathlib import Path
 
 import msgspec
 
-from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.bucket import Found
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.cluster import attempts_in, wait_until_seen
+from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
 from savable_pipeline.tools.convert.compressed import is_compressed, opened
 from savable_pipeline.tools.convert.describe import describe, describe_tables
 from savable_pipeline.tools.convert.mirror import Target
@@ -42,7 +41,7 @@ from savable_pipeline.tools.convert.resume import (
     write_manifest,
     write_rejects,
 )
-from savable_pipeline.tools.convert.shard_job import ShardPlace, make_hole, put_in_place
+from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place
 
 _CHUNK = 1 << 20
 
@@ -55,7 +54,7 @@ def packed_tars(source: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tar(ShardPlace):
+class _TarJob(ShardPlace):
     """A tar to write; of one that is in its place already, to compare with, `there` has the bytes."""
 
     path: Path
@@ -126,7 +125,7 @@ def _all_repacked(
 ) -> tuple[dict[str, str], int]:
     """The faults of those that were looked at, by name, and how many these are."""
     jobs = [
-        _Tar(
+        _TarJob(
             name=name,
             **target.shard_place,
             path=path.absolute(),
@@ -145,25 +144,25 @@ def _all_repacked(
     return faults, len(jobs)
 
 
-def _described(target: Target, names: list[str]) -> ShardIndex:
+def _described(target: Target, names: list[str]) -> TarIndex:
     """Write the index, of tars in a bucket of what was noted of each, or an earlier index says."""
     folder = target.folder
     if target.bucket is None:
         return describe(folder)
-    old = ShardIndex(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
+    old = TarIndex(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
 
     def tables() -> Iterator[ShardTable]:
         for name in sorted(name for name in names if (folder / name).exists()):
             noted = folder / WORK / f"{name}.index"
             if noted.exists():
-                yield ShardIndex(noted).table(0)
+                yield TarIndex(noted).table(0)
             elif old is not None:
                 yield old.table(old.number(name))
 
     return describe_tables(folder, folder / WORK, tables())
 
 
-def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[tuple[_Tar, _Repacked]]:
+def _repacked(jobs: list[_TarJob], work: Path, engine: Engine | None) -> Iterator[tuple[_TarJob, _Repacked]]:
     """The tars, each once it is written, or has a fault."""
     if engine is None:
         yield from ((job, _repack_one(job)) for job in jobs)
@@ -174,30 +173,19 @@ def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[t
     ):
         for job, made in finished:
             if made.index:
-                _note(job, made)
+                note_shard(job, made.size, made.index)
             elif not made.fault:
                 wait_until_seen(job.target / job.name, (job.target / job.name).exists)
             yield job, made
 
 
-def _attempt(job: _Tar) -> _Repacked:
-    """`_repack_one`, by way of a folder of its own: in `job.aside`, or before a bucket one of this machine alone."""
-    with tempfile.TemporaryDirectory(dir=job.aside if job.bucket is None else None) as own:
-        if job.bucket is None:
-            return _repack_one(replace(job, aside=Path(own)))
-        made = Path(own, "made")
-        return _repack_one(replace(job, aside=Path(own), target=made, work=made))
+def _attempt(job: _TarJob) -> _Repacked:
+    """`_repack_one`, by way of a folder of its own."""
+    with own_folder(job) as own:
+        return _repack_one(own)
 
 
-def _note(job: _Tar, made: _Repacked) -> None:
-    """Leave here what `put_in_place` leaves of a tar that went to a bucket."""
-    index = job.work / f"{job.name}.index"
-    index.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(index, [made.index])
-    make_hole(job.target / job.name, made.size)
-
-
-def _repack_one(job: _Tar) -> _Repacked:
+def _repack_one(job: _TarJob) -> _Repacked:
     """Write one tar, and put it in its place if it is whole; or compare it with what is there."""
     aside = job.aside / "repacked.tar"
     with aside.open("wb") as file:
@@ -208,7 +196,7 @@ def _repack_one(job: _Tar) -> _Repacked:
             return _Repacked(f"{job.path.name}: {error}")
         file.flush()
         os.fsync(file.fileno())
-    table = scan(job.aside, aside.name)
+    table = TARS.scan(job.aside, aside.name)
     size = table.entry.size
     if table.entry.fault:
         return _Repacked(table.entry.fault)
@@ -227,10 +215,10 @@ def _repack_one(job: _Tar) -> _Repacked:
     (job.aside / job.name).parent.mkdir(parents=True, exist_ok=True)
     aside.replace(job.aside / job.name)
     put_in_place(job, msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=job.name)))
-    return _Repacked("", size, (job.work / f"{job.name}.index").read_bytes())
+    return _Repacked("", size, index_of(job))
 
 
-def _brought(job: _Tar) -> Path:
+def _brought(job: _TarJob) -> Path:
     """The tar that is in its place, brought from a bucket if it lies there."""
     if job.bucket is None:
         return job.target / job.name

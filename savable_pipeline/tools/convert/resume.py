@@ -18,10 +18,10 @@ import msgspec
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.part_types import decode_error
 from savable_pipeline.data.shards.tar import Extent
 from savable_pipeline.data.shards.tar import samples as tar_samples
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.mirror import Target
 from savable_pipeline.tools.convert.model import Files, Part, Reject, Report
@@ -188,7 +188,7 @@ def finished(target: Target, plan: Plan) -> Report | None:
         _check_unchanged(target, plan, written, there)
         return None
     rejected = [msgspec.json.decode(line, type=Reject) for line in (folder / REJECTED).open("rb")]
-    entries = ShardIndex(folder / INDEX_NAME).shards if (folder / INDEX_NAME).exists() else []
+    entries = TarIndex(folder / INDEX_NAME).shards if (folder / INDEX_NAME).exists() else []
     if not all((folder / e.name).exists() and (folder / e.name).stat().st_size == e.size for e in entries):
         begin(target, plan.manifest)
         return None

@@ -21,7 +21,7 @@ import msgspec
 
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.energon_metadata import META
-from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import write_by_cluster
@@ -43,7 +43,7 @@ from savable_pipeline.tools.convert.plan import (
 from savable_pipeline.tools.convert.read import Reading, close_sources, read_source
 from savable_pipeline.tools.convert.repack import repack
 from savable_pipeline.tools.convert.resume import finished, write_manifest, write_rejects
-from savable_pipeline.tools.convert.shard_job import Job, Written, read_written, room_on
+from savable_pipeline.tools.convert.shard_job import ShardJob, WrittenShard, read_written, room_on
 from savable_pipeline.tools.convert.sources import STORED, Source, recognize
 from savable_pipeline.tools.convert.writer_processes import claimed, write_shards
 
@@ -209,7 +209,7 @@ def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, prog
         bucket.upload(RECORDS, folder / RECORDS)
         reader = records_behind(f"{bucket.url}/{RECORDS}", reader)
     jobs = [
-        Job(
+        ShardJob(
             name=shard.name,
             **target.shard_place,
             samples=plan.input.samples[shard.first : shard.last],
@@ -235,7 +235,7 @@ def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, prog
 def _finish(folder: Path, plan: Plan) -> Report:
     """Write the index, the rejects, Energon's files, and that the conversion is done, in this order."""
     work = folder / WORK
-    shards: dict[str, Written] = {}
+    shards: dict[str, WrittenShard] = {}
     for shard in plan.shards:
         written = read_written(folder, work, shard.name)
         assert written is not None, shard.name
@@ -244,7 +244,7 @@ def _finish(folder: Path, plan: Plan) -> Report:
     write_rejects(folder, rejected)
     counts = {name: written.samples for name, written in shards.items() if written.samples}
     if counts:
-        tables = (ShardIndex(work / f"{name}.index").table(0) for name in sorted(counts))
+        tables = (TarIndex(work / f"{name}.index").table(0) for name in sorted(counts))
         splits = tuple(name for name, _ in plan.options.split)
         describe_tables(folder, work, tables, counts, plan.input.texts, splits)
     write_manifest(folder, msgspec.structs.replace(plan.manifest, done=True))

@@ -64,7 +64,7 @@ class StoreReader:
             )
             for shard in shards
         )
-        return PartReader(dataset.address, "" if form is None else form.name, tuple(files))
+        return PartReader(dataset.address, form.name, tuple(files))
 
     def read(self, sample: Files) -> dict[str, bytes]:
         """The parts of a sample by extension. Raises `SavableError` if the files changed."""
@@ -124,8 +124,6 @@ def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None
     their bytes, where no folder is given, unless their parts are not among those that are taken, `only`.
     """
     dataset, found = opened_input(path)
-    from savable_pipeline.data.stores.tar_store import TarStore  # see `_opened`
-
     columns = RowColumns(dataset.store, only, files)
 
     def rows() -> Iterator[Row]:
@@ -136,7 +134,7 @@ def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None
 
     add_rows(found, rows())
     columns.tell(found, dataset)
-    if isinstance(dataset.store, TarStore) and (text := dataset.store.links_told()):
+    if text := dataset.store.left_out():
         found.warnings.append(f"{text}, of a copy on a disk")  # behind a URL: see `read_linked`
     return found
 

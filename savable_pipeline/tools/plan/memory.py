@@ -21,7 +21,7 @@ _LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples lie
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes on a rank: of all its lanes, in however many processes."""
 
     lanes: int
@@ -44,7 +44,7 @@ def plan_memory(
     ranks: int,
     open_items: float,
     items_a_pack: float,
-) -> Memory:
+) -> RankMemory:
     """The memory of a rank, by the mean size of an item in the sample."""
     lanes, item = parts.last.lane.count // ranks, 0.0 if lengths is None else lengths.item_bytes
     if lengths is not None and lengths.told:
@@ -59,7 +59,7 @@ def plan_memory(
     refs = sum(stage.size * REF.itemsize for stage in _buffers(parts) if not isinstance(stage, ItemStage))
     workers = max(1, settings.num_workers)
     ahead = batch * settings.prefetch * workers if settings.num_workers else batch
-    return Memory(
+    return RankMemory(
         lanes, lanes * refs, lanes * items, lanes * packed, lanes * held, max(limits, default=None), workers, ahead
     )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from savable_pipeline.core.wording import counted, human_bytes
-from savable_pipeline.tools.plan.memory import Memory, SourceBytes
+from savable_pipeline.tools.plan.memory import RankMemory, SourceBytes
 from savable_pipeline.tools.plan.mixing import NEIGHBOURS, Entropy, Mixing
 from savable_pipeline.tools.plan.run_plan import RunPlan
 from savable_pipeline.tools.plan.steps import LanesChoice
@@ -49,7 +49,7 @@ def sections(plan: RunPlan) -> list[Section]:
 
 
 def advice(plan: RunPlan) -> list[str]:
-    """What had better be changed, a sentence each."""
+    """What to change, a sentence each."""
     ranks, found = plan.wanted.ranks, []
     if plan.lanes != plan.planned_lanes:
         found.append(
@@ -76,7 +76,7 @@ def _better(plan: RunPlan) -> str:
         reasons.append(f"lets a rank have {counted(better.workers, 'worker')}")
     fewer = f", though a rank then has at most {counted(better.workers, 'worker')}"
     return (
-        f"a new run had better have lanes={better.lanes}: it {' and '.join(reasons)}"
+        f"for a new run, use lanes={better.lanes}: it {' and '.join(reasons)}"
         f"{fewer if better.workers < ours.workers else ''}"
     )
 
@@ -95,7 +95,7 @@ def _data(plan: RunPlan) -> Iterator[Fact]:
     if lengths.totals:
         ordered = sorted(lengths.totals)
         median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-        told = "told by length_of" if lengths.told else "encoded"
+        told = "from length_of" if lengths.told else "encoded"
         text = f"mean {sum(ordered) / len(ordered):,.0f}, median {median:,}, 99 % {p99:,}, longest {ordered[-1]:,}"
         yield Fact("length of a document", text, f"{how}, {told}")
     for reason, number in lengths.skipped.items():
@@ -160,7 +160,7 @@ def _beside(entropy: Entropy) -> str:
 
 
 def _memory(plan: RunPlan) -> Iterator[Fact]:
-    memory: Memory = plan.memory
+    memory: RankMemory = plan.memory
     yield Fact(f"refs in shuffle buffers of {memory.lanes} lanes", human_bytes(memory.refs), "12 bytes each")
     how = _of_samples(plan)
     for name, size in (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.pipeline import data_path
 from savable_pipeline.tools.plan.measure import RankMeasurement, measure
-from savable_pipeline.tools.plan.memory import Memory, SourceBytes, plan_bytes, plan_memory
+from savable_pipeline.tools.plan.memory import RankMemory, SourceBytes, plan_bytes, plan_memory
 from savable_pipeline.tools.plan.mixing import Mixing, measure_mixing
 from savable_pipeline.tools.plan.path_parts import LaneBuilder, Lengths, PathParts, sample_lengths
 from savable_pipeline.tools.plan.steps import (
@@ -62,7 +62,7 @@ class RunPlan:
     steps: Steps
     choices: list[LanesChoice]
     mixing: Mixing | None
-    memory: Memory
+    memory: RankMemory
     sources: list[SourceBytes]
     waits: Waits | None
     measured: RankMeasurement | None

@@ -20,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 from savable_pipeline.data.dataset.transparency import converted, has_alpha
 from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
 from savable_pipeline.stages.task_encoder import TaskEncoder
-from savable_pipeline.tools.preview.page import Entry, Thumbnail
+from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
 
 _MOST_IMAGES = 16  # of a field that are shown
 _IMAGE_NAMES = ("image", "img", "pixel", "frame", "video", "picture", "tile")
@@ -46,18 +46,18 @@ def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[floa
     return (), ()
 
 
-def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder | None) -> Entry:
+def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
     """An array as thumbnails if it may be images, else in numbers."""
     images = _images(name, array)
     if images is None:
         values = _values(array)
-        return Entry(name, describe(value, array) + (f": {values}" if values else ""))
+        return CardEntry(name, describe(value, array) + (f": {values}" if values else ""))
     return images_entry(name, describe(value, array), list(images[:_MOST_IMAGES]), len(images), encoder)
 
 
 def images_entry(
     name: str, note: str, images: Sequence[NDArray[Any]], count: int, encoder: TaskEncoder | None
-) -> Entry:
+) -> CardEntry:
     """The first of `count` images, each (height, width, channels), as thumbnails."""
     mean, std = colours(encoder)
     thumbnails: list[Thumbnail] = []
@@ -67,10 +67,10 @@ def images_entry(
         thumbnails.append(thumbnail_of_pixels(pixels))
     note += f", shown {how}" if how else ""
     note += f", the first {len(thumbnails)} of {count:,}" if len(thumbnails) < count else ""
-    return Entry(name, note, thumbnails=thumbnails)
+    return CardEntry(name, note, thumbnails=thumbnails)
 
 
-def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | None) -> Entry | None:
+def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | None) -> CardEntry | None:
     """`patches` (n, channels, side, side) put together by `grids`, rows and columns of each tile; None if unfit."""
     patches, grids = as_array(fields.get("patches")), as_array(fields.get("grids"))
     if patches is None or grids is None or patches.ndim != 4 or grids.ndim != 2 or grids.shape[1] != 2:

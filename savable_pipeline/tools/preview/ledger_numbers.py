@@ -24,7 +24,7 @@ PIECES = 48  # of the run, in pictures
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RunPiece:
     """Batches of successive slots: samples of each source, samples of all before it, and the start they were of."""
 
     samples: list[int]
@@ -33,7 +33,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CostStep:
     """A step of all ranks: the costs of their batches, of which each rank waits for the largest."""
 
     number: int
@@ -79,17 +79,17 @@ class GivenCounts:
         found: list[int] = self._samples.sum(axis=0).tolist()
         return found
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[RunPiece]:
         """The run in at most `PIECES` pieces of about as many batches."""
         bounds = np.linspace(0, self.batches, min(PIECES, self.batches) + 1).astype(int).tolist()
         before = np.concatenate([[0], self._samples.sum(axis=1).cumsum()]).tolist()
         return [
-            Piece(self._samples[begin:end].sum(axis=0).tolist(), before[begin], self._given[begin].start)
+            RunPiece(self._samples[begin:end].sum(axis=0).tolist(), before[begin], self._given[begin].start)
             for begin, end in pairwise(bounds)
         ]
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[CostStep]:
         """The steps of several ranks of which all costs are known."""
         found: dict[tuple[tuple[int, int], int, int, int], list[int]] = defaultdict(list)
         for given in self._given:
@@ -98,10 +98,10 @@ class GivenCounts:
             step = (batch.slot - first) // start.world_size
             found[start.place, start.world_size, batch.epoch, step].append(batch.cost)
         whole = [costs for (_, ranks, *_), costs in found.items() if len(costs) == ranks > 1 and min(costs) > 0]
-        return [Step(number, costs) for number, costs in enumerate(whole)]
+        return [CostStep(number, costs) for number, costs in enumerate(whole)]
 
 
-def waiting(steps: list[Step]) -> float:
+def waiting(steps: list[CostStep]) -> float:
     """The share of the ranks' time in which they wait for the slowest one, if a step takes as long as its cost."""
     return waiting_share(step.costs for step in steps)
 

@@ -30,7 +30,7 @@ class Thumbnail:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens that are shown as one: `kind` is "loss", "ignored" or "unknown"; `begins`: a document begins here.
 
     `repeat` is how often the token stands there, `next` what is predicted where that is not the next token here.
@@ -49,7 +49,7 @@ class TokenRow:
     """A row of tokens, in words and in spans."""
 
     note: str
-    spans: Sequence[Span]
+    spans: Sequence[TokenSpan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CardEntry:
     """A part of a sample or a field of a batch: its kind and its content; or `fault`, why it cannot be shown."""
 
     name: str
@@ -80,7 +80,7 @@ class Card:
 
     title: str
     where: str
-    entries: Sequence[Entry] = ()
+    entries: Sequence[CardEntry] = ()
     fault: str = ""
     sources: Sequence[str] = field(default=())  # of a batch: its samples
 

@@ -18,7 +18,7 @@ from savable_pipeline.stages.pipeline import Pipeline, data_path
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
-from savable_pipeline.tools.preview.page import Card, Entry, cut, first_line, render
+from savable_pipeline.tools.preview.page import Card, CardEntry, cut, first_line, render
 from savable_pipeline.tools.preview.sample_entries import part_entry
 from savable_pipeline.tools.preview.token_entries import Decoder, tokens_entry, tokens_name
 
@@ -87,9 +87,9 @@ def _cards(stage: Stage, batches: int) -> list[Card]:
 
 def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     """A batch, shown before the lane goes on: a stage may give again what it has given."""
-    entries: list[Entry] = list(islice(fields.entries(batch), MOST_FIELDS))
+    entries: list[CardEntry] = list(islice(fields.entries(batch), MOST_FIELDS))
     if len(entries) == MOST_FIELDS:
-        entries.append(Entry("…", "and perhaps more"))
+        entries.append(CardEntry("…", "and perhaps more"))
     try:
         found = [sample for row in traced_rows(stage, BatchSamples.of(stage.ref)) for sample in row]
     except SavableError as error:
@@ -113,11 +113,11 @@ class Fields:
         self._encoder = encoder
         self._decoder = Decoder(encoder)
 
-    def entries(self, batch: Any) -> Iterator[Entry]:
+    def entries(self, batch: Any) -> Iterator[CardEntry]:
         """An entry for every field, named by a path such as `items[0].tokens`; a field that fails is a fault."""
         yield from self._of("", batch, 0)
 
-    def _of(self, name: str, value: Any, depth: int) -> Iterator[Entry]:
+    def _of(self, name: str, value: Any, depth: int) -> Iterator[CardEntry]:
         try:
             inner = _inner(value) if depth < _DEEPEST else None
             if isinstance(value, Sample):
@@ -129,9 +129,9 @@ class Fields:
             else:
                 yield self._leaf(name or "batch", value)
         except Exception as error:  # a fault of one field, such as a type whose repr raises, is not one of the page
-            yield Entry(name or "batch", type(value).__name__, fault=first_line(error))
+            yield CardEntry(name or "batch", type(value).__name__, fault=first_line(error))
 
-    def _mapping(self, name: str, fields: Mapping[Any, Any], depth: int) -> Iterator[Entry]:
+    def _mapping(self, name: str, fields: Mapping[Any, Any], depth: int) -> Iterator[CardEntry]:
         """Tokens first, with their labels and borders; then the other fields."""
         tokens = tokens_name(fields)
         if tokens is not None:
@@ -143,29 +143,29 @@ class Fields:
             if field != tokens and (tiles is None or field != "patches"):
                 yield from self._of(_path(name, field), value, depth + 1)
 
-    def _list(self, name: str, items: list[Any], depth: int) -> Iterator[Entry]:
+    def _list(self, name: str, items: list[Any], depth: int) -> Iterator[CardEntry]:
         for number, item in enumerate(items[:_MOST_ITEMS]):
             yield from self._of(f"{name}[{number}]", item, depth + 1)
         if len(items) > _MOST_ITEMS:
-            yield Entry(name or "batch", f"{len(items) - _MOST_ITEMS:,} more")
+            yield CardEntry(name or "batch", f"{len(items) - _MOST_ITEMS:,} more")
 
-    def _sample(self, name: str, sample: Sample) -> Iterator[Entry]:
+    def _sample(self, name: str, sample: Sample) -> Iterator[CardEntry]:
         for extension in sample:
             entry = part_entry(sample, extension)
             yield dataclasses.replace(entry, name=f"{name} {entry.name}".strip())
 
-    def _leaf(self, name: str, value: Any) -> Entry:
+    def _leaf(self, name: str, value: Any) -> CardEntry:
         array = as_array(value)
         if array is not None:
             return array_entry(name, value, array, self._encoder)
         if isinstance(value, str):
-            return Entry(name, f"{len(value):,} characters", text=cut(value))
+            return CardEntry(name, f"{len(value):,} characters", text=cut(value))
         if isinstance(value, bytes):
-            return Entry(name, f"{len(value):,} bytes, beginning with {value[:12].hex(' ')}")
+            return CardEntry(name, f"{len(value):,} bytes, beginning with {value[:12].hex(' ')}")
         text = cut(repr(value))
         short = len(text) <= _SHORT and "\n" not in text
         kind = type(value).__name__
-        return Entry(name, f"{kind}: {text}") if short else Entry(name, kind, text=text)
+        return CardEntry(name, f"{kind}: {text}") if short else CardEntry(name, kind, text=text)
 
 
 def _inner(value: Any) -> Mapping[Any, Any] | list[Any] | None:

@@ -11,10 +11,10 @@ from typing import Any
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.tools.preview.ledger_numbers import (
     PIECES,
+    CostStep,
     ExpectedShares,
     GivenCounts,
     NotedCounters,
-    Step,
     summed,
     waiting,
 )
@@ -156,7 +156,7 @@ def _courses(given: GivenCounts) -> Picture | None:
     return picture(lines, "samples given", expected=dashed)
 
 
-def _step_waits(steps: Sequence[Step]) -> Picture | None:
+def _step_waits(steps: Sequence[CostStep]) -> Picture | None:
     """The share of waiting for the slowest rank, in the course of the run."""
     size = max(1, -(-len(steps) // PIECES))
     pieces = [list(steps[begin : begin + size]) for begin in range(0, len(steps), size)]
@@ -184,27 +184,27 @@ _HELP = {
     "Encode": "decode or augment less, or store what the encoder makes",
     "TarShardReader": "a nearer disk, a larger cache, or larger shards",
     "ShuffleBuffer": "reading is what it waits for: a nearer disk or a larger cache",
-    "OnlinePacker": "fewer open packs, or an encoder that tells lengths (length_of)",
+    "OnlinePacker": "fewer open packs, or an encoder that declares lengths (length_of)",
     "Batcher": "a batch() that copies less: sp.stack writes where the trainer reads",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitVerdict:
     """The counters that tell whether the trainer waited for data. `share` is that of its time."""
 
     share: float
     verdict: str
 
 
-def waited(counters: NotedCounters) -> Waiting | None:
+def waited(counters: NotedCounters) -> WaitVerdict | None:
     """None where the ledger has no counters."""
     if not counters.seconds:
         return None
     share = min(1.0, counters.totals["wait_s"] / counters.seconds)
     if share < _NO_WAIT:
-        return Waiting(share, "not data-bound")
-    return Waiting(share, "data-bound" if share >= _MUCH_WAIT else "hardly data-bound")
+        return WaitVerdict(share, "not data-bound")
+    return WaitVerdict(share, "data-bound" if share >= _MUCH_WAIT else "hardly data-bound")
 
 
 def advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]:

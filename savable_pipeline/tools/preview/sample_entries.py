@@ -15,7 +15,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
-from savable_pipeline.tools.preview.page import Card, Entry, Turn, cut, first_line
+from savable_pipeline.tools.preview.page import Card, CardEntry, Turn, cut, first_line
 
 _MOST_PARTS = 16  # of a sample that are shown
 _TEXT_HEAD = 1 << 14  # bytes that are read of a longer text
@@ -30,13 +30,13 @@ def sample_card(sample: Sample, number: int) -> Card:
         names = list(sample)
         entries = [part_entry(sample, name) for name in names[:_MOST_PARTS]]
         if len(names) > _MOST_PARTS:
-            entries.append(Entry("…", f"{len(names) - _MOST_PARTS:,} parts more"))
+            entries.append(CardEntry("…", f"{len(names) - _MOST_PARTS:,} parts more"))
         return Card(sample.key, where, entries)
     except _FAULTS as error:
         return Card("unreadable sample", where, fault=first_line(error))
 
 
-def part_entry(sample: Sample, extension: str) -> Entry:
+def part_entry(sample: Sample, extension: str) -> CardEntry:
     """One part, of which no more is read than is shown."""
     suffix = extension.lower().rpartition(".")[2]
     limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if suffix == "json" else _TEXT_HEAD
@@ -51,20 +51,20 @@ def part_entry(sample: Sample, extension: str) -> Entry:
         if suffix == "json" and len(head) == size:
             return _json_entry(extension, note, head)
         if suffix in TEXT_PARTS or suffix == "json" or _is_text(head, size):
-            return Entry(extension, note, text=_text(head, size))
-        return Entry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
+            return CardEntry(extension, note, text=_text(head, size))
+        return CardEntry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
     except _FAULTS as error:
-        return Entry(extension, note, fault=first_line(error))
+        return CardEntry(extension, note, fault=first_line(error))
 
 
-def _image_entry(extension: str, note: str, head: bytes, size: int) -> Entry:
+def _image_entry(extension: str, note: str, head: bytes, size: int) -> CardEntry:
     if len(head) < size:
         raise ValueError(f"not decoded: {size:,} bytes, more than {LARGEST_BYTES:,}")
     thumbnail, about = thumbnail_of_file(head)
-    return Entry(extension, f"{about}, {note}", thumbnails=[thumbnail])
+    return CardEntry(extension, f"{about}, {note}", thumbnails=[thumbnail])
 
 
-def _json_entry(extension: str, note: str, data: bytes) -> Entry:
+def _json_entry(extension: str, note: str, data: bytes) -> CardEntry:
     """A conversation as its turns, and the rest of the record, or all of it, laid out anew."""
     try:
         record = json.loads(data)
@@ -72,7 +72,7 @@ def _json_entry(extension: str, note: str, data: bytes) -> Entry:
         text = "" if turns and rest is None else cut(json.dumps(rest, indent=2, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
-    return Entry(extension, note, text=text, turns=turns)
+    return CardEntry(extension, note, text=text, turns=turns)
 
 
 def _text(head: bytes, size: int) -> str:

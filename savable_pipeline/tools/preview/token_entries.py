@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import as_array, describe
-from savable_pipeline.tools.preview.page import Entry, Span, TokenRow, cut
+from savable_pipeline.tools.preview.page import CardEntry, TokenRow, TokenSpan, cut
 
 Mask = NDArray[np.bool_]
 
@@ -50,14 +50,14 @@ def tokens_name(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def tokens_entry(shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder) -> Entry:
+def tokens_entry(shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder) -> CardEntry:
     """The tokens in field `name` as rows, by labels or loss mask and borders in the other fields."""
     array = as_array(fields[name])
     assert array is not None
     found = _sequences(np.atleast_2d(array), fields)
     rows = [_row(found, row, decoder) for row in range(min(_MOST_ROWS, len(found.tokens)))]
     more = f", the first {_MOST_ROWS} rows" if len(found.tokens) > _MOST_ROWS else ""
-    return Entry(shown_name, describe(fields[name], array) + more, rows=rows)
+    return CardEntry(shown_name, describe(fields[name], array) + more, rows=rows)
 
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
@@ -114,7 +114,7 @@ def _within(borders: NDArray[Any], size: int) -> NDArray[Any]:
 def _row(found: _Sequences, row: int, decoder: Decoder) -> TokenRow:
     length = found.tokens.shape[1]
     shown = min(length, _LONGEST_ROW)
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     start = 0
     while start < shown:
         stop = _stretch(found, row, start, shown)
@@ -142,21 +142,23 @@ def _stretch(found: _Sequences, row: int, start: int, shown: int) -> int:
     return stop
 
 
-def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[Span]:
+def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[TokenSpan]:
     ids: list[int] = found.tokens[row, start:stop].tolist()
     kind = "unknown" if found.loss is None else "loss" if found.loss[row, start] else "ignored"
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for begin, end in _runs(ids, kind):
         alike = end - begin >= _RUN and len(set(ids[begin:end])) == 1
         for text, count in decoder.pieces(ids[begin : begin + 1] if alike else ids[begin:end]):
             title = f"{' '.join(map(str, ids[begin : begin + count]))} at {start + begin}"
             at_start = begin == 0 and bool(found.begins[row, start])
-            spans.append(Span(cut(text, 80), kind, title, at_start, end - begin if alike else 1))
+            spans.append(TokenSpan(cut(text, 80), kind, title, at_start, end - begin if alike else 1))
             begin += count
     if found.beyond[row, stop - 1] and found.labels is not None:
         target = int(found.labels[row, stop - 1])
         last = spans[-1]
-        spans[-1] = Span(last.text, last.kind, last.title, last.begins, last.repeat, decoder.pieces([target])[0][0])
+        spans[-1] = TokenSpan(
+            last.text, last.kind, last.title, last.begins, last.repeat, decoder.pieces([target])[0][0]
+        )
     return spans
 
 

@@ -34,8 +34,8 @@ from savable_pipeline.tools.verify.leg import (
     Failed,
     Keep,
     Save,
-    Step,
     Stepped,
+    TakeBatch,
 )
 
 _EXIT_WAIT_S = 10.0
@@ -203,8 +203,8 @@ class _Comparison:
                 if isinstance(answer, Failed):
                     return Mismatch(step, leg, error=answer.error)
                 self._progress(step, self._steps)
-                self._reference.send(Step())
-                interpreter.send(Step())
+                self._reference.send(TakeBatch())
+                interpreter.send(TakeBatch())
                 expected, answer = _successful(self._reference.answer()), interpreter.answer()
                 self.ends += answer == expected and isinstance(expected, Stepped) and expected.ends_epoch
                 if answer != expected and not isinstance(answer, Failed):

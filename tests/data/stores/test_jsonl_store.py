@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 import savable_pipeline as sp
-from savable_pipeline.data.stores import jsonl_file
-from savable_pipeline.data.stores.jsonl_store import JsonlStore
+from savable_pipeline.data.dataset.kinds import open_store
+from savable_pipeline.data.stores import jsonl
 
 LINES = (
     b'{"id": 0, "caption": "\xc3\xbc", "n": [1, 2]}\n\n{"id": 1, "caption": null}\r\n\r\n[3]\n{"id": 4, "json": "?"}'
@@ -47,14 +47,14 @@ def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
 
 def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_null(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"caption": "", "tags": [], "note": null}\n')
-    store = JsonlStore(tmp_path)
+    store = open_store("jsonl", tmp_path)
     assert [store.read(0, 0, name) for name in ("caption", "tags", "note")] == [b"", b"[]", b"null"]
     assert store.extensions(0, 0) == ["json", "caption"]
 
 
 def test_the_key_may_be_a_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 0}\n{"id": "a \u00fc"}\n{"id": true}\n{"id": NaN}\n{"id": ""}\n')
-    store = JsonlStore(tmp_path, key="id")
+    store = open_store("jsonl", tmp_path, key="id")
     assert [store.key(0, row) for row in range(5)] == ["0", "a ü", "true", "NaN", ""]
 
 
@@ -72,7 +72,7 @@ def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
     tmp_path: Path, line: str, fault: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"id": 0}}\n{line}\n')
-    store = JsonlStore(tmp_path, key="id")
+    store = open_store("jsonl", tmp_path, key="id")
     assert store.key(0, 0) == "0"
     with pytest.raises(sp.ShardError, match=rf"a\.jsonl: row 1\b.*: {fault}"):
         store.key(0, 1)
@@ -101,15 +101,15 @@ def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_cou
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = jsonl_file.scan(lines.parent, lines.name)
-    monkeypatch.setattr(jsonl_file, "_CHUNK", chunk)
-    assert jsonl_file.scan(lines.parent, lines.name) == expected
+    expected = jsonl.JSONL.scan(lines.parent, lines.name)
+    monkeypatch.setattr(jsonl, "_CHUNK", chunk)
+    assert jsonl.JSONL.scan(lines.parent, lines.name) == expected
     assert expected.array().tolist() == [0, 41, 71, 75, len(LINES)]
 
 
 def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": NaN}')
-    assert JsonlStore(tmp_path).entries[0].fault == ""
+    assert open_store("jsonl", tmp_path).entries[0].fault == ""
 
 
 def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it_are_read(lines: Path) -> None:
@@ -122,12 +122,12 @@ def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it
 
 
 def test_a_file_cut_or_rewritten_under_a_run_is_an_error(lines: Path) -> None:
-    store = JsonlStore(lines)
+    store = open_store("jsonl", lines)
     lines.write_bytes(LINES[:60])
     with pytest.raises(sp.ShardError, match="60 bytes, but 97 when it was indexed"):
         store.read(0, 0, "json")
     lines.write_bytes(LINES)
-    store = JsonlStore(lines)
+    store = open_store("jsonl", lines)
     lines.write_bytes(LINES.replace(b'"id": 0', b'"ip": 0'))
     with pytest.raises(sp.ShardError, match="was rewritten since"):
         store.read(0, 1, "json")
@@ -153,7 +153,7 @@ def test_a_file_of_no_lines_is_an_error(tmp_path: Path) -> None:
 def test_lines_of_blanks_are_no_samples_and_no_part_of_one(
     tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl_file, "_CHUNK", chunk)
+    monkeypatch.setattr(jsonl, "_CHUNK", chunk)
     lines = [b" ", b'  {"id": 0} ', b"", b" \t ", b" " * 200, b'{"id": 1}\r', b"\r", b'{"id": 2}', b"\t", b"  "]
     for number, end in enumerate((b"", b"\n")):
         path = tmp_path / f"{number}.jsonl"

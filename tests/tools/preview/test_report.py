@@ -16,7 +16,7 @@ from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.preview.ledger_numbers import ExpectedShares, GivenCounts, NotedCounters, Step, waiting
+from savable_pipeline.tools.preview.ledger_numbers import CostStep, ExpectedShares, GivenCounts, NotedCounters, waiting
 from savable_pipeline.tools.preview.pictures import picture
 from savable_pipeline.tools.preview.report_page import advice, report_page, waited
 from tests.support.toy_pipelines import ToyEncoder
@@ -90,7 +90,7 @@ def test_shares_are_those_of_plain_weights(make_shards: Any, tmp_path: Path) -> 
 
 
 def test_waiting_is_for_the_dearest_batch_of_each_step(ledger: Path) -> None:
-    assert waiting([Step(0, [10, 10]), Step(1, [10, 30])]) == 1 - 60 / 80
+    assert waiting([CostStep(0, [10, 10]), CostStep(1, [10, 30])]) == 1 - 60 / 80
     steps = GivenCounts(LedgerFiles(ledger)).steps
     assert len(steps) == 35 and 0 < waiting(steps) < 1
     records = [record for path in ledger.glob("*") for record in read_records(path)]

@@ -1,4 +1,6 @@
-"""Conversations in the formats of LLaVA and OpenAI, as one list of messages.
+"""Conversations and documents with images, as data sets write them, as lists of messages, and of texts and images.
+
+LLaVA's conversations, and OpenAI's:
 
     {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
 
@@ -7,6 +9,16 @@
 
 A place for an image is `<image>` in LLaVA's text, and in OpenAI's content {"type": "image"}, which takes the images of
 the sample in order, or {"type": "image_url", "image_url": {"url": …}} with the name of a part or a `data:` URL.
+
+OBELICS' documents (Laurençon et al., 2023), two lists, one with null where the other has something; and MMC4's (Zhu et
+al., 2023), where an image comes before the text it is matched with:
+
+    {"texts": ["A cat:", null, "asleep."], "images": [null, "0.jpg", null]}
+
+    {"text_list": ["A cat.", "A dog."], "image_info": [{"image_name": "0.jpg", "matched_text_index": 1}]}
+
+Their images are known by the names of their parts, or, where one of the document's is none, such as a URL, taken in
+order.
 """
 
 from __future__ import annotations
@@ -16,7 +28,7 @@ from typing import Any
 
 from PIL import Image
 
-from task_encoders.parts.sample_images import SampleImages
+from task_encoders.parts.sample_parts import SampleImages
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _PLACE = "<image>"  # in LLaVA's text
@@ -112,3 +124,56 @@ def _expect(value: Any, kind: type, at: str) -> Any:
         return value
     names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
     raise ValueError(f"{at}: expected {names[kind]}, found {'nothing' if value is None else repr(value)[:80]}")
+
+
+def parse_document(record: Any, images: SampleImages) -> list[Part]:
+    """Texts, none of them empty, and images of a sample's JSON. Raises ValueError that names the field at fault."""
+    if isinstance(record, dict) and "texts" in record:
+        parts = _obelics(_listed(record, "texts"), _listed(record, "images"), images)
+    elif isinstance(record, dict) and "text_list" in record:
+        parts = _mmc4(_listed(record, "text_list"), _listed(record, "image_info"), images)
+    else:
+        found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"expected an object with texts and images, or text_list and image_info, found {found}")
+    images.check_all_used()
+    return [part for part in parts if part != ""]
+
+
+def _obelics(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:
+    if len(texts) != len(places):
+        raise ValueError(f"texts and images: expected lists of one length, found {len(texts)} and {len(places)}")
+    named = all(place is None or place in images.names for place in places)
+    parts: list[Part] = []
+    for number, (text, place) in enumerate(zip(texts, places, strict=True)):
+        if (text is None) == (place is None):
+            raise ValueError(f"texts[{number}] and images[{number}]: expected null in one of them, and not in both")
+        if text is not None:
+            parts.append(_expect(text, str, f"texts[{number}]"))
+        else:
+            parts.append(_image(place if named else None, f"images[{number}]", images))
+    return parts
+
+
+def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:
+    names = [place.get("image_name") if isinstance(place, dict) else None for place in places]
+    named = all(name in images.names for name in names)
+    before: dict[int, list[Image.Image]] = {}
+    for number, (place, name) in enumerate(zip(places, names, strict=True)):
+        at = f"image_info[{number}]"
+        index = place.get("matched_text_index") if isinstance(place, dict) else None
+        if type(index) is not int or not 0 <= index < len(texts):
+            raise ValueError(f"{at}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
+        before.setdefault(index, []).append(_image(name if named else None, at, images))
+    parts: list[Part] = []
+    for number, text in enumerate(texts):
+        parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]")]
+    return parts
+
+
+def _image(name: str | None, at: str, images: SampleImages) -> Image.Image:
+    return images.next(at) if name is None else images.named(name, at)
+
+
+def _listed(record: dict[str, Any], name: str) -> list[Any]:
+    found: list[Any] = _expect(record.get(name), list, name)
+    return found

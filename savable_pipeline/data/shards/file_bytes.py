@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from savable_pipeline.core.open_files import with_handles
+
 
 class FileBytes(Protocol):
     """A file: the last part of its name, and its size in bytes."""
@@ -26,6 +28,9 @@ class FileBytes(Protocol):
 
         Given the file's `name` below its folder: what is called `suffix` in that folder.
         """
+
+    def fileno(self) -> int:
+        """The descriptor of a file on a disk. Raises OSError for one behind a URL."""
 
 
 class LocalBytes:
@@ -47,11 +52,15 @@ class LocalBytes:
         path = self._path.parents[name.count("/")] / suffix if name else self._path.with_suffix(suffix)
         return path if path.exists() else None
 
+    def fileno(self) -> int:
+        """See `FileBytes.fileno`."""
+        return self._descriptor
+
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[LocalBytes]:
     """A file on a disk, open meanwhile. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = with_handles(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     try:
         yield LocalBytes(path, descriptor)
     finally:

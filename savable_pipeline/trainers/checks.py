@@ -1,4 +1,4 @@
-"""`Ahead`: how many batches a trainer has fetched beyond those that it has trained on.
+"""What integrations check: how far a trainer is ahead, what else moves its loader, and what it evaluates on.
 
 given     1   2   3   4   5    counted here, from where the run began or was resumed
 begun     1   2   3   4        the trainer's own counts, from any start: it fetches 1 ahead
@@ -10,15 +10,17 @@ Between the return of a batch and the moment when the trainer counts it as begun
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.savable_loader import SavableLoader, settings_of
 
 
 class Counts(NamedTuple):
     """The counts of `Ahead`, from where the run began or was resumed.
 
-    Args:
+    Attributes:
         given: Batches given to the trainer.
         start: What the trainer had begun before the first of them; None before it.
         begun_at_last: What it had begun when the last one was given; None before the first.
@@ -96,3 +98,82 @@ class Ahead:
                 f"{given - self._fetched} of them and fetches at most {self._most} ahead: it skips batches. "
                 "The state says where to continue, so switch the trainer's own skipping off"
             )
+
+
+class MoveCheck:
+    """The epoch and slot at which a loader was left last.
+
+    Args:
+        run: The run of the loader.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.leave()
+
+    def leave(self) -> None:
+        """Remember the present place."""
+        self._left_at = self._now
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        position = self._run.position
+        return position.epoch, position.slot
+
+    def check(self) -> None:
+        """Check that the loader still stands there.
+
+        Raises:
+            SavableError: It stands elsewhere.
+        """
+        now = self._now
+        if now != self._left_at:
+            raise SavableError(
+                f"the loader was left at slot {self._left_at[1]} of epoch {self._left_at[0]}, but stands at slot "
+                f"{now[1]} of epoch {now[0]}: something else took batches of it, skipped some or restored it a second "
+                "time. Restore through the trainer alone, and take batches from what the trainer was given"
+            )
+
+
+def each(made: Any) -> list[Any]:
+    """Return the loaders in a dict, list or tuple, or a single one, as a list.
+
+    Args:
+        made: A loader, or a container of loaders.
+    """
+    if isinstance(made, dict):
+        return list(made.values())
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def length_of(batches: Any) -> int | None:
+    """Return the number of batches of an epoch; None where it is not known.
+
+    Args:
+        batches: A loader, or an object in its place.
+    """
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+def restarting(made: Any) -> Any:
+    """Check that every `SavableLoader` starts each evaluation at the beginning.
+
+    Args:
+        made: A loader, or a container of loaders; other kinds pass.
+
+    Returns:
+        What was given.
+
+    Raises:
+        ValueError: A loader was made without `on_iter="restart"`: it would continue where an evaluation was broken off.
+    """
+    for loader in each(made):
+        if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
+            raise ValueError(
+                'a loader for evaluation needs on_iter="restart": each evaluation begins at the start then, also after '
+                "one that was broken off, by a sanity check or a limit on its batches"
+            )
+    return made

@@ -1,4 +1,4 @@
-"""The search over every store and stage: what is disturbed in every way gives what an undisturbed run gives.
+"""Runs that are disturbed in every way give what an undisturbed run gives.
 
 undisturbed   one process, one rank                         slots 0 1 2 3 4 5 6 …
 disturbed     legs of other ranks and workers, each from the state that the leg before saved through a file; in
@@ -12,98 +12,23 @@ import random
 import signal
 import tempfile
 import threading
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.run.given.made_again import make_again
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.testing import assert_exact_resume
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.whole import Whole
+from tests.support.exact_search import compared, with_enough
 from tests.support.processes import descendants, workers
 from tests.support.streams import through_a_file
-from tests.support.wide_pipelines import READERS, wide_pipeline, write_captions, write_store
+from tests.support.toy_pipelines import toy_pipeline
+from tests.support.toy_stores import WRITERS, write_captions
 
 LANES = 12
-compared: Counter[str] = Counter()
-"""What was compared in this process: pipelines, resumes, batches, kills, batches made again."""
-
-wide_pipelines = st.fixed_dictionaries(
-    {
-        "store": st.sampled_from(list(READERS)),
-        "shuffle": st.booleans(),
-        "block_size": st.sampled_from([None, 1, 2, 5, 9]),
-        "window": st.sampled_from([None, 1, 2, 32]),
-        "subset": st.sampled_from([None, None, 0.7]),
-        "buffer": st.sampled_from([None, 1, 7, 30, 200]),
-        "join": st.sampled_from([None, None, "skip", "empty"]),
-        "blend": st.sampled_from([None, "samples", "items", "nested", "ending"]),
-        "weights": st.sampled_from(["fixed", "none", "zero", "step", "linear"]),
-        "by": st.sampled_from(["samples", "tokens"]),
-        "stride": st.sampled_from([1, 3, 8]),
-        "point": st.sampled_from([1, 40, 150, 600]),
-        "pack": st.sampled_from(
-            [None, "buckets", "groups", "both", "function", "sequential", "best_fit", "first_fit_decreasing"]
-        ),
-        "max_length": st.integers(9, 40),
-        "max_images": st.sampled_from([None, 2, 5]),
-        "too_long": st.sampled_from(["truncate", "split"]),
-        "max_held_bytes": st.sampled_from([0, 1500, 1 << 30]),
-        "open_packs": st.integers(1, 4),
-        "size": st.integers(1, 4),
-        "skip": st.sampled_from([0, 5, 7]),
-        "fan_out": st.sampled_from([0, 1, 5]),
-        "drop_last": st.booleans(),
-        "max_cost": st.sampled_from([None, None, 30, 300]),
-        "hold": st.sampled_from([None, 1, 3, 8, 20]),
-        "tells": st.booleans(),
-    }
-)
-
-
-def with_keys(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Settings without a join where samples have no keys of a data set."""
-    return {**chosen, "join": None} if chosen["store"] == "tokens" else chosen
-
-
-def enough(sizes: list[int], chosen: dict[str, Any]) -> list[int]:
-    """Sizes with which every lane gets samples, in file order too, that are not all left out."""
-    return [*sizes, 8 * LANES * (chosen["block_size"] or 8) + 5]
-
-
-def check_wide_endless(sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, **settings: Any) -> None:
-    """Every cut of an endless run, and chains."""
-    chosen = with_keys(chosen)
-    with tempfile.TemporaryDirectory() as folder:
-        write_store(chosen["store"], Path(folder), enough(sizes, chosen))
-        write_captions(Path(folder), 1000)
-        pipeline = partial(wide_pipeline, folder, joined=f"{folder}/joined", **chosen)
-        worlds = [world for world in (1, 2, 3, 4) if lanes % world == 0]
-        steps = 30 if lanes > 2 else 60  # what a lane gives in the course of time shows with few lanes
-        wide: dict[str, Any] = {"steps": steps, "world_sizes": worlds, **settings}
-        compared["resumes"] += assert_exact_resume(pipeline, seed=seed, lanes=lanes, **wide)
-        compared["pipelines"] += 1
-
-
-def check_wide_finite(
-    size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: Any, workers: Any = (0, 1, 2)
-) -> None:
-    """Every cut of passes of `epochs` epochs, with either tail, and chains."""
-    chosen = {**with_keys(chosen), "drop_last": False, "skip": 0, "subset": None, "join": None}
-    chosen["block_size"] = min(chosen["block_size"] or 4, 4)
-    chosen["weights"] = "fixed" if chosen["weights"] in ("step", "linear") else chosen["weights"]  # they have no end
-    with tempfile.TemporaryDirectory() as folder:
-        write_store(chosen["store"], Path(folder), [size, 1, 3])
-        pipeline = partial(wide_pipeline, folder, epochs=epochs, **chosen)
-        wide: dict[str, Any] = {"steps": 40, "workers": workers, "world_sizes": (1, 2, 3), "after": 2, "chains": 2}
-        compared["resumes"] += assert_exact_resume(pipeline, seed=seed, lanes=6, tail=tail, **wide)
-        compared["pipelines"] += 1
 
 
 def check_disturbed(
@@ -122,16 +47,15 @@ def check_disturbed(
     again: int = 4,
 ) -> None:
     """A chain of legs that is disturbed gives each slot the batch of the undisturbed run."""
-    chosen = with_keys({**chosen, "subset": None} if grows else chosen)
-    sizes = enough(sizes, chosen)
+    chosen = {**chosen, "subset": None} if grows else chosen
+    sizes = with_enough(sizes, chosen, LANES)
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as root:
-        plan = [(partial(wide_pipeline, f"{root}/0", joined=f"{root}/joined", **chosen), slots)]
-        write_store(chosen["store"], Path(root, "0"), sizes)
-        write_captions(Path(root), sum(sizes) + 60)
-        for stage in (1, 2) if grows else ():
-            write_store(chosen["store"], Path(root, str(stage)), [*sizes, *[20, 40][:stage]])
-            plan.append((partial(wide_pipeline, f"{root}/{stage}", joined=f"{root}/joined", **chosen), slots))
+        plan = []
+        write_captions(Path(root, "joined"), sum(sizes) + 60)
+        for stage in range(3 if grows else 1):
+            WRITERS[chosen["store"]](Path(root, str(stage)), [*sizes, *[20, 40][:stage]])
+            plan.append((partial(toy_pipeline, f"{root}/{stage}", joined=f"{root}/joined", **chosen), slots))
         settings: dict[str, Any] = {"seed": seed, "lanes": LANES, "ids": ids, "epoch_slots": epoch_slots}
         expected = _Disturbed(plan, settings).run()
         folder = Path(root, "ledger") if ledger else None
