@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         StateError,
         WorkerError,
     )
-    from savable_pipeline.run.given.ledger import Ledger
+    from savable_pipeline.run.loader.ledger import Ledger
     from savable_pipeline.run.loader.open_metrics import open_metrics
     from savable_pipeline.run.loader.savable_loader import SavableLoader
     from savable_pipeline.run.loader.stateful_dataset import StatefulDataset
@@ -138,7 +138,7 @@ _PLACES = {
     "Join": "stages.readers.join",
     "JsonlReader": "stages.readers.readers",
     "Lane": "core.lane",
-    "Ledger": "run.given.ledger",
+    "Ledger": "run.loader.ledger",
     "LitDataReader": "stages.readers.record_folder_readers",
     "MdsReader": "stages.readers.record_folder_readers",
     "Mixture": "stages.blending.mixture",

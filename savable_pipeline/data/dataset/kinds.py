@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
 from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
 from savable_pipeline.data.stores.litdata import LITDATA
@@ -46,28 +47,39 @@ from savable_pipeline.errors import ShardError
 class Kind:
     """A format of files, the store that reads them, and the names of its settings.
 
-    `seen_with` are settings for whoever looks at files that cannot be read without any. `named` tells which files of a
-    folder are read, where another program says so.
+    `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
+    whoever reads all samples once, in their order. `named` tells which files of a folder are read, where another
+    program says so.
     """
 
     form: FileFormat
     store: Callable[..., RecordStore]
     settings: tuple[str, ...] = ()
     seen_with: Mapping[str, Any] = field(default_factory=dict)
+    in_order: Callable[[], dict[str, Any]] = dict
     named: Callable[[Shards], Shards] = lambda files: files
 
 
+def _partial() -> dict[str, Any]:
+    return {"partial": True}
+
+
+def _few_blocks() -> dict[str, Any]:
+    return {"blocks": DecodedBlocks(_FEW_BYTES)}
+
+
+_FEW_BYTES = 1 << 27  # that are kept unpacked
 _COLUMNS = ("columns", "key", "blocks", "partial")
 STORES = {
     kind.form.name: kind
     for kind in (
         Kind(TARS, TarStore),
-        Kind(PARQUET, ParquetStore, _COLUMNS),
-        Kind(ARROW, ArrowStore, _COLUMNS, named=data_files),
+        Kind(PARQUET, ParquetStore, _COLUMNS, in_order=_partial),
+        Kind(ARROW, ArrowStore, _COLUMNS, in_order=_partial, named=data_files),
         Kind(JSONL, JsonlStore, ("key",)),
         Kind(TOKENS, TokenStore, ("length", "stride", "dtype"), {"length": 1024}),
-        Kind(MDS, MdsStore, ("key", "blocks")),
-        Kind(LITDATA, LitDataStore, ("key", "blocks")),
+        Kind(MDS, MdsStore, ("key", "blocks"), in_order=_few_blocks),
+        Kind(LITDATA, LitDataStore, ("key", "blocks"), in_order=_few_blocks),
     )
 }
 
@@ -78,13 +90,16 @@ def format_of(files: Shards) -> FileFormat:
 
 
 def format_of_file(root: Path, name: str) -> FileFormat | None:
-    """The format of one file below `root`, by an index.json there, or by its name; None for what is of no kind."""
+    """The format of one file below `root`, by an index.json there or by its name, whatever is there.
+
+    None for what is of no kind.
+    """
     kind = STORES.get(kind_in(root)) or STORES.get(_kind_of_name(name))
     return None if kind is None else kind.form
 
 
 def kind_of(files: Shards) -> str:
-    """ "tar", "parquet" or another of `STORES`. A folder with tars is one of tars, whatever else is in it.
+    """ "tar" or the name of a format. A folder with tars is one of tars, whatever else is in it.
 
     Raises `ShardError` for files of several kinds.
     """
@@ -142,8 +157,8 @@ def open_store(
 def seen(found: IndexedFiles, *, partial: bool = False, **settings: Any) -> RecordStore:
     """The store of indexed files, for whoever looks at them: with settings where they cannot be read without any."""
     kind = STORES[found.form.name]
-    if partial and "partial" in kind.settings:
-        settings["partial"] = True
+    if partial:
+        settings |= kind.in_order()
     try:
         return kind.store(found, **settings)
     except ValueError:
@@ -205,12 +220,17 @@ def _kinds_behind(url: str) -> set[str]:
     if (kind := _kind_of_name(url)) or "*" in url:
         return {kind}
     with short_downloader() as downloader:
-        if (kind := kind_behind(url.rstrip("/"), downloader)) in STORES:
-            return {kind}
-    indexes = {kind.form.index_name: name for name, kind in STORES.items()}
+        if (found := kind_behind(url.rstrip("/"), downloader)) in STORES:
+            return {found}
+    indexes = {each.form.index_name: name for name, each in STORES.items()}
     names = names_behind(url.rstrip("/"), list(indexes))
     return {indexes[name] for name in names if name in indexes} or {_kind_of_name(name) for name in names}
 
 
 def _kind_of_name(name: str) -> str:
-    return next((kind for kind, each in STORES.items() if name.endswith(each.form.kind.endings)), "")
+    return next((kind for kind, each in _told_by_name() if name.endswith(each.form.kind.endings)), "")
+
+
+def _told_by_name() -> Iterator[tuple[str, Kind]]:
+    """The kinds whose files a name tells: those of the others are named by a listing."""
+    return ((name, kind) for name, kind in STORES.items() if not kind.form.kind.listing)

@@ -99,7 +99,7 @@ class Layout:
 
 
 def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, place: str) -> FileFormat:
-    """The format of such folders, which is found at `place`."""
+    """The format of such folders; `place` is where another process finds it."""
     return FileFormat(
         name,
         ShardKind(suffixes, listing=INDEX, listed=kind.names),

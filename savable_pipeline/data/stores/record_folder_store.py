@@ -41,7 +41,6 @@ from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
 _FEW = 1 << 14  # where no part may be asked for
-_FEW_BYTES = 1 << 28  # that are kept unpacked for who says nothing else
 _LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
 
 
@@ -56,15 +55,18 @@ class RecordFolderStore(GroupedStore):
     all_used = True
 
     def __init__(
-        self, found: IndexedFiles, *, key: str | None = None, blocks: DecodedBlocks[Any] | None = None
+        self,
+        found: IndexedFiles,
+        *,
+        key: str | None = None,
+        blocks: DecodedBlocks[Any] | None = None,
     ) -> None:
-        super().__init__(found, blocks or DecodedBlocks(_FEW_BYTES))
+        super().__init__(found, blocks)
         self.key_column = key
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, Layout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
-        read = np.flatnonzero(self.entries.samples).tolist()
-        kinds = {tuple(self.places(shard)[:2].tolist()) for shard in read}
+        kinds = {tuple(self.places(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
         self._grouped = any(what != RECORDS for what, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
         for what, packed in kinds:  # a damaged index is told of later
@@ -72,7 +74,7 @@ class RecordFolderStore(GroupedStore):
             if needs in NEEDED:
                 needed_package(needs)
         self._index_file = found.root / INDEX if found.remote is None else found.remote.beside(INDEX)
-        if found.remote is None and read and self._index_file.exists():
+        if found.remote is None and self.entries and self._index_file.exists():
             self.files.watch_view(~0, self._index_file)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -109,7 +111,7 @@ class RecordFolderStore(GroupedStore):
             found: list[Value | Blob] = rows.fields(place)
             return found
         self.awaited.done((shard, 0), row)
-        content = Stretch(partial(self.files.read, shard), 0, self.entries[shard].size)
+        content = Stretch(partial(self.files.read, shard), 0, int(self.entries.sizes[shard]))
         record, schema = record_in(content, layout.offsets, row), self._schema(layout)
         if schema.each:
             record = Stretch.of(self._unpacked(record.read(), schema.each))
@@ -138,7 +140,7 @@ class RecordFolderStore(GroupedStore):
 
     def group_ends(self, shard: int) -> list[int]:
         """See `GroupedStore.group_ends`."""
-        layout, samples = self._known(shard), self.entries[shard].samples
+        layout, samples = self._known(shard), int(self.entries.samples[shard])
         if layout.what != FRAMES:
             return [samples]
         return [min(samples, (i + 1) * layout.a_frame) for i in range(len(layout.frames))]
@@ -149,7 +151,7 @@ class RecordFolderStore(GroupedStore):
         if layout.what == FRAMES:
             rows: RecordBlock | RecordTable = self._frame(shard, layout, group, expected)
             return rows, rows.size
-        begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, self.entries[shard].size)
+        begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, int(self.entries.sizes[shard]))
         raw, what, offsets = read(begin, end - begin), layout.what, layout.offsets
         try:
             if what == WHOLE:
@@ -172,7 +174,7 @@ class RecordFolderStore(GroupedStore):
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The records, or the frames that hold them; of what is unpacked as a whole the file."""
-        layout, size = self._known(shard), self.entries[shard].size
+        layout, size = self._known(shard), int(self.entries.sizes[shard])
         if layout.what == RECORDS:
             begins, ends = layout.offsets[rows], layout.offsets[rows + 1]
         elif layout.what == FRAMES:
@@ -200,7 +202,7 @@ class RecordFolderStore(GroupedStore):
         start = group * layout.a_frame
         if (first, count) != (start, expected):
             raise RecordError(f"damaged record: its frame holds the items from {first} on, {count} of them")
-        file = Stretch(partial(self.files.read, shard), 0, self.entries[shard].size)
+        file = Stretch(partial(self.files.read, shard), 0, int(self.entries.sizes[shard]))
         data = self._unpacked(file.part(begin, size).read(), "zst", content)
         offsets = layout.offsets[start : start + expected + 1]
         return RecordBlock(data, offsets, int(offsets[0]), self._schema(layout))
@@ -215,7 +217,7 @@ class RecordFolderStore(GroupedStore):
         layout = self._layouts.get(shard)
         if layout is None:
             self.found.check_rows(shard)
-            layout = self._layouts[shard] = layout_of(self.places(shard), self.entries[shard].samples)
+            layout = self._layouts[shard] = layout_of(self.places(shard), int(self.entries.samples[shard]))
         return layout
 
     def _schema(self, layout: Layout) -> Schema:

@@ -131,22 +131,19 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
 
 def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
-    forms = [kind.form for kind in STORES.values() if name.endswith(kind.form.kind.suffixes)]
-    cache, beside = cache_folder(None), {each for form in forms for each in form.names_beside(name)}
-    try:
-        with (
-            tempfile.TemporaryDirectory(
-                dir=folder
-            ) as own,  # other processes have files beside theirs of the same names
-            contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader,
-        ):
-            for each in (name, *beside):
-                stat = downloader.call("stat", url, each, each == name)
-                if stat is not None:
-                    downloader.call("whole", url, each, stat[0], f"{own}/{each}")
-            return check_file(Path(own), name)
-    except SavableError as error:
-        return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
+    beside = {each for kind in STORES.values() for each in kind.form.names_beside(name)}
+    cache = cache_folder(None)
+    with tempfile.TemporaryDirectory(dir=folder) as aside:  # what lies beside it lies beside those of others too
+        own = Path(aside)
+        try:
+            with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
+                for each in [name, *sorted(beside)]:
+                    stat = downloader.call("stat", url, each, each == name)
+                    if stat is not None:
+                        downloader.call("whole", url, each, stat[0], str(own / each))
+            return check_file(own, name)
+        except SavableError as error:
+            return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
 
 
 def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iterator[Problem]:
@@ -168,7 +165,8 @@ def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iter
 
 def _after_damage(store: RecordStore, row: int, reason: str) -> int:
     """The next row to read: where rows are decoded in groups, the first of the next group."""
-    if not isinstance(store, GroupedStore) or not (isinstance(store, ColumnarStore) or reason == "damaged shard"):
+    whole = isinstance(store, ColumnarStore) or reason == "damaged shard"
+    if not isinstance(store, GroupedStore) or not whole:
         return row + 1
     ends = store.group_ends(0)
     return ends[bisect_right(ends, row)]
