@@ -15,7 +15,7 @@ from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSe
 
 
 class RecordFolderReader(RecordReader):
-    """Gives the records of a lane's share of a folder as samples; a subclass says in `kind` of which folders."""
+    """Yields the records of a lane's share of a folder as samples; `kind` of a subclass is that of the folder."""
 
     kind: ClassVar[str]
 
@@ -34,12 +34,12 @@ class RecordFolderReader(RecordReader):
         super().__init__(ReaderData(type(self).__name__, self.files, opening, (key, cache_bytes)), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
-        """Those of every reader; the key."""
+        """The settings of every reader, and the key."""
         return {**super().settings(), "key": self.key}
 
 
 class MdsReader(RecordFolderReader):
-    """Gives the samples of a lane's share of an MDS folder, as `sp.TarShardReader` does those of tars.
+    """Yields the samples of a lane's share of an MDS folder, in the order of `sp.TarShardReader`.
 
     Mosaic Streaming writes such folders: shards, plain or in gz, bz2, zstd, br or snappy, and the index.json that names
     them. The parts of a sample are those that `savable convert` writes: `json` with the columns that are texts, numbers
@@ -48,11 +48,12 @@ class MdsReader(RecordFolderReader):
 
     Args:
         folder: The folder with the index.json, or its URL (s3, gs, az, http, https); one, for several see `sp.Blend`.
-        lane: The lane whose share is read.
-        key: The column with a sample's key. Default: the key is `FILE:ROW`.
-        split, subset, epochs, shuffle, block_size, window, on_error, quarantine, exclude: Those of `TarShardReader`.
+        lane: The lane of the pipeline.
+        key: The column with a sample's key. None: the key is `FILE:ROW`.
         cache_bytes: Bytes of unpacked shards that are kept, for all lanes and readers of a process together that have
             the same. A compressed shard is unpacked whole, and is one row group: see `sp.ParquetReader`.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine` and `exclude`.
 
     Raises:
         ValueError: A setting is wrong, or a package is missing that the compression needs.
@@ -77,7 +78,7 @@ class MdsReader(RecordFolderReader):
 
 
 class LitDataReader(RecordFolderReader):
-    """Gives the items of a lane's share of a folder of LitData, as `sp.TarShardReader` does those of tars.
+    """Yields the items of a lane's share of a folder of LitData, in the order of `sp.TarShardReader`.
 
     LitData writes such folders: chunks, plain or with zstd by chunk, batch or sample, or with rows of Arrow in them,
     and the index.json that names them. The parts of a sample are those that `savable convert` writes, see
@@ -86,12 +87,13 @@ class LitDataReader(RecordFolderReader):
 
     Args:
         folder: The folder with the index.json, or its URL (s3, gs, az, http, https); one, for several see `sp.Blend`.
-        lane: The lane whose share is read.
-        key: The field with a sample's key. Default: the key is `FILE:ROW`.
-        split, subset, epochs, shuffle, block_size, window, on_error, quarantine, exclude: Those of `TarShardReader`.
+        lane: The lane of the pipeline.
+        key: The field with a sample's key. None: the key is `FILE:ROW`.
         cache_bytes: Bytes of unpacked chunks and frames that are kept, for all lanes and readers of a process together
             that have the same. A compressed chunk, one with rows of Arrow, or a batch that is compressed by itself is
             unpacked whole, and is one row group: see `sp.ParquetReader`.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine` and `exclude`.
 
     Raises:
         ValueError: A setting is wrong, or a package is missing that the chunks need.
