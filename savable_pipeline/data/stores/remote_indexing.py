@@ -26,8 +26,9 @@ from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import Progress, check_none_gone
+from savable_pipeline.data.shards.indexing import check_none_gone
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
