@@ -11,7 +11,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.stage import StageInfo
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.stages.user_function import function_name
 

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+import numpy as np
+
+from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray, skip_counters, tag_of
+from savable_pipeline.stages.capabilities import LosesParts
+from savable_pipeline.stages.excluded_samples import REASON
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import Skip
+
+RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
 
 
 class HeldItems:
@@ -54,9 +61,8 @@ class HeldItems:
     """
 
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
-        self._stage = weakref.ref(
-            stage
-        )  # weak: a stage that is let go of frees its items and its source's files at once
+        # Weak: a stage that is let go of frees its items and its source's files at once.
+        self._stage = weakref.ref(stage)
         self._items: list[Any] = []
         self._refs: list[ItemRef] = []
         self._bytes: list[int] = []  # as long as the others, where there is a limit
@@ -93,7 +99,7 @@ class HeldItems:
         Those of a source that was removed since are left out, and counted.
         """
         self.drop(len(self._refs))
-        self.hold_refs(self._holder.keep_known(list(map(as_ref, refs))))
+        self.hold_refs(known_refs(self._holder, list(map(as_ref, refs))))
 
     def hold_refs(self, refs: Sequence[ItemRef]) -> None:
         """Hold the elements with these refs too, made when they are needed."""
@@ -134,7 +140,7 @@ class HeldItems:
         The ref is that of what is left: a pack may have lost items.
         """
         item, ref = self._items[at], self._refs[at]
-        return self._source.make_again(ref) if item is MISSING else (item, ref)
+        return left_of(self._source, ref) if item is MISSING else (item, ref)
 
     def take(self, at: int, *, last_fills: bool = False) -> tuple[Any, ItemRef]:
         """The same, and hold it no more: those behind it move up, or with `last_fills` the last one takes its place.
@@ -198,3 +204,51 @@ class HeldItems:
         """Hold the first `n` no more."""
         self._let_go(0, n)
         del self._items[:n], self._refs[:n], self._bytes[:n]
+
+
+def left_of(stage: Stage, ref: ItemRef) -> tuple[Any, ItemRef]:
+    """What `stage.fetch(ref)` makes, and the ref of what is in it: a pack may have lost items that cannot be made."""
+    if hasattr(stage, "fetch_left"):  # asked for each element: `isinstance` of a protocol takes ten times as long
+        return cast(LosesParts, stage).fetch_left(ref)
+    if stage.__class__.fetch is Stage.fetch:  # by `__class__`, which sees through what times a stage
+        return left_of(stage.source, ref)
+    return stage.fetch(ref), ref
+
+
+def known_refs(stage: Stage, refs: RefsT) -> RefsT:
+    """The saved refs whose source is still upstream of the stage, which counts the others as dropped.
+
+    Of refs of items and packs, what is left without excluded samples; samples are left out where they are encoded.
+    """
+    tags = stage.info.tags
+    if isinstance(refs, np.ndarray):
+        known = np.isin((refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64), list(tags))
+        kept: Any = refs if known.all() else refs[known]
+    else:
+        kept = [ref for ref in refs if all(tag_of(index) in tags for index in sample_indices(ref))]
+    if len(kept) < len(refs):
+        stage.counts["dropped/source removed"] += len(refs) - len(kept)
+    if stage.info.excluded and not isinstance(refs, np.ndarray):
+        kept = _without_excluded(stage, kept)
+    return kept  # type: ignore[no-any-return]
+
+
+def whole_refs(stage: Stage, refs: list[ItemRef]) -> list[ItemRef]:
+    """`known_refs` for refs of which no part may be missing: those that lose one are left out, all counted."""
+    whole = []
+    for ref in refs:
+        left = known_refs(stage, [ref])
+        if left == [ref]:
+            whole.append(ref)
+        elif left:
+            stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
+    return whole
+
+
+def _without_excluded(stage: Stage, refs: list[ItemRef]) -> list[ItemRef]:
+    excluded = stage.info.excluded
+    for ref in refs:
+        for index in sample_indices(ref):
+            if index in excluded:
+                stage.counts.update(skip_counters(REASON, index))
+    return [left for left in map(excluded.left_of, refs) if left is not None]

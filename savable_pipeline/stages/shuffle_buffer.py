@@ -12,7 +12,8 @@ from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.sample import REF, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.capabilities import count_of, hint_rows
+from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip
@@ -62,11 +63,11 @@ class ShuffleBuffer(Stage):
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
         """Pass it on: a reader upstream cuts the lanes' shares in batches."""
-        self.source.hint_rows(rows, aligned=aligned)
+        hint_rows(self.source, rows, aligned=aligned)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count."""
-        return self.source.count_of(lane, epoch)
+        return count_of(self.source, lane, epoch)
 
     def settings(self) -> dict[str, Any]:
         """`size`, the only setting that changes the order."""
@@ -162,7 +163,7 @@ class _BufferOfSamples(ShuffleBuffer, SampleStage):
                 f"ShuffleBuffer(size={self.size}): the state holds {len(saved.refs) // REF.itemsize} refs"
             )
         self.source.restore_state(saved.source)
-        refs = self.keep_known(np.frombuffer(saved.refs, REF))
+        refs = known_refs(self, np.frombuffer(saved.refs, REF))
         self._slots = np.empty(self.size, REF)
         self._slots[: len(refs)] = refs
         self._filled = len(refs)
@@ -200,7 +201,7 @@ class _BufferOfItems(ShuffleBuffer, ItemStage):
         self.ref = refs[0]
         return items[0]
 
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next item and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
         while True:
             self._fill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,8 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.user_frames import from_user_code
-from savable_pipeline.data.dataset.sample import REF, Sample, skip_counters
+from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_counters
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
-from savable_pipeline.stages.stage import max_empty_samples
 from savable_pipeline.stages.task_encoder import Skip
 
 log = logging.getLogger(__name__)
@@ -171,6 +171,12 @@ class SkippedSamples:
             f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
 
+    def restore(self, errors: int, avoided: Mapping[str, RefArray]) -> None:
+        """Go on with these numbers of a state: see `save_state`."""
+        self.errors = errors
+        for reason, refs in avoided.items():
+            self.avoided.update(dict.fromkeys(refs.tolist(), reason))
+
     def save_state(self) -> dict[str, Any]:
         """`errors`: samples left out because of an error; `avoided`: refs by reason, 12 bytes each."""
         avoided: dict[str, list[tuple[int, int]]] = {}
@@ -187,3 +193,12 @@ def _key_of(sample: Sample) -> str:
         return sample.key
     except ShardError:  # the header with the key is unreadable, too
         return "?"
+
+
+def max_empty_samples(population: int) -> int:
+    """The number of samples in a row that may give no item before the run ends with an error.
+
+    30 times the dataset plus 1,000, at most 100,000: a lane that draws at random would miss a single good sample this
+    long with probability e**-30.
+    """
+    return min(30 * population + 1000, 100_000)

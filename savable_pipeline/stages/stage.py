@@ -10,80 +10,22 @@ constructor, can refuse stages in a wrong order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray, Sample, skip_counters, tag_of
-from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.data.dataset.sample import REF, RefArray, Sample
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.class_checks import check_class
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.excluded_samples import NOTHING_EXCLUDED, REASON, ExcludedSamples
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.stages.item_ref import ItemRef, as_ref
+from savable_pipeline.stages.stage_info import StageInfo
 
 State: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StageInfo:
-    """Where a stage lies in its pipeline, and facts about the stages before it ("upstream")."""
-
-    lane: Lane
-    depth: int
-    """The number of stages before this one: part of the key of this stage's random numbers."""
-    population: int
-    """The number of samples in all datasets upstream."""
-    endless: bool
-    """Whether the stage never raises StopIteration."""
-    tags: frozenset[int]
-    """The tags of the readers upstream: the number in a ref that names its source in a `Blend`; {0} without one."""
-    origins: frozenset[int]
-    """The `Ref.source` of the readers upstream."""
-    branch: str = ""
-    """The source of a `Blend` that the stage belongs to: "web", or "text/web" in nested Blends; "" outside of one."""
-    encoder: TaskEncoder | None = None
-    """The encoder that made the items that the stage gives; None if it gives samples."""
-    excluded: ExcludedSamples = NOTHING_EXCLUDED
-    """The samples of the readers upstream that must not be given."""
-
-    def key(self, purpose: str) -> int:
-        """The 64-bit key of the stage's random numbers for `purpose`; no other stage of the lane has the same key."""
-        return self.lane.key(purpose, self.depth, *([self.branch] if self.branch else []))
-
-
-class Measured(NamedTuple):
-    """An element as a stage that needs only its cost takes it."""
-
-    ref: ItemRef
-    sizes: tuple[Size, ...] | None
-    """(length, images) of each item in a pack, or of the one item; None: ask the encoder."""
-    item: Any
-    """The element, or MISSING: `fetch(ref)` makes it."""
-
-
-def _check_ref(cls: type[Stage]) -> None:
-    """Raise TypeError for a class that defines `__next__` without a `ref`."""
-    named = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in cls.__mro__[:-2])
-    if "__next__" in vars(cls) and not named:
-        raise TypeError(
-            f"{cls.__name__} defines __next__ but no `ref`, so its output could not be made again after a resume. If "
-            "it returns the element that it took last from its source, or drops elements, write\n"
-            f"    class {cls.__name__}(sp.PassThrough, sp.{_kind_of(cls).__name__}):\n"
-            "If it holds, reorders or merges elements, write `ref = ()` in the class, set `self.ref` in `__next__` to "
-            "the ref of the element it returns (`self.source.ref` is the ref of the source's last element), and save "
-            "the refs of the elements it holds"
-        )
-
-
-def _kind_of(cls: type[Stage]) -> type[Stage]:
-    """The base class to suggest to a stage: of samples, items or batches; ItemStage if the stage names none."""
-    return next((base for base in (BatchStage, ItemStage, SampleStage) if issubclass(cls, base)), ItemStage)
 
 
 class Stage:
@@ -134,16 +76,10 @@ class Stage:
     source: Stage
     ref: ItemRef
     """The ref of the element that `__next__` returned last, to be passed to `fetch`."""
-    sizes: tuple[Size, ...] | None = None
-    """(length, images) of each item in the pack that `__next__` returned last; None for other elements."""
-    gives: ClassVar[str] = "things"
-    leaves_out_excluded: bool = False
-    """Whether nothing that the stage gives is made of `info.excluded` samples, though its sources may give them."""
-    _info: StageInfo | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _check_ref(cls)
+        check_class(cls)
 
     def __init__(self, source: Stage) -> None:
         self._check_source(source, Stage)
@@ -153,10 +89,12 @@ class Stage:
         """Raise ValueError unless `source` is a stage of this kind."""
         if isinstance(source, kind):
             return
-        found = f"{type(source).__name__}, which gives {source.gives}" if isinstance(source, Stage) else repr(source)
+        found = repr(source)
+        if isinstance(source, Stage):
+            found = f"{type(source).__name__}, which gives {gives(type(source))}"
         raise ValueError(
-            f"{type(self).__name__} takes a stage that gives {kind.gives} (sp.{kind.__name__}), not {found}; the order "
-            "of stages is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher"
+            f"{type(self).__name__} takes a stage that gives {gives(kind)} (sp.{kind.__name__}), not {found}; the "
+            "order of stages is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher"
         )
 
     # Methods that your own stage may define.
@@ -186,10 +124,6 @@ class Stage:
         """Every setting that changes the stage's output, as plain values: a saved state must agree on them."""
         return {}
 
-    def addresses(self) -> dict[str, str]:
-        """Where the data of a setting lie, by the setting's name: told where the setting differs, never compared."""
-        return {}
-
     # Properties of every stage.
 
     @property
@@ -197,27 +131,15 @@ class Stage:
         """The stages just upstream: none before a reader, several before a stage that merges."""
         return (self.source,)
 
-    def map_sources(self, change: Callable[[Stage], Stage]) -> None:
-        """Replace each source by `change(source)`."""
-        self.source = change(self.source)
-
-    @property
+    @cached_property
     def info(self) -> StageInfo:
         """Lane, depth, encoder and further facts from `describe`, which is called once."""
-        if self._info is None:
-            self._info = self.describe()
-        return self._info
+        return self.describe()
 
     def describe(self) -> StageInfo:
         """Build `info`: the source's, one deeper. Called again in a `Blend`, once the branch has its name."""
         info = self.source.info
-        return replace(info, depth=info.depth + 1)
-
-    def name_branch(self, name: str) -> None:
-        """Make this stage and all upstream part of the `Blend` source `name`. Called before the first element."""
-        for source in self.sources:
-            source.name_branch(name)
-        self._info = None
+        return replace(info, depth=info.depth + 1, deferred=False)
 
     @property
     def lane(self) -> Lane:
@@ -229,110 +151,16 @@ class Stage:
         """Event counters of this stage, such as `skipped/REASON`. A loader collects and clears them at each batch."""
         return Counter()
 
-    # Defaults that a stage may replace by something better.
+    # A default that a stage may replace by something better.
 
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
-        """The next elements, 1 to `n` of them, and their refs; two empty lists only at the end."""
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
+        """The next elements, 1 to `n` of them, and their refs; two empty lists only at the end.
+
+        `deferred`: where `info.deferred`, an element may be `MISSING`, to be made by `fetch(ref)` when it is needed.
+        """
         for item in self:
             return [item], [as_ref(self.ref)]
         return [], []
-
-    @property
-    def unmade(self) -> bool:
-        """Whether `take_measured` gives elements that are not made yet, where the encoder tells their sizes."""
-        return False
-
-    def take_measured(self) -> Measured | None:
-        """The next element with its sizes, not made where `unmade`; None only at the end."""
-        items, refs = self.take(1)
-        return Measured(refs[0], self.sizes, items[0]) if items else None
-
-    def make_again(self, ref: ItemRef) -> tuple[Any, ItemRef]:
-        """What `fetch(ref)` makes, and the ref of what is in it: a pack may have lost items that cannot be made."""
-        return self.source.make_again(ref) if type(self).fetch is Stage.fetch else (self.fetch(ref), ref)
-
-    def count_of(self, lane: int, epoch: int) -> int | None:
-        """The number of elements that this stage gives in pass `epoch` of a lane; None if not known beforehand."""
-        return None
-
-    @property
-    def held_items(self) -> int:
-        """The number of made items that this stage holds: to be made again if the lane moves to another process."""
-        return 0
-
-    def more(self) -> bool | None:
-        """Whether another batch will come; None if that is not known before it is made."""
-        return None
-
-    def verify(self, slot: int) -> None:
-        """Raise `ShardError` if data changed of which the batch of this slot, to be given next, may be made."""
-
-    def stores_read(self) -> Iterable[RecordStore]:
-        """The stores that this stage itself reads from, to be looked at once more when the lane is at its end."""
-        return ()
-
-    def pass_over(self) -> None:
-        """Skip the next element, made only as far as that needs. Raises StopIteration at the end."""
-        next(self)
-
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Hear that a batch downstream is made of `rows` of these things, before anything was given.
-
-        `aligned`: each makes one row. A stage that gives one thing for each of its source passes it on.
-        """
-
-    def ref_alone(self, ref: ItemRef) -> ItemRef:
-        """The ref of the element that this stage would make of the source's single element `ref`."""
-        return ref
-
-    def may_avoid(self, error: SavableError) -> bool:
-        """Whether this stage may leave out a sample that repeatedly killed its worker, as `error` describes."""
-        return False
-
-    def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Leave this sample out from now on, in this lane and in all that are restored from its state."""
-
-    def keep_known(self, refs: RefsT) -> RefsT:
-        """The saved refs whose source still exists; the others are counted as dropped.
-
-        Of refs of items and packs, what is left without excluded samples; samples are left out where they are encoded.
-        """
-        if isinstance(refs, np.ndarray):
-            tags = (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
-            known = np.isin(tags, list(self.info.tags))
-            kept: Any = refs if known.all() else refs[known]
-        else:
-            tags = self.info.tags
-            kept = [ref for ref in refs if all(tag_of(index) in tags for index in sample_indices(ref))]
-        if len(kept) < len(refs):
-            self.counts["dropped/source removed"] += len(refs) - len(kept)
-        if self.info.excluded and not isinstance(refs, np.ndarray):
-            kept = self._without_excluded(kept)
-        return kept  # type: ignore[no-any-return]
-
-    def keep_whole(self, refs: list[ItemRef]) -> list[ItemRef]:
-        """`keep_known` for refs of which no part may be missing: those that lose one are left out, all counted."""
-        whole = []
-        for ref in refs:
-            left = self.keep_known([ref])
-            if left == [ref]:
-                whole.append(ref)
-            elif left:
-                self.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
-        return whole
-
-    def _without_excluded(self, refs: list[ItemRef]) -> list[ItemRef]:
-        excluded = self.info.excluded
-        found = [index for ref in refs for index in sample_indices(ref) if index in excluded]
-        if not found:
-            return refs
-        for index in found:
-            self.counts.update(skip_counters(REASON, index))
-        left = map(excluded.left_of, refs)
-        return [ref for ref in left if ref is not None]
-
-
-RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
 
 
 class SampleStage(Stage):
@@ -351,7 +179,6 @@ class SampleStage(Stage):
     """
 
     source: SampleStage
-    gives = "samples"
 
     def __init__(self, source: SampleStage) -> None:
         self._check_source(source, SampleStage)
@@ -392,7 +219,10 @@ class ItemStage(Stage):
     [0, 1, 2]
     """
 
-    gives = "items"
+    @property
+    def sizes(self) -> tuple[Size, ...] | None:
+        """(length, images) of each item in the pack given last, or of the one item; None: ask the encoder."""
+        return None
 
 
 class BatchStage(ItemStage):
@@ -418,7 +248,13 @@ class BatchStage(ItemStage):
     (['s000000', 's000001'], ['s000000', 's000001'])
     """
 
-    gives = "batches"
+    def more(self) -> bool | None:
+        """Whether another batch will come; None if that is not known before it is made."""
+        return None
+
+    def pass_over(self) -> None:
+        """Skip the next batch, made only as far as that needs. Raises StopIteration at the end."""
+        next(self)
 
 
 class PassThrough(Stage):
@@ -442,9 +278,17 @@ class PassThrough(Stage):
         return self.source.ref
 
     @property
-    def sizes(self) -> tuple[Size, ...] | None:  # type: ignore[override]
+    def sizes(self) -> tuple[Size, ...] | None:
         """The sizes of the source's last element."""
-        return self.source.sizes
+        return getattr(self.source, "sizes", None)
+
+
+_GIVEN = {BatchStage: "batches", ItemStage: "items", SampleStage: "samples"}
+
+
+def gives(kind: type[Stage]) -> str:
+    """What a stage of this class gives, in words."""
+    return next((named for base, named in _GIVEN.items() if issubclass(kind, base)), "things")
 
 
 StructType = TypeVar("StructType", bound=msgspec.Struct)
@@ -468,12 +312,3 @@ def saved_refs(stage: Stage, raw: bytes) -> RefArray:
             "the checkpoint"
         )
     return np.frombuffer(raw, REF)
-
-
-def max_empty_samples(population: int) -> int:
-    """The number of samples in a row that may give no item before the run ends with an error.
-
-    30 times the dataset plus 1,000, at most 100,000: a lane that draws at random would miss a single good sample this
-    long with probability e**-30.
-    """
-    return min(30 * population + 1000, 100_000)

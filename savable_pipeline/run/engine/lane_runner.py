@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,10 @@ from savable_pipeline.run.engine.sample_watch import Watched, watched
 from savable_pipeline.run.engine.stage_timing import EVERY, take_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.stages.capabilities import Avoids, FillsUp, HoldsItems, ReadsStores, Verifies
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.pipeline import Pipeline, leaves_out_excluded, upstream
-from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.pipeline import Pipeline, upstream
+from savable_pipeline.stages.stage import BatchStage, Stage
 
 _WATCH_S = 0.25
 
@@ -32,6 +33,8 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
+    holding: Sequence[HoldsItems]  # of the stages, as those after
+    verifying: Sequence[Verifies]
     state: bytes | None = None  # delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
 
@@ -100,12 +103,12 @@ class LaneRunner:
         stage = self._pipeline(built)
         if not isinstance(stage, Stage):
             raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
-        if not leaves_out_excluded(stage):
+        if stage.info.gives_excluded:
             raise ValueError(
                 "the pipeline would give samples that a reader was told to exclude: they are left out by Encode, or by "
                 f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
             )
-        if self._pad and not hasattr(stage, "filler"):
+        if self._pad and not isinstance(stage, FillsUp):
             raise ValueError(
                 f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
                 f"{type(stage).__name__} has none"
@@ -126,7 +129,7 @@ class LaneRunner:
         assert live is not None
         for index, epoch in avoid:
             for stage in live.stages:
-                if tag_of(index) in stage.info.tags:
+                if isinstance(stage, Avoids) and tag_of(index) in stage.info.tags:
                     stage.avoid(index, epoch, "its worker died")
         if self._made % EVERY:
             batch, ref, more, spent, seen = *self._make(live, want), {}, None
@@ -137,7 +140,7 @@ class LaneRunner:
         counts = take_counts(live.stages, spent)
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        held = sum(stage.held_items for stage in live.stages)
+        held = sum(stage.held_items for stage in live.holding)
         rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
@@ -157,9 +160,10 @@ class LaneRunner:
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
         more = batch is not _DRY and self._more(live)
         if batch is _DRY and self._pad:
-            batch = live.stage.filler()  # type: ignore[attr-defined]  # `build` has checked it
+            assert isinstance(live.stage, FillsUp)  # as `build` has checked
+            batch = live.stage.filler()
             live.batches += 1
-        for stage in live.stages:
+        for stage in live.verifying:
             stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
         if not more:
             self.verify_given()
@@ -188,8 +192,11 @@ class LaneRunner:
             with restoring(f"the state of lane {saved.lane}"):
                 stage.restore_state(saved.stages)
         lane.unused = 0
-        live = _Live(list(upstream(stage)), lane, saved.batches)
-        self._stores.update((id(store), store) for each in live.stages for store in each.stores_read())
+        stages = list(upstream(stage))
+        holding = [each for each in stages if isinstance(each, HoldsItems)]
+        live = _Live(stages, lane, saved.batches, holding, [each for each in stages if isinstance(each, Verifies)])
+        stores = (store for each in stages if isinstance(each, ReadsStores) for store in each.stores_read())
+        self._stores.update((id(store), store) for store in stores)
         return live
 
     def _next(self, live: _Live, want: RequestKind) -> Any:
@@ -205,7 +212,7 @@ class LaneRunner:
     def _more(self, live: _Live) -> bool:
         if live.stage.info.endless:
             return True
-        more = live.stage.more()
+        more = live.stage.more() if isinstance(live.stage, BatchStage) else None
         if more is not None:
             return more
         if live.early is None:
@@ -242,6 +249,8 @@ _DRY = object()
 
 
 def _pass_over(stage: Stage) -> Any:
+    if not isinstance(stage, BatchStage):
+        return next(stage, _DRY)
     try:
         return stage.pass_over()
     except StopIteration:

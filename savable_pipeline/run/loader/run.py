@@ -49,6 +49,7 @@ from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.run.state.state_dict import check_flat, lane_name, merge_states, read_lanes
 from savable_pipeline.run.state.to_skip import refuse_spans
 from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.capabilities import count_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -151,7 +152,7 @@ class Run:
         """Where an epoch ends, if the stages can count their lanes."""
         if epoch not in self._ends:
             stage = self.local.last_stage
-            counts = [stage.count_of(lane, epoch) for lane in range(self.settings.lanes)]
+            counts = [count_of(stage, lane, epoch) for lane in range(self.settings.lanes)]
             known = [count for count in counts if count is not None]
             countable = len(known) == len(counts) and not stage.info.endless
             self._ends = {epoch: counted_end(known, pad=self.settings.pad) if countable else None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
@@ -14,8 +15,11 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.weighted_sources import NONE, By, Until, WeightedSources
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.held_items import left_of
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, left_sizes
-from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, Stage, State
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip
 
 
@@ -166,6 +170,8 @@ class _BlendOfSamples(Blend, SampleStage):
 class _BlendOfItems(Blend, ItemStage):
     """A Blend of items, after Encode: takes one item at a time, and may count its tokens."""
 
+    sizes: tuple[Size, ...] | None = None
+
     def __next__(self) -> Any:
         items, refs = self.take(1)
         if not items:
@@ -173,8 +179,15 @@ class _BlendOfItems(Blend, ItemStage):
         self.ref = refs[0]
         return items[0]
 
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+    def describe(self) -> StageInfo:
+        """Of all sources; items are not made yet if no source makes them, and their number alone is counted."""
+        deferred = self.by == "samples" and all(stage.info.deferred for stage in self.sources)
+        return replace(super().describe(), deferred=deferred)
+
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next item and its ref; two empty lists at the end. One item whatever `n`."""
+        if deferred and self._taken is None and self.info.deferred:
+            return self._take_deferred()
         while active := self._active:
             if self._taken is None:
                 turns = self._turns
@@ -184,11 +197,11 @@ class _BlendOfItems(Blend, ItemStage):
                 if not items:
                     self._end_sources({*self._ended, active[source]})
                     continue
-                self._taken = active[source], items[0], refs[0], stage.sizes
+                self._taken = active[source], items[0], refs[0], getattr(stage, "sizes", None)
             name, item, ref, sizes = self._taken
             if item is MISSING:
                 whole = ref
-                item, ref = self._stages[name].make_again(whole)
+                item, ref = left_of(self._stages[name], whole)
                 sizes = None if sizes is None else left_sizes(sizes, whole, ref)
             if type(item) is Skip:  # it cannot be made again, which was counted where that was found
                 self._taken = None
@@ -199,26 +212,20 @@ class _BlendOfItems(Blend, ItemStage):
             return [item], [ref]
         return [], []
 
-    @property
-    def unmade(self) -> bool:
-        """Whether all sources give elements not made yet; never by tokens, for which the item itself is asked."""
-        return self.by == "samples" and all(stage.unmade for stage in self.sources)
-
-    def take_measured(self) -> Measured | None:
-        """The next element with its sizes, not made where `unmade`; None only at the end."""
-        if not self.unmade:
-            return super().take_measured()
+    def _take_deferred(self) -> tuple[list[Any], list[ItemRef]]:
         while active := self._active:
             turns = self._turns
             assert isinstance(turns, Turns)
             source = turns.plan(1)[0]
-            measured = self._stages[active[source]].take_measured()
-            if measured is not None:
+            stage = self._stages[active[source]]
+            items, refs = stage.take(1, deferred=True)
+            if items:
                 turns.take([source])
                 self._count_drawn(active[source], 1)
-                return measured
+                self.sizes = getattr(stage, "sizes", None)
+                return items, refs
             self._end_sources({*self._ended, active[source]})
-        return None
+        return [], []
 
     def _take_turn(self, source: int, stage: Stage, item: Any) -> None:
         """Count a turn of a source, by the item it gave. Raises `EncodeError` if `encoder.length` does."""

@@ -11,8 +11,11 @@ from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Ref, tag_of
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.capabilities import name_branch
+from savable_pipeline.stages.held_items import left_of
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
-from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo
+from savable_pipeline.stages.stage import SampleStage, Stage
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
@@ -38,8 +41,7 @@ class BlendSources(Stage):
         """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
         self._branch = name
         for own, stage in self._stages.items():
-            stage.name_branch(f"{name}/{own}" if name else own)
-        self._info = None
+            name_branch(stage, f"{name}/{own}" if name else own)
         self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
             raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
@@ -57,15 +59,16 @@ class BlendSources(Stage):
             branch=self._branch,
             encoder=_common([info.encoder for info in infos]),
             excluded=reduce(or_, (info.excluded for info in infos)),
+            gives_excluded=any(info.gives_excluded for info in infos),
         )
 
     def fetch(self, ref: ItemRef | Ref) -> Any:
         """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
         return self._source_of(ref).fetch(ref)
 
-    def make_again(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
         """The element with this ref, and the ref of what is left of it."""
-        return self._source_of(ref).make_again(ref)
+        return left_of(self._source_of(ref), ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
         if isinstance(ref, Ref):

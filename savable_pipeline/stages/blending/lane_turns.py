@@ -10,7 +10,7 @@ from savable_pipeline.stages.blending.blend_counts import LaneCounts
 from savable_pipeline.stages.blending.blend_turns import LaneTurns, TokenTurns, Turns, lags_at
 from savable_pipeline.stages.blending.schedule import Dues, Schedule
 from savable_pipeline.stages.blending.scheduled_turns import LaneDues, ScheduledTokenTurns, ScheduledTurns
-from savable_pipeline.stages.stage import StageInfo
+from savable_pipeline.stages.stage_info import StageInfo
 
 _PHASES = 1024  # lane 0 starts at one of the first 1024 steps of the sequence
 

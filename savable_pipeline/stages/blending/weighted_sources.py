@@ -19,9 +19,11 @@ from savable_pipeline.stages.blending.lane_turns import begin_schedule, begin_tu
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.scheduled_turns import ScheduledTurns
 from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state, saved_refs
+from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage_info import StageInfo
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +195,7 @@ class WeightedSources(BlendSources):
             self.counts["dropped/source turned off"] += 1
         elif saved.taken is not None and saved.taken[0] in self._stages:
             ref, sizes = as_ref(saved.taken[1]), saved.taken_sizes
-            for left in self.keep_known([ref]):
+            for left in known_refs(self, [ref]):
                 self._taken = saved.taken[0], MISSING, left, None if sizes is None else left_sizes(sizes, ref, left)
         self._begun, self._before = None, saved.turns.before
         turns = self._turns

@@ -10,12 +10,14 @@ import numpy as np
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.capabilities import count_of, hint_rows
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.packing.balance_rule import PAST, RankRule, Waiting
-from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 
@@ -104,9 +106,7 @@ class Balance(ItemStage):
 
     def name_branch(self, name: str) -> None:
         """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
-        if name:
-            raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance what the Blend gives")
-        super().name_branch(name)
+        raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance what the Blend gives")
 
     @property
     def held_items(self) -> int:
@@ -115,11 +115,11 @@ class Balance(ItemStage):
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
         """Pass it on: it gives one for each that it takes."""
-        self.source.hint_rows(rows, aligned=aligned)
+        hint_rows(self.source, rows, aligned=aligned)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count."""
-        return self.source.count_of(lane, epoch)
+        return count_of(self.source, lane, epoch)
 
     def __next__(self) -> Any:
         items, refs = self.take(1)
@@ -128,7 +128,7 @@ class Balance(ItemStage):
         self.ref = refs[0]
         return items[0]
 
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next pack and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
         while True:
             self._fill()
@@ -163,11 +163,13 @@ class Balance(ItemStage):
             )
 
     def _fill(self) -> None:
-        while len(self._held) < self._rule.room and (measured := self.source.take_measured()) is not None:
-            ref, sizes, item = measured
-            sizes = sizes or ((self._calls.length(item, least=0), self._calls.images(item)),)
-            place = self._place(ref, self._rule.count, sizes)
-            self._held.add([item], [ref])
+        while len(self._held) < self._rule.room:
+            items, refs = self.source.take(1, deferred=True)
+            if not items:
+                return
+            sizes = self.source.sizes or ((self._calls.length(items[0], least=0), self._calls.images(items[0])),)
+            place = self._place(refs[0], self._rule.count, sizes)
+            self._held.add(items, refs)
             self._places.append(place)
 
     def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _Place:
@@ -211,7 +213,7 @@ class Balance(ItemStage):
             raise CheckpointMismatchError(f"Balance: {saved.sizes} are no lengths and images of the pack {saved.ref}")
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)
-        for left in self.keep_known([ref]):
+        for left in known_refs(self, [ref]):
             self._held.hold_refs([left])
             self._places.append(self._place(left, saved.arrival, left_sizes(sizes, ref, left)))
 

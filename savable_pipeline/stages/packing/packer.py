@@ -12,13 +12,16 @@ from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
+from savable_pipeline.stages.held_items import whole_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.packing.packer_state import PackerState, Placed, piece_ref, placed
 from savable_pipeline.stages.packing.packing_function import ByFunction, PackingFunction
 from savable_pipeline.stages.packing.packing_policies import ORDERS, OpenPack, Packing, Piece, Policy, make_packing
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State, max_empty_samples, parse_state
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 from savable_pipeline.stages.user_function import check_function, function_settings
 
@@ -80,6 +83,7 @@ class OnlinePacker(ItemStage):
     source: ItemStage
     ref: ItemRef = ()
     """The last pack's number in the lane, then the refs of its items; (ref, start, stop) for a cut item."""
+    sizes: tuple[Size, ...] | None = None
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER, follows=("policy",))}
 
     def __init__(
@@ -133,7 +137,7 @@ class OnlinePacker(ItemStage):
         self._taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
         self._taken_size: Size | None = None  # what the encoder told of it without encoding
         self._count = 0  # packs given
-        self._counts_when_made = False  # packs that `take_measured` gave
+        self._counts_when_made = False  # packs that were given deferred
         self._row_of_skips = 0  # items
         self._row_of_skipped_packs = 0
 
@@ -152,8 +156,13 @@ class OnlinePacker(ItemStage):
         )
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used."""
-        return replace(super().describe(), encoder=self._calls.encoder)
+        """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used.
+
+        Items are placed before they are made if the encoder upstream tells their lengths, and is ours.
+        """
+        source = self.source.info
+        deferred = source.deferred and source.encoder is self._calls.encoder
+        return replace(super().describe(), encoder=self._calls.encoder, deferred=deferred)
 
     def ref_alone(self, ref: ItemRef) -> ItemRef:
         """The ref of a first pack that holds this item alone."""
@@ -164,11 +173,6 @@ class OnlinePacker(ItemStage):
         """Made items in open packs, and the made item that is not placed yet."""
         return self._held.count + (self._taken is not None and self._taken.item is not MISSING)
 
-    @property
-    def unmade(self) -> bool:
-        """Whether items are placed before they are made: the encoder upstream tells their lengths, and is ours."""
-        return self.source.unmade and self.source.info.encoder is self._calls.encoder
-
     def __next__(self) -> Any:
         while (pack := self._fill()) is not None:
             packed = self._give(pack)
@@ -176,16 +180,16 @@ class OnlinePacker(ItemStage):
                 return packed
         raise StopIteration
 
-    def take_measured(self) -> Measured | None:
-        """The next pack with the sizes of its items, not made where `unmade`; None only at the end."""
-        if not self.unmade:
-            return super().take_measured()
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
+        """The next pack, and the sizes of its items in `sizes`; with `deferred` not made, if its items are not."""
+        if not (deferred and self.info.deferred):
+            return super().take(n)
         self._counts_when_made = True
         pack = self._fill()
         if pack is None:
-            return None
+            return [], []
         self._close(pack, pack.pieces)
-        return Measured(self.ref, self.sizes, MISSING)
+        return [MISSING], [self.ref]
 
     def _fill(self) -> OpenPack | None:
         """The next pack to give, once enough items are placed; None at the end."""
@@ -196,15 +200,11 @@ class OnlinePacker(ItemStage):
         return pack
 
     def _take(self) -> bool:
-        measured = self.source.take_measured() if self.unmade else self._made()
-        if measured is not None:
-            self._taken = Piece(measured.ref, 0, item=measured.item)
-            self._taken_size = measured.sizes[0] if measured.item is MISSING and measured.sizes else None
-        return measured is not None
-
-    def _made(self) -> Measured | None:
-        items, refs = self.source.take(1)
-        return Measured(refs[0], None, items[0]) if items else None
+        items, refs = self.source.take(1, deferred=self.info.deferred)
+        for item, ref in zip(items, refs, strict=True):
+            self._taken = Piece(ref, 0, item=item)
+            self._taken_size = self.source.sizes[0] if item is MISSING and self.source.sizes else None
+        return bool(items)
 
     def _place(self) -> None:
         """Place as much of the taken item as fits; keep the rest for the next call."""
@@ -379,9 +379,9 @@ class OnlinePacker(ItemStage):
 
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
-        return self.make_again(ref)[0]
+        return self.fetch_left(ref)[0]
 
-    def make_again(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
         """What `fetch(ref)` makes, and the ref without those items; () if none is left."""
         made = [(part, self._fetch_piece(part)) for part in ref[1:]]
         left = [(part, item) for part, item in made if type(item) is not Skip]
@@ -440,7 +440,7 @@ class OnlinePacker(ItemStage):
         if saved.taken is not None:
             start, total = saved.taken_part
             taken = Piece(as_ref(saved.taken), 0, start=start, total=total)
-            self._taken = taken if self.keep_whole([taken.ref]) else None
+            self._taken = taken if whole_refs(self, [taken.ref]) else None
             self._taken_size = saved.taken_size
         packing = self._packing
         packing.rounds = saved.rounds
@@ -464,7 +464,7 @@ class OnlinePacker(ItemStage):
         pieces = [each.piece() for each in saved]
         for piece in pieces:
             self._set_cost(piece)
-        return [piece for piece in pieces if self.keep_whole([piece.ref])]
+        return [piece for piece in pieces if whole_refs(self, [piece.ref])]
 
     def settings(self) -> dict[str, Any]:
         """Every argument that changes the packs; the encoder only if it is not the one upstream."""

@@ -24,9 +24,12 @@ from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_cou
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
+from savable_pipeline.stages.capabilities import count_of, hint_rows
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.setting_rules import SettingRule
-from savable_pipeline.stages.stage import SampleStage, StageInfo, State, max_empty_samples
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import SampleStage, State
+from savable_pipeline.stages.stage_info import StageInfo
 
 Missing: TypeAlias = Literal["skip", "empty"]
 Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
@@ -167,21 +170,21 @@ class Join(SampleStage):
         self.source.prefetch(refs)
 
     def verify(self, slot: int) -> None:
-        """See `Stage.verify`: the shards of the stores are looked at too."""
+        """See `Verifies`: the shards of the stores are looked at too."""
         for store in self._stores.values():
             store.dataset.verify(slot)
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """See `Stage.stores_read`: those that are joined."""
+        """See `ReadsStores`: those that are joined."""
         return [store.dataset.store for store in self._stores.values()]
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
         """Pass it on; rows are aligned with samples only where none is left out."""
-        self.source.hint_rows(rows, aligned=aligned and self.missing == "empty")
+        hint_rows(self.source, rows, aligned=aligned and self.missing == "empty")
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count, if no sample is left out."""
-        return self.source.count_of(lane, epoch) if self.missing == "empty" else None
+        return count_of(self.source, lane, epoch) if self.missing == "empty" else None
 
     def save_state(self) -> State:
         """The source's: there is nothing to add, so that states with and without a Join are alike."""

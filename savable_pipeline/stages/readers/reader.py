@@ -38,7 +38,8 @@ from savable_pipeline.stages.readers.read_order import (
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 from savable_pipeline.stages.readers.row_groups import BLOCK, RowGroups, row_groups
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state
+from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
+from savable_pipeline.stages.stage_info import StageInfo
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class RecordReader(SampleStage):
             ("orders", *self._chosen), OrderedDict
         )
         self._pass = pass_length(type(self).__name__, self.epochs, self.population)
-        self._info = None
+        vars(self).pop("info", None)
 
     def _begin_with(self, growth: Sequence[tuple[int, int]]) -> None:
         """Stand at the beginning, in a dataset to which shards were added so."""
@@ -405,13 +406,13 @@ class RecordReader(SampleStage):
         return self.dataset.open_samples(refs)[0]
 
     def verify(self, slot: int) -> None:
-        """See `Stage.verify`: the shards are looked at, at most once a second."""
+        """See `Verifies`: the shards are looked at, at most once a second."""
         self.dataset.verify(slot)
         if self.exclude_file is not None:
             self.exclude_file.verify()
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """See `Stage.stores_read`."""
+        """See `ReadsStores`."""
         return (self.dataset.store,)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
@@ -487,11 +488,9 @@ class RecordReader(SampleStage):
         """None: nothing comes before a reader."""
         return ()
 
-    def map_sources(self, change: Callable[[Stage], Stage]) -> None:
-        """Do nothing: a reader has no source."""
-
     def describe(self) -> StageInfo:
         """The facts that all stages after this reader inherit."""
+        excluded = frozenset() if self.exclude_file is None else self.exclude_file.numbers
         return StageInfo(
             self._lane,
             depth=0,
@@ -500,14 +499,13 @@ class RecordReader(SampleStage):
             tags=frozenset([self._tag]),
             origins=frozenset([self._source]),
             branch=self._branch,
-            excluded=ExcludedSamples.of_reader(
-                self._tag, frozenset() if self.exclude_file is None else self.exclude_file.numbers
-            ),
+            excluded=ExcludedSamples.of_reader(self._tag, excluded),
+            gives_excluded=bool(excluded),
         )
 
     def name_branch(self, name: str) -> None:
         """Become the source `name` of a `Blend`: the name is part of the keys of order and of random numbers."""
-        super().name_branch(name)
+        vars(self).pop("info", None)
         self._branch = name
         self._tag = 1 + derive_key("branch", name) % (TAGS - 1)
         self.dataset.names[self._tag] = name

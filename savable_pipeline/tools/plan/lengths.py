@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.item_ref import MISSING
+from savable_pipeline.stages.item_ref import MISSING, ItemRef
 from savable_pipeline.stages.memory_budget import size_of
-from savable_pipeline.stages.stage import Measured
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
 
 _LANES = 8  # from which documents are taken, spread over all
 _MADE = 8  # items made for their size where the encoder tells lengths
+
+
+class _Document(NamedTuple):
+    item: Any  # or MISSING
+    ref: ItemRef
+    sizes: tuple[Size, ...] | None  # None: ask the encoder
 
 
 @dataclass(frozen=True)
@@ -74,17 +80,17 @@ def sample_lengths(lanes: LaneBuilder, count: int, *, of: int) -> Lengths | None
         return _summed(built, taken)
 
 
-def _take(parts: PathParts, n: int) -> Iterator[Measured]:
+def _take(parts: PathParts, n: int) -> Iterator[_Document]:
     stage = parts.documents
     assert stage is not None
     for _ in range(n):
-        measured = stage.take_measured()
-        if measured is None:
+        items, refs = stage.take(1, deferred=True)
+        if not items:
             return
-        yield measured
+        yield _Document(items[0], refs[0], stage.sizes)
 
 
-def _summed(built: list[PathParts], taken: list[Measured]) -> Lengths:
+def _summed(built: list[PathParts], taken: list[_Document]) -> Lengths:
     stage = built[0].documents
     assert stage is not None
     encoder = stage.info.encoder
@@ -108,5 +114,5 @@ def _summed(built: list[PathParts], taken: list[Measured]) -> Lengths:
     )
 
 
-def _sizes(measured: Measured, encoder: TaskEncoder) -> tuple[Size, ...]:
+def _sizes(measured: _Document, encoder: TaskEncoder) -> tuple[Size, ...]:
     return measured.sizes or ((encoder.length(measured.item), encoder.images(measured.item)),)
