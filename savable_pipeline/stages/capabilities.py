@@ -1,12 +1,13 @@
 """What some stages can do besides giving elements, each a protocol: the loader, and stages downstream, ask by these.
 
-A stage has what it defines a method for, and a user's own stage may, too. The functions below ask any stage.
+A stage has what it defines a method for, and a user's own stage may, too. The functions below ask any stage, by
+`hasattr`: `isinstance` of a protocol takes 10 µs, and a run may have very many lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError
@@ -14,7 +15,6 @@ from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import Stage
 
 
-@runtime_checkable
 class HoldsItems(Protocol):
     """Holds made items, which are made again if the lane moves to another process."""
 
@@ -23,7 +23,6 @@ class HoldsItems(Protocol):
         """How many."""
 
 
-@runtime_checkable
 class FillsUp(Protocol):
     """Gives batches that `SavableLoader(tail="pad")` can fill up; see `BatchStage`."""
 
@@ -31,23 +30,16 @@ class FillsUp(Protocol):
         """A batch of rows that do not count, for a lane that has no more."""
 
 
-@runtime_checkable
-class Verifies(Protocol):
-    """Reads files that may change."""
+class ReadsFiles(Protocol):
+    """Reads from stores, whose files may change."""
 
     def verify(self, slot: int) -> None:
         """Raise `ShardError` if data changed of which the batch of this slot, to be given next, may be made."""
 
-
-@runtime_checkable
-class ReadsStores(Protocol):
-    """Reads from stores, which are looked at once more when the lane is at its end."""
-
     def stores_read(self) -> Iterable[RecordStore]:
-        """The stores that this stage itself reads from."""
+        """The stores that this stage itself reads from, to be looked at once more when the lane is at its end."""
 
 
-@runtime_checkable
 class HasAddresses(Protocol):
     """Has settings that are told with the place of their data."""
 
@@ -55,23 +47,16 @@ class HasAddresses(Protocol):
         """Where the data of a setting lie, by the setting's name: told where the setting differs, never compared."""
 
 
-@runtime_checkable
-class MayAvoid(Protocol):
-    """Decides about samples that killed their worker."""
+class AvoidsSamples(Protocol):
+    """Can leave out samples that killed their worker."""
 
     def may_avoid(self, error: SavableError) -> bool:
         """Whether a sample may be left out that repeatedly killed its worker, as `error` describes."""
-
-
-@runtime_checkable
-class Avoids(Protocol):
-    """Leaves out samples that it is told to."""
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
         """Leave this sample out from now on, in this lane and in all that are restored from its state."""
 
 
-@runtime_checkable
 class Merges(Protocol):
     """Has several sources."""
 
@@ -79,7 +64,6 @@ class Merges(Protocol):
         """Replace each source by `change(source)`."""
 
 
-@runtime_checkable
 class KnowsBranch(Protocol):
     """Depends on the source of a `Blend` that it belongs to, or may not belong to one."""
 
@@ -87,15 +71,21 @@ class KnowsBranch(Protocol):
         """Become part of the source `name`, with all upstream. Called before the first element."""
 
 
-@runtime_checkable
+class PassesHints(Protocol):
+    """Gives elements of its source, or one made of each."""
+
+    @property
+    def one_for_one(self) -> bool:
+        """Whether it gives one for each, and leaves none out."""
+
+
 class TakesHints(Protocol):
-    """Depends on the batches downstream, or passes on to its source what it hears of them."""
+    """Depends on the batches downstream."""
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
         """Hear that `rows` elements of this stage make a batch; `aligned`: each makes one row of it."""
 
 
-@runtime_checkable
 class Counted(Protocol):
     """Knows beforehand how much it gives."""
 
@@ -103,7 +93,6 @@ class Counted(Protocol):
         """The number of elements of pass `epoch` of a lane; None if it is not known after all."""
 
 
-@runtime_checkable
 class WrapsRefs(Protocol):
     """Gives elements with refs of another form than those of its source."""
 
@@ -111,7 +100,6 @@ class WrapsRefs(Protocol):
         """The ref of the element that this stage would make of the source's single element `ref`."""
 
 
-@runtime_checkable
 class LosesParts(Protocol):
     """Gives elements of several parts, of which some may be lost when one is made again."""
 
@@ -121,7 +109,7 @@ class LosesParts(Protocol):
 
 def map_sources(stage: Stage, change: Callable[[Stage], Stage]) -> None:
     """Replace each source of a stage by `change(source)`."""
-    if isinstance(stage, Merges):
+    if hasattr(stage, "map_sources"):
         stage.map_sources(change)
     elif stage.sources:
         stage.source = change(stage.source)
@@ -129,7 +117,7 @@ def map_sources(stage: Stage, change: Callable[[Stage], Stage]) -> None:
 
 def name_branch(stage: Stage, name: str) -> None:
     """Make a stage and all upstream part of the `Blend` source `name`, before the first element."""
-    if isinstance(stage, KnowsBranch):
+    if hasattr(stage, "name_branch"):
         stage.name_branch(name)
     else:
         for source in stage.sources:
@@ -139,15 +127,22 @@ def name_branch(stage: Stage, name: str) -> None:
 
 def hint_rows(stage: Stage, rows: int, *, aligned: bool) -> None:
     """Tell a stage, before it starts, that `rows` of its elements make a batch; `aligned`: each makes one row."""
-    if isinstance(stage, TakesHints):
+    if hasattr(stage, "hint_rows"):
         stage.hint_rows(rows, aligned=aligned)
+    elif hasattr(stage, "one_for_one"):
+        hint_rows(stage.source, rows, aligned=aligned and stage.one_for_one)
 
 
 def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
     """The number of elements that a stage gives in pass `epoch` of a lane; None if not known beforehand."""
-    return stage.count_of(lane, epoch) if isinstance(stage, Counted) else None
+    count: int | None = None
+    if hasattr(stage, "count_of"):
+        count = stage.count_of(lane, epoch)
+    elif getattr(stage, "one_for_one", False):
+        count = count_of(stage.source, lane, epoch)
+    return count
 
 
 def ref_alone(stage: Stage, ref: ItemRef) -> ItemRef:
     """The ref of the element that a stage would make of its source's single element `ref`."""
-    return stage.ref_alone(ref) if isinstance(stage, WrapsRefs) else ref
+    return cast(WrapsRefs, stage).ref_alone(ref) if hasattr(stage, "ref_alone") else ref

@@ -12,17 +12,26 @@ import numpy as np
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import REF, Ref, RefArray, Sample
+from savable_pipeline.data.dataset.sample import Ref, Sample
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.stages.capabilities import count_of, hint_rows
+from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import check_encoder
 from savable_pipeline.stages.excluded_samples import REASON
-from savable_pipeline.stages.fan_out import DONE, EncodeCall, EncoderError, FanOut, KeyedEncoder, part_of
 from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
+from savable_pipeline.stages.sample_encoding import (
+    DONE,
+    EncodeCall,
+    EncoderError,
+    FanOut,
+    KeyedEncoder,
+    SamplesAhead,
+    part_of,
+)
 from savable_pipeline.stages.skipped_samples import SkippedSamples
-from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -39,7 +48,7 @@ class _EncodeState(msgspec.Struct):
     avoided: dict[str, bytes] = {}
 
 
-class Encode(ItemStage):
+class Encode(TakesItems):
     """Gives items: `encoder.encode(sample, rng)` of each sample of its source.
 
     A sample becomes one item, none (`Skip`), or several (an iterator of items). Skipped samples are counted by reason.
@@ -68,7 +77,6 @@ class Encode(ItemStage):
     """
 
     source: SampleStage
-    ref: ItemRef = ()
     sizes: tuple[Size, ...] | None = None
 
     def __init__(
@@ -83,37 +91,19 @@ class Encode(ItemStage):
         self._check_source(source, SampleStage)
         super().__init__(source)
         check_encoder("Encode", encoder)
-        if not 0 <= check <= 1:
-            raise ValueError(f"Encode: check must be a share of the samples, 0.0 to 1.0, not {check!r}")
-        self._skipped = SkippedSamples(
-            type(encoder).__name__,
-            on_error,
-            max_errors,
-            counts=self.counts,
-            lane=source.lane,
-            population=source.info.population,
-        )
+        self._ahead = SamplesAhead()
+        self._skipped = SkippedSamples(encoder, on_error, max_errors, self.counts, source.info, self._ahead)
         self.on_error = on_error
+        self.one_for_one = encoder.one_to_one
         self._encoder = encoder
         self._keyed = KeyedEncoder(encoder, source.lane.seed, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
-        self._refs = np.empty(0, REF)  # taken from the source; those before `_next` are done
-        self._samples: list[Sample] = []
-        self._next = 0
-        self._taken = 0  # refs taken from the source since the run began
         self._given = 0  # items given since this stage was made
-        self._fan: FanOut | None = None  # the parts of the sample at `_next`, if it fans out
+        self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder; excluded samples are left out."""
         return replace(super().describe(), encoder=self._encoder, gives_excluded=False, deferred=self._keyed.told.tells)
-
-    def __next__(self) -> Any:
-        items, refs = self.take(1)
-        if not items:
-            raise StopIteration
-        self.ref = refs[0]
-        return items[0]
 
     def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """Up to `n` items and their refs; fewer only at the end.
@@ -124,23 +114,23 @@ class Encode(ItemStage):
             n, self.sizes = 1, None
         items: list[Any] = []
         refs: list[ItemRef] = []
-        first, part, before = self._next, self._part, self._skipped.begin()
-        told = deferred and self._keyed.told.tells
+        ahead = self._ahead
+        first, part, before = ahead.next, self._part, self._skipped.begin()
         try:
             while len(items) < n:
-                if self._next == len(self._refs):
-                    if not self._load(max(n - len(items), _AHEAD), keep=first):
+                if ahead.next == len(ahead.refs):
+                    if not ahead.load(self.source, max(n - len(items), _AHEAD), keep=first):
                         break
                     first = 0
                 if self._fan is not None:
                     self._take_parts(items, refs, n)
-                elif told:
+                elif deferred and self._keyed.told.tells:
                     self._take_told(items, refs)
                 else:
                     self._take_samples(items, refs, n)
         except BaseException:
-            self._next = first  # the call returns no item: undo it as a whole
-            self._fan = FanOut(self._keyed, self._samples[first], given=part) if part else None
+            ahead.next = first  # the call returns no item: undo it as a whole
+            self._fan = FanOut(self._keyed, ahead.samples[first], given=part) if part else None
             self._skipped.roll_back(before)
             raise
         self._given += len(items)
@@ -148,41 +138,26 @@ class Encode(ItemStage):
         return items, refs
 
     def _take_told(self, items: list[Any], refs: list[ItemRef]) -> None:
-        """Take the sample at `_next`, unmade if the encoder tells its size, which is in `sizes` then."""
-        sample, size = self._samples[self._next], None
+        """Take the sample that is next, unmade if the encoder tells its size, which is in `sizes` then."""
+        sample, size = self._ahead.samples[self._ahead.next], None
         if not self._is_left_out(sample):
             self._report_sample(sample)
             try:
                 size = self._keyed.told.of(sample)
             except Exception as error:
-                self._skipped.tolerate(sample, error, self._done, self._given)
-                self._next += 1
+                self._skipped.tolerate(sample, error, self._given)
+                self._ahead.next += 1
                 return
         if size is None:
             self._take_samples(items, refs, 1)
             return
         self.sizes = (size,)
-        self._next += 1
+        self._ahead.next += 1
         items.append(MISSING)
         refs.append((sample.index, sample.epoch, 0))
 
     def _is_left_out(self, sample: Sample) -> bool:
         return sample.index in self.info.excluded or (sample.index, sample.epoch) in self._skipped.avoided
-
-    def _load(self, n: int, keep: int) -> bool:
-        """Take `n` more refs from the source and keep the old ones from `keep` on; False at the end."""
-        fresh = self.source.take_refs(n)
-        if not len(fresh):
-            return False
-        self._taken += len(fresh)
-        samples = self.source.open_samples(fresh)
-        if keep == len(self._refs):
-            self._refs, self._samples, self._next = fresh, samples, 0
-        else:
-            self._next -= keep
-            self._refs = np.concatenate([self._refs[keep:], fresh])
-            self._samples = self._samples[keep:] + samples
-        return True
 
     def exchange(self, change: Callable[[EncodeCall], EncodeCall]) -> EncodeCall:
         """Replace what makes items of samples by `change` of it, as to time it; returns what it was."""
@@ -192,15 +167,15 @@ class Encode(ItemStage):
 
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
-        keyed, plain, status = self._keyed, self._plain, self.lane.status
+        ahead, keyed, plain, status = self._ahead, self._keyed, self._plain, self.lane.status
         encode, seed = keyed.encode, keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
         dataset, base = None, 0
         if status is not None:
             status[0] = self.info.depth
-        first = self._next
-        chosen = self._samples[first : first + n - len(items)]
-        for self._next, sample in enumerate(chosen, first):
+        first = ahead.next
+        chosen = ahead.samples[first : first + n - len(items)]
+        for ahead.next, sample in enumerate(chosen, first):
             if sample.origin is not dataset:
                 dataset = sample.origin
                 base = keyed.base(dataset.source)
@@ -211,7 +186,7 @@ class Encode(ItemStage):
             if status is not None:
                 status[1], status[2] = index, epoch
             if avoided and (index, epoch) in avoided:
-                self._skipped.avoided_again(sample, self._done, self._given + len(items))
+                self._skipped.avoided_again(sample, self._given + len(items))
                 continue
             ref = (index, epoch, 0)
             rng = Rng(base, ref)
@@ -220,7 +195,7 @@ class Encode(ItemStage):
             try:
                 item = encode(sample, rng)
             except Exception as error:
-                self._skipped.tolerate(sample, error, self._done, self._given + len(items))
+                self._skipped.tolerate(sample, error, self._given + len(items))
                 continue
             if type(item) not in plain:
                 if type(item) is Skip or item is None or hasattr(item, "__next__"):
@@ -230,12 +205,12 @@ class Encode(ItemStage):
                 plain.add(type(item))
             items.append(item)
             refs.append(ref)
-        self._next += 1
+        ahead.next += 1
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng, given: int) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
         if item is None:
-            self._skipped.tolerate(sample, TypeError("it gave None; return an item or Skip(reason)"), self._done, given)
+            self._skipped.tolerate(sample, TypeError("it gave None; return an item or Skip(reason)"), given)
         elif self._encoder.one_to_one:
             raise self._skipped.failed(sample, TypeError(f"it is one_to_one, but gave {item!r}"))
         elif type(item) is Skip:
@@ -244,11 +219,6 @@ class Encode(ItemStage):
             self._fan = FanOut(self._keyed, sample, (item, rng))
             return True
         return False
-
-    @property
-    def _done(self) -> int:
-        """The number of samples of the lane that are done, counting the one at `_next`."""
-        return self._taken - len(self._refs) + self._next + 1
 
     @property
     def _part(self) -> int:
@@ -278,8 +248,8 @@ class Encode(ItemStage):
             else:
                 return
         except EncoderError as failed:  # the parts before the error count as items; the rest of the sample is skipped
-            skipped.tolerate(fan.sample, failed.error, self._done, self._given + len(items))
-        self._next, self._fan = self._next + 1, None
+            skipped.tolerate(fan.sample, failed.error, self._given + len(items))
+        self._ahead.next, self._fan = self._ahead.next + 1, None
 
     def _report_sample(self, sample: Sample) -> None:
         """Record this stage and sample on the worker's status page, for a report if the worker dies."""
@@ -310,27 +280,22 @@ class Encode(ItemStage):
         try:
             return self._keyed.part(sample, part_of(ref))
         except EncoderError as failed:
-            return self._skipped.lose(sample, failed.error, self._done, self._given)
-
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Pass it on; rows are aligned with samples only where the encoder makes one item of each."""
-        hint_rows(self.source, rows, aligned=aligned and self._encoder.one_to_one)
+            return self._skipped.lose(sample, failed.error, self._given)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
-        one_to_one = self._encoder.one_to_one and self.on_error == "raise" and not self.info.excluded
-        return count_of(self.source, lane, epoch) if one_to_one else None
+        counted = self.one_for_one and self.on_error == "raise" and not self.info.excluded
+        return count_of(self.source, lane, epoch) if counted else None
 
     def save_state(self) -> State:
         """`refs`: taken from the source but not done, 12 bytes each; `part`: parts of the first one given so far.
 
         `samples`: the number of samples that are done; `errors` and `avoided`: see `SkippedSamples.save_state`.
         """
-        left: RefArray = self._refs[self._next :]
         return {
-            "refs": left.tobytes(),
+            "refs": self._ahead.left.tobytes(),
             "part": self._part,
-            "samples": self._taken - len(left),
+            "samples": self._ahead.done,
             **self._skipped.save_state(),
             "source": self.source.save_state(),
         }
@@ -340,13 +305,12 @@ class Encode(ItemStage):
         saved = parse_state(self, state, _EncodeState)
         self.source.restore_state(saved.source)
         refs = saved_refs(self, saved.refs)
-        self._refs = known_refs(self, refs)
-        self._samples = self.source.open_samples(self._refs)
+        left = known_refs(self, refs)
+        self._ahead.restore(self.source, left, saved.samples)
         if saved.part and not len(refs):
             raise CheckpointMismatchError(f"Encode: by the state, {saved.part} items of no sample were given")
-        begun = saved.part > 0 and np.array_equal(self._refs[:1], refs[:1])
-        self._next, self._fan = 0, FanOut(self._keyed, self._samples[0], given=saved.part) if begun else None
-        self._taken = saved.samples + len(self._refs)
+        begun = saved.part > 0 and np.array_equal(left[:1], refs[:1])
+        self._fan = FanOut(self._keyed, self._ahead.samples[0], given=saved.part) if begun else None
         self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
 
     def settings(self) -> dict[str, Any]:

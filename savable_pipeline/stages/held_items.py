@@ -65,7 +65,7 @@ class HeldItems:
         self._stage = weakref.ref(stage)
         self._items: list[Any] = []
         self._refs: list[ItemRef] = []
-        self._bytes: list[int] = []  # as long as the others, where there is a limit
+        self._bytes: list[int] = []  # of those in memory, where there is a limit
         self._made = 0
         self._share: BudgetShare | None = None
         if max_bytes is not None:
@@ -110,8 +110,7 @@ class HeldItems:
         self._refs += refs
         for item in items:
             self._items.append(MISSING)
-            if self._share is not None:
-                self._bytes.append(0)
+            self._bytes.append(0)
             if item is not MISSING:
                 self._keep(-1, item)
 
@@ -122,6 +121,7 @@ class HeldItems:
             return
         self._refs += refs
         self._items += items
+        self._bytes += [0] * len(items)
         self._made += len(items)
 
     def fill(self, n: int) -> int:
@@ -154,7 +154,7 @@ class HeldItems:
     def remove(self, at: int, *, last_fills: bool = False) -> None:
         """Hold an element no more, as `take`."""
         self._let_go(at, at + 1 if at != -1 else None)
-        columns: list[list[Any]] = [self._items, self._refs, *([] if self._share is None else [self._bytes])]
+        columns: tuple[list[Any], ...] = (self._items, self._refs, self._bytes)
         for column in columns:
             if last_fills:
                 column[at] = column[-1]
@@ -208,7 +208,7 @@ class HeldItems:
 
 def left_of(stage: Stage, ref: ItemRef) -> tuple[Any, ItemRef]:
     """What `stage.fetch(ref)` makes, and the ref of what is in it: a pack may have lost items that cannot be made."""
-    if hasattr(stage, "fetch_left"):  # asked for each element: `isinstance` of a protocol takes ten times as long
+    if hasattr(stage, "fetch_left"):
         return cast(LosesParts, stage).fetch_left(ref)
     if stage.__class__.fetch is Stage.fetch:  # by `__class__`, which sees through what times a stage
         return left_of(stage.source, ref)

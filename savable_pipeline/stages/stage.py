@@ -257,32 +257,6 @@ class BatchStage(ItemStage):
         next(self)
 
 
-class PassThrough(Stage):
-    """Marks a stage whose `__next__` returns the element that it took last from its source, such as a filter.
-
-    Such a stage holds nothing back, so it needs neither `ref` nor `fetch`, nor a state of its own. Do not mark a stage
-    that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.
-
-    >>> class Logged(sp.PassThrough, sp.SampleStage):
-    ...     def __next__(self) -> sp.Sample:
-    ...         sample = next(self.source)
-    ...         print(sample.key)
-    ...         return sample
-    >>> _ = next(Logged(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)))
-    s000000
-    """
-
-    @property
-    def ref(self) -> ItemRef:  # type: ignore[override]
-        """The ref of the source's last element."""
-        return self.source.ref
-
-    @property
-    def sizes(self) -> tuple[Size, ...] | None:
-        """The sizes of the source's last element."""
-        return getattr(self.source, "sizes", None)
-
-
 _GIVEN = {BatchStage: "batches", ItemStage: "items", SampleStage: "samples"}
 
 

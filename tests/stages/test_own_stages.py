@@ -126,6 +126,8 @@ def test_a_stage_has_at_most_twelve_public_members_and_each_kind_three_more(kind
         ({"leaves_out_excluded": True}, r"write the field `gives_excluded`"),
         ({"make_again": lambda self, ref: (None, ref)}, r"write fetch_left\(ref\)"),
         ({"restore_state": lambda self, state: self.keep_known([])}, r"write sp.HeldItems\(self\).restore\(refs\)"),
+        ({"count_of": lambda self, lane, epoch: self.source.count_of(lane, epoch)}, r"ask count_of\(stage, …\) of"),
+        ({"verify": lambda self, slot: None}, r"Own: a stage with `verify` has verify and stores_read"),
         ({"take": lambda self, n: ([], [])}, r"Own: `take\(self, n\)` .* is now `take\(self, n, \*, deferred=False\)`"),
     ],
 )
@@ -148,6 +150,9 @@ class Reading(sp.PassThrough, sp.SampleStage):
 
     def verify(self, slot: int) -> None:
         self.looked.append(slot)
+
+    def stores_read(self) -> list[Any]:
+        return []
 
     @property
     def held_items(self) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from msgspec import UNSET
 
@@ -18,7 +18,7 @@ from savable_pipeline.run.engine.sample_watch import Watched, watched
 from savable_pipeline.run.engine.stage_timing import EVERY, take_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
-from savable_pipeline.stages.capabilities import Avoids, FillsUp, HoldsItems, ReadsStores, Verifies
+from savable_pipeline.stages.capabilities import FillsUp, HoldsItems, ReadsFiles
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import Pipeline, upstream
 from savable_pipeline.stages.stage import BatchStage, Stage
@@ -34,7 +34,7 @@ class _Live:
     lane: Lane
     batches: int
     holding: Sequence[HoldsItems]  # of the stages, as those after
-    verifying: Sequence[Verifies]
+    reading: Sequence[ReadsFiles]
     state: bytes | None = None  # delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
 
@@ -108,7 +108,7 @@ class LaneRunner:
                 "the pipeline would give samples that a reader was told to exclude: they are left out by Encode, or by "
                 f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
             )
-        if self._pad and not isinstance(stage, FillsUp):
+        if self._pad and not hasattr(stage, "filler"):
             raise ValueError(
                 f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
                 f"{type(stage).__name__} has none"
@@ -129,7 +129,7 @@ class LaneRunner:
         assert live is not None
         for index, epoch in avoid:
             for stage in live.stages:
-                if isinstance(stage, Avoids) and tag_of(index) in stage.info.tags:
+                if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
                     stage.avoid(index, epoch, "its worker died")
         if self._made % EVERY:
             batch, ref, more, spent, seen = *self._make(live, want), {}, None
@@ -160,10 +160,9 @@ class LaneRunner:
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
         more = batch is not _DRY and self._more(live)
         if batch is _DRY and self._pad:
-            assert isinstance(live.stage, FillsUp)  # as `build` has checked
-            batch = live.stage.filler()
+            batch = cast(FillsUp, live.stage).filler()  # `build` has checked it
             live.batches += 1
-        for stage in live.verifying:
+        for stage in live.reading:
             stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
         if not more:
             self.verify_given()
@@ -193,10 +192,10 @@ class LaneRunner:
                 stage.restore_state(saved.stages)
         lane.unused = 0
         stages = list(upstream(stage))
-        holding = [each for each in stages if isinstance(each, HoldsItems)]
-        live = _Live(stages, lane, saved.batches, holding, [each for each in stages if isinstance(each, Verifies)])
-        stores = (store for each in stages if isinstance(each, ReadsStores) for store in each.stores_read())
-        self._stores.update((id(store), store) for store in stores)
+        holding = [cast(HoldsItems, each) for each in stages if hasattr(each, "held_items")]
+        reading = [cast(ReadsFiles, each) for each in stages if hasattr(each, "verify")]
+        live = _Live(stages, lane, saved.batches, holding, reading)
+        self._stores.update((id(store), store) for each in reading for store in each.stores_read())
         return live
 
     def _next(self, live: _Live, want: RequestKind) -> Any:

@@ -13,8 +13,8 @@ import msgspec
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.encode import Encode
-from savable_pipeline.stages.fan_out import EncodeCall
 from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.sample_encoding import EncodeCall
 from savable_pipeline.stages.stage import Stage
 
 

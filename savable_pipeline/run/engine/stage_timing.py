@@ -39,15 +39,15 @@ def timed(stages: Sequence[Stage]) -> Iterator[dict[str, int]]:
     `stages` are in the order of the data path: the last one is called.
     """
     clock = _Clock()
-    start = time.perf_counter_ns()
     for stage in stages:
         map_sources(stage, lambda source: cast(Stage, _TimedStage(source, clock)))
+    start = time.perf_counter_ns()
     try:
         yield clock.spent
     finally:
+        clock.spent[type(stages[-1]).__name__] += time.perf_counter_ns() - start - clock.inner
         for stage in stages:
             map_sources(stage, lambda source: cast(_TimedStage, source).stage)
-        clock.spent[type(stages[-1]).__name__] += time.perf_counter_ns() - start - clock.inner
 
 
 class _Clock:

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -96,7 +96,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     rules, renamed = dict(_FIXED), {}
     for branch, step in path:
         own_rules = rules_of(step)
-        lies_at = step.addresses() if isinstance(step, HasAddresses) else {}
+        lies_at = cast(HasAddresses, step).addresses() if hasattr(step, "addresses") else {}
         for setting, rule in own_rules.items():
             rules[stage_field(step, setting)] = rule
             if rule.field:

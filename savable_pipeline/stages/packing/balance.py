@@ -10,14 +10,14 @@ import numpy as np
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.capabilities import count_of, hint_rows
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.packing.balance_rule import PAST, RankRule, Waiting
+from savable_pipeline.stages.packing.balance_rule import PAST, RankRule, WaitingPack
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 
@@ -34,14 +34,14 @@ class _BalanceState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class _Place(NamedTuple):
+class _HeldPack(NamedTuple):
     """A pack that is held, as the rule sees it and as a state has it."""
 
-    waiting: Waiting
+    waiting: WaitingPack
     saved: bytes  # a `_HeldState`: encoded once, though every batch brings a state
 
 
-class Balance(ItemStage):
+class Balance(TakesItems):
     """Gives packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
 
     Each lane holds `hold` packs. For each slot all lanes have the same random rank between 0.0 and 1.0, drawn from the
@@ -77,6 +77,7 @@ class Balance(ItemStage):
     """
 
     source: ItemStage
+    one_for_one = True
     ref: ItemRef = ()
     """The ref of the pack that was given last."""
 
@@ -94,14 +95,11 @@ class Balance(ItemStage):
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._costing = Costing("Balance", cost)
-        chosen = encoder or source.info.encoder
-        if chosen is None:
-            raise ValueError("Balance: no Encode stage upstream; give encoder=")
-        self._calls = EncoderCalls("Balance", source.lane, chosen, "batch")
+        self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.hold, self.cost, self.max_held_bytes = hold, cost, max_held_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), hold=hold)
         self._held = HeldItems(self, max_bytes=max_held_bytes)  # the oldest first
-        self._places: list[_Place] = []  # of each of them
+        self._places: list[_HeldPack] = []  # of each of them
         self._row_of_skips = 0
 
     def name_branch(self, name: str) -> None:
@@ -112,21 +110,6 @@ class Balance(ItemStage):
     def held_items(self) -> int:
         """The number of held packs that are in memory."""
         return self._held.made
-
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Pass it on: it gives one for each that it takes."""
-        hint_rows(self.source, rows, aligned=aligned)
-
-    def count_of(self, lane: int, epoch: int) -> int | None:
-        """The source's count."""
-        return count_of(self.source, lane, epoch)
-
-    def __next__(self) -> Any:
-        items, refs = self.take(1)
-        if not items:
-            raise StopIteration
-        self.ref = refs[0]
-        return items[0]
 
     def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next pack and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
@@ -142,7 +125,7 @@ class Balance(ItemStage):
                 return [item], [ref]
             self._skipped(item)
 
-    def _gave(self, waiting: Waiting) -> None:
+    def _gave(self, waiting: WaitingPack) -> None:
         slots = self._rule.count - waiting.arrival
         self._row_of_skips = 0
         self._rule.gave(waiting.cost)
@@ -172,9 +155,9 @@ class Balance(ItemStage):
             self._held.add(items, refs)
             self._places.append(place)
 
-    def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _Place:
+    def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
         saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
-        return _Place(Waiting(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
+        return _HeldPack(WaitingPack(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
 
     def save_state(self) -> State:
         """`held`: for each held pack, the oldest first, its ref, its slot of arrival, and lengths and images in turn.

@@ -38,7 +38,8 @@ from savable_pipeline.stages.readers.read_order import (
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 from savable_pipeline.stages.readers.row_groups import BLOCK, RowGroups, row_groups
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
+from savable_pipeline.stages.stage import Stage, State, parse_state
+from savable_pipeline.stages.stage_bases import TakesRefs
 from savable_pipeline.stages.stage_info import StageInfo
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class _ReaderState(msgspec.Struct):
     subset_order: Annotated[int, msgspec.Meta(ge=1, le=SUBSET_ORDER)] = 1
 
 
-class RecordReader(SampleStage):
+class RecordReader(TakesRefs):
     """Gives the samples of a lane's share of a record store; the parts of a sample are read when they are asked for.
 
     `store` is a `sp.RecordStore`: one of your own, or what a reader of a known format opens. Make it once a process:
@@ -85,7 +86,6 @@ class RecordReader(SampleStage):
     100
     """
 
-    ref: ItemRef = ()
     files: str | tuple[str, ...] = ""
     """What was named to be read; empty of a store that was given."""
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
@@ -268,13 +268,6 @@ class RecordReader(SampleStage):
         dealt = self.samples.blocks(first_epoch, epoch, cut)
         return (lane - dealt - self._tag) % self._lane.count
 
-    def __next__(self) -> Sample:
-        refs = self.take_refs(1)
-        if not len(refs):
-            raise StopIteration
-        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
-        return self.dataset.open_samples(refs)[0]
-
     def take_refs(self, n: int) -> RefArray:
         """Up to `n` refs: REF (n,); fewer only at the end of a finite pass."""
         parts = []
@@ -406,13 +399,13 @@ class RecordReader(SampleStage):
         return self.dataset.open_samples(refs)[0]
 
     def verify(self, slot: int) -> None:
-        """See `Verifies`: the shards are looked at, at most once a second."""
+        """See `ReadsFiles`: the shards are looked at, at most once a second."""
         self.dataset.verify(slot)
         if self.exclude_file is not None:
             self.exclude_file.verify()
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """See `ReadsStores`."""
+        """See `ReadsFiles`."""
         return (self.dataset.store,)
 
     def count_of(self, lane: int, epoch: int) -> int | None:

@@ -1,4 +1,4 @@
-"""`FanOut`: the items that an encoder makes of one sample, and how `Encode` makes one of them again.
+"""How `Encode` calls its encoder: for samples taken ahead, with keyed random numbers, part by part, and again.
 
 encode(sample, rng) ──▶ item                       part 0
 encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …, each with random numbers of its own
@@ -7,17 +7,21 @@ encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import index
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import Ref, Sample
+from savable_pipeline.data.dataset.sample import REF, Ref, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.purity_check import PurityCheck
+from savable_pipeline.stages.stage import SampleStage
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
-from savable_pipeline.stages.told_size import ToldSize
 
 EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
 
@@ -139,3 +143,88 @@ def part_of(ref: ItemRef | Ref) -> int:
     if len(ref) != 3 or not hasattr(ref[2], "__index__"):
         raise CheckpointMismatchError(f"Encode: {ref} is not the ref of an item; use another copy of the checkpoint")
     return int(ref[2])
+
+
+class ToldSize:
+    """Asks `length_of` and `images_of` of one encoder."""
+
+    def __init__(self, encoder: TaskEncoder) -> None:
+        self._encoder = encoder
+        self.tells = _has(encoder, "length_of") and (_has(encoder, "images_of") or not _has(encoder, "images"))
+
+    def of(self, sample: Sample) -> Size | None:
+        """(length, images) of the item of a sample; None if only encoding can tell. Raises what the encoder raises."""
+        if not self.tells:
+            return None
+        length = self._encoder.length_of(sample)
+        return None if length is None else (index(length), index(self._encoder.images_of(sample)))
+
+    def check(self, sample: Sample, item: Any) -> None:
+        """Raise `EncodeError` if the item of a sample has another size than the encoder told."""
+        told = self.of(sample)
+        if told is None:
+            return
+        name = type(self._encoder).__name__
+        where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
+        if type(item) is Skip:
+            raise EncodeError(
+                f"{name}.length_of told {told[0]}, but encode skipped the sample, {item.reason!r}; {where}: length_of "
+                "must be None for a sample that encode skips"
+            )
+        if hasattr(item, "__next__"):
+            raise EncodeError(
+                f"{name}.length_of told {told[0]}, but encode makes several items of the sample; {where}: length_of "
+                "must be None for it"
+            )
+        found = self._encoder.length(item), self._encoder.images(item)
+        for method, before, after in zip(("length", "images"), told, found, strict=True):
+            if before != after:
+                raise EncodeError(
+                    f"{name}.{method}_of told {before}, but {method} of the item is {after}; {where}: the two must "
+                    "agree for every sample"
+                )
+
+
+def _has(encoder: TaskEncoder, method: str) -> bool:
+    """Whether an encoder has a method of its own in place of the default."""
+    return getattr(getattr(encoder, method), "__func__", None) is not getattr(TaskEncoder, method)
+
+
+class SamplesAhead:
+    """Samples and their refs; those before `next` are done. `taken` counts all that the lane took in this run."""
+
+    def __init__(self) -> None:
+        self.refs: RefArray = np.empty(0, REF)
+        self.samples: list[Sample] = []
+        self.next = 0
+        self._taken = 0
+
+    @property
+    def left(self) -> RefArray:
+        """The refs of the samples that are not done: REF (any,)."""
+        return self.refs[self.next :]
+
+    @property
+    def done(self) -> int:
+        """The number of samples of the lane that are done."""
+        return self._taken - len(self.refs) + self.next
+
+    def load(self, source: SampleStage, n: int, *, keep: int) -> bool:
+        """Take `n` more from the source and keep the old ones from `keep` on; False at the end."""
+        fresh = source.take_refs(n)
+        if not len(fresh):
+            return False
+        self._taken += len(fresh)
+        samples = source.open_samples(fresh)
+        if keep == len(self.refs):
+            self.refs, self.samples, self.next = fresh, samples, 0
+        else:
+            self.next -= keep
+            self.refs = np.concatenate([self.refs[keep:], fresh])
+            self.samples = self.samples[keep:] + samples
+        return True
+
+    def restore(self, source: SampleStage, refs: RefArray, done: int) -> None:
+        """Go on with these refs, after so many samples that are done."""
+        self.refs, self.samples, self.next = refs, source.open_samples(refs), 0
+        self._taken = done + len(refs)
