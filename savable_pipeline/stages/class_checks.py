@@ -39,7 +39,7 @@ def check_class(cls: type[Any]) -> None:
     called = {name for each in functions for name in each.__code__.co_names if name not in each.__globals__}
     for name in sorted(called.union(own) & _GONE.keys()):
         raise TypeError(f"{cls.__name__}: a stage has no `{name}` any more; write {_GONE[name]}")
-    for name in sorted(called & _ASKED):
+    for name in sorted(name for name in called & _ASKED if not any(hasattr(base, name) for base in bases[1:])):
         raise TypeError(f"{cls.__name__}: not every stage has `{name}`; ask {name}(stage, …) of {_PLACE}.capabilities")
     for pair in _PAIRS:
         has = [name for name in pair if hasattr(cls, name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
 from savable_pipeline.stages.sample_encoding import (
     DONE,
-    EncodeCall,
     EncoderError,
     FanOut,
     KeyedEncoder,
@@ -49,31 +47,37 @@ class _EncodeState(msgspec.Struct):
 
 
 class Encode(TakesItems):
-    """Gives items: `encoder.encode(sample, rng)` of each sample of its source.
+    """Yields items: `encoder.encode(sample, rng)` of each sample of its source.
 
     A sample becomes one item, none (`Skip`), or several (an iterator of items). Skipped samples are counted by reason.
+    After an error the next call tries the same sample again.
 
-    `on_error` decides about a sample for which the encoder raises: "raise", "skip", or a function that gets the
-    `EncodeError` (its `__cause__` is the encoder's own error) and returns True to skip; the function must depend on the
-    sample alone. For shards that cannot be read, the reader's `on_error` decides. The run ends if a lane skips more
-    than `max_errors` samples because of errors: an int is a count, a float a share of the lane's samples so far (up to
-    100 errors are never too large a share).
+    Args:
+        source: A stage of samples.
+        encoder: Makes the items.
+        on_error: For a sample whose encoding raises: "raise", "skip", or a function of the `EncodeError` (its
+            `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. Shards that
+            cannot be read are the reader's `on_error`.
+        max_errors: Most samples that a lane may skip because of errors: an int is a count, a float a share of its
+            samples so far, of which 100 are never too many.
+        check: Share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure; the same after a
+            resume.
 
-    `check` is the share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure. A resumed run
-    checks the same samples.
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: The encoder raised, too many samples were skipped, or the two results of a check differ; it names
+            shard, key and byte offset.
 
-    Raises `EncodeError`, with shard, key and byte offset, if the encoder raises, if too many samples are skipped, or if
-    the two results of a check differ. The next call tries the same sample again. Raises ValueError for wrong settings.
-
-    >>> class Ids(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         number = sample.json()["id"]
-    ...         return number if number % 2 else sp.Skip("even")
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids())
-    >>> next(items), next(items), items.counts["skipped/even"]
-    (1, 3, 2)
-    >>> items.ref, items.fetch(items.ref)  # (index, epoch, part), and the same item made again
-    ((3, 0, 0), 3)
+    Example:
+        >>> class Ids(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         number = sample.json()["id"]
+        ...         return number if number % 2 else sp.Skip("even")
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids())
+        >>> next(items), next(items), items.counts["skipped/even"]
+        (1, 3, 2)
+        >>> items.ref, items.fetch(items.ref)  # (index, epoch, part), and the same item made again
+        ((3, 0, 0), 3)
     """
 
     source: SampleStage
@@ -96,14 +100,14 @@ class Encode(TakesItems):
         self.on_error = on_error
         self.one_for_one = encoder.one_to_one
         self._encoder = encoder
-        self._keyed = KeyedEncoder(encoder, source.lane.seed, check=check)
+        self.keyed = KeyedEncoder(encoder, source.lane.seed, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._given = 0  # items given since this stage was made
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder; excluded samples are left out."""
-        return replace(super().describe(), encoder=self._encoder, gives_excluded=False, deferred=self._keyed.told.tells)
+        return replace(super().describe(), encoder=self._encoder, gives_excluded=False, deferred=self.keyed.told.tells)
 
     def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """Up to `n` items and their refs; fewer only at the end.
@@ -124,13 +128,13 @@ class Encode(TakesItems):
                     first = 0
                 if self._fan is not None:
                     self._take_parts(items, refs, n)
-                elif deferred and self._keyed.told.tells:
+                elif deferred and self.keyed.told.tells:
                     self._take_told(items, refs)
                 else:
                     self._take_samples(items, refs, n)
         except BaseException:
             ahead.next = first  # the call returns no item: undo it as a whole
-            self._fan = FanOut(self._keyed, ahead.samples[first], given=part) if part else None
+            self._fan = FanOut(self.keyed, ahead.samples[first], given=part) if part else None
             self._skipped.roll_back(before)
             raise
         self._given += len(items)
@@ -143,7 +147,7 @@ class Encode(TakesItems):
         if not self._is_left_out(sample):
             self._report_sample(sample)
             try:
-                size = self._keyed.told.of(sample)
+                size = self.keyed.told.of(sample)
             except Exception as error:
                 self._skipped.tolerate(sample, error, self._given)
                 self._ahead.next += 1
@@ -159,15 +163,9 @@ class Encode(TakesItems):
     def _is_left_out(self, sample: Sample) -> bool:
         return sample.index in self.info.excluded or (sample.index, sample.epoch) in self._skipped.avoided
 
-    def exchange(self, change: Callable[[EncodeCall], EncodeCall]) -> EncodeCall:
-        """Replace what makes items of samples by `change` of it, as to time it; returns what it was."""
-        before = self._keyed.encode
-        self._keyed.encode = change(before)
-        return before
-
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
-        ahead, keyed, plain, status = self._ahead, self._keyed, self._plain, self.lane.status
+        ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.status
         encode, seed = keyed.encode, keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
         dataset, base = None, 0
@@ -216,7 +214,7 @@ class Encode(TakesItems):
         elif type(item) is Skip:
             self._skipped.skipped(sample, item, given)
         else:
-            self._fan = FanOut(self._keyed, sample, (item, rng))
+            self._fan = FanOut(self.keyed, sample, (item, rng))
             return True
         return False
 
@@ -278,7 +276,7 @@ class Encode(TakesItems):
             return lost
         self._report_sample(sample)
         try:
-            return self._keyed.part(sample, part_of(ref))
+            return self.keyed.part(sample, part_of(ref))
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error, self._given)
 
@@ -310,7 +308,7 @@ class Encode(TakesItems):
         if saved.part and not len(refs):
             raise CheckpointMismatchError(f"Encode: by the state, {saved.part} items of no sample were given")
         begun = saved.part > 0 and np.array_equal(left[:1], refs[:1])
-        self._fan = FanOut(self._keyed, self._ahead.samples[0], given=saved.part) if begun else None
+        self._fan = FanOut(self.keyed, self._ahead.samples[0], given=saved.part) if begun else None
         self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
 
     def settings(self) -> dict[str, Any]:

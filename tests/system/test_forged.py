@@ -16,8 +16,9 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import NUMBERS_BYTES, Header, ShardIndex, aligned, check_of
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.index_file import NUMBERS_BYTES, Header, aligned, check_of
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_index import TarIndex
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
 
@@ -93,7 +94,7 @@ def test_a_state_with_any_value_anywhere_is_restored_or_refused(indexed: Path, v
 
 
 def test_the_index_of_the_fixture_is_whole(indexed: Path) -> None:
-    index = ShardIndex(indexed / INDEX_NAME)
+    index = TarIndex(indexed / INDEX_NAME)
     assert all(map(index.is_whole, range(2)))
 
 
@@ -105,11 +106,11 @@ def test_rows_that_somebody_forged_with_every_checksum_are_noticed_or_read(
     """All samples have two members, in two layouts: these do not fit, point elsewhere, or happen to be right."""
     write_tar(tmp_path / "a.tar", [("k0.a", b"123"), ("k0.b", b"12"), ("k1.c", b"1234"), ("k1.d", b"1")])
     sp.TarShardReader(tmp_path, sp.Lane())
-    table = scan(tmp_path, "a.tar")
+    table = TARS.scan(tmp_path, "a.tar")
     kind = "<u4" if field == "layout_of" else "<u8"
     rows = np.frombuffer(getattr(table, field), kind).copy()
     rows[-1] = value
-    index = ShardIndex(tmp_path / INDEX_NAME)
+    index = TarIndex(tmp_path / INDEX_NAME)
     before = (tmp_path / INDEX_NAME).read_bytes()
     old, new = (
         np.asarray(getattr(index, field)).tobytes(),
@@ -120,7 +121,7 @@ def test_rows_that_somebody_forged_with_every_checksum_are_noticed_or_read(
     assert before.count(old) == 1 and packed(check) in before
     (tmp_path / INDEX_NAME).write_bytes(with_checksum(before.replace(old, new).replace(packed(check), packed(forged))))
     possible = value == 1 or (value == 7 and field != "layout_of")  # there are two layouts, and 10,240 bytes
-    assert ShardIndex(tmp_path / INDEX_NAME).is_whole(0) == possible
+    assert TarIndex(tmp_path / INDEX_NAME).is_whole(0) == possible
     for sample in sp.TarShardReader(tmp_path, sp.Lane(), epochs=1, shuffle=False, on_error="skip"):
         with contextlib.suppress(sp.ShardError):
             assert all(len(data) < 20_000 for data in sample.values())

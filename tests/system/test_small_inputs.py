@@ -13,7 +13,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_split
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.run.state import fingerprint
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
@@ -138,7 +138,7 @@ def test_pax_headers_by_the_thousand_are_read_in_little_memory(tmp_path: Path) -
         many += header
     (tmp_path / "many.tar").write_bytes(many + (tmp_path / "end.tar").read_bytes())
     tracemalloc.start()
-    table = scan(tmp_path, "many.tar")
+    table = TARS.scan(tmp_path, "many.tar")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert not table.entry.fault and table.entry.samples == 200

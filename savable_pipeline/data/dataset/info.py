@@ -17,7 +17,6 @@ from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
-from savable_pipeline.data.stores.tar_store import TarStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +86,8 @@ def dataset_info(shards: Shards) -> Info:
 def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]:
     """How many of the samples that are looked at have a null in a column; and what readers do not give."""
     store = dataset.store
-    if isinstance(store, TarStore):
-        return {}, [text for text in [store.links_told()] if text]
     if not isinstance(store, ColumnarStore):
-        return {}, []
+        return {}, [text for text in [store.left_out()] if text]
     nulls, named = Counter[str](), Counter[str]()
     for shard, row in dataset.some():
         nulls.update(store.nulls(shard, row))

@@ -3,44 +3,80 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import dataset_of, open_dataset
+from savable_pipeline.data.dataset.opening import dataset_of
 from savable_pipeline.data.remote.remote_files import names_behind
+from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.indexing import Progress, index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
-from savable_pipeline.data.shards.paths import TARS, ShardKind, Shards, Unlistable, raise_it, spelled_out
+from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it, spelled_out
+from savable_pipeline.data.shards.processes import each_shard_by
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
-from savable_pipeline.data.stores.file_format import FileFormat
-from savable_pipeline.data.stores.file_indexing import IndexedFiles
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
 from savable_pipeline.data.stores.jsonl_file import JSONL
 from savable_pipeline.data.stores.jsonl_store import JsonlStore
 from savable_pipeline.data.stores.parquet_file import PARQUET
 from savable_pipeline.data.stores.parquet_store import ParquetStore
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.remote_indexing import index_remote_files
+from savable_pipeline.data.stores.saved_dataset import data_files
+from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.data.stores.token_file import TOKENS
 from savable_pipeline.data.stores.token_store import TokenStore
 from savable_pipeline.errors import ShardError
 
-FORMATS = {form.name: form for form in (PARQUET, ARROW, JSONL, TOKENS)}
-_KINDS: dict[str, ShardKind] = {"tar": TARS, **{name: form.kind for name, form in FORMATS.items()}}
-_WINDOW = 1024  # tokens shown of flat files
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A format of files, the store that reads them, and the names of its settings.
+
+    `seen_with` are settings for whoever looks at files that cannot be read without any. `named` tells which files of a
+    folder are read, where another program says so.
+    """
+
+    form: FileFormat
+    store: Callable[..., RecordStore]
+    settings: tuple[str, ...] = ()
+    seen_with: Mapping[str, Any] = field(default_factory=dict)
+    named: Callable[[Shards], Shards] = lambda files: files
 
 
-def format_of(files: Shards) -> FileFormat | None:
-    """The format of the files that a user names; None for tars. Raises `ShardError` for files of several kinds."""
-    return FORMATS.get(kind_of(files))
+_COLUMNS = ("columns", "key", "blocks", "partial")
+STORES = {
+    kind.form.name: kind
+    for kind in (
+        Kind(TARS, TarStore),
+        Kind(PARQUET, ParquetStore, _COLUMNS),
+        Kind(ARROW, ArrowStore, _COLUMNS, named=data_files),
+        Kind(JSONL, JsonlStore, ("key",)),
+        Kind(TOKENS, TokenStore, ("length", "stride", "dtype"), {"length": 1024}),
+    )
+}
+
+
+def format_of(files: Shards) -> FileFormat:
+    """The format of the files that a user names. Raises `ShardError` for files of several kinds."""
+    return STORES[kind_of(files)].form
 
 
 def format_of_name(name: str) -> FileFormat | None:
-    """The format of one file by its name, whatever is there; None for a tar, and for what is of no kind."""
-    return FORMATS.get(_kind_of_name(name))
+    """The format of one file by its name, whatever is there; None for what is of no kind."""
+    kind = STORES.get(_kind_of_name(name))
+    return None if kind is None else kind.form
 
 
 def kind_of(files: Shards) -> str:
@@ -64,49 +100,77 @@ def kind_of(files: Shards) -> str:
 def open_any(
     files: Shards,
     *,
-    columns: tuple[str, ...] | None = None,
-    key: str | None = None,
     on_error: OnError = "raise",
+    cache: str | os.PathLike[str] | None = None,
+    cache_size: int | None = None,
     partial: bool = False,
+    **settings: Any,
 ) -> Dataset:
-    """The dataset of the files that a user names, of whichever kind; `columns` and `key` are those of their reader,
-    `partial` of `ColumnarStore`.
+    """The dataset of the files that a user names, of whichever kind; `settings` are those of its store, or None.
 
-    Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have.
+    `partial` is that of `ColumnarStore`. Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of
+    this kind do not have.
     """
-    form = format_of(files)
-    kind = "tar" if form is None else form.name
-    if columns is not None and form not in (PARQUET, ARROW):
-        raise ValueError(f"{files}: columns are for Parquet and Arrow files, not for files of the kind {kind}")
-    if key is not None and form not in (PARQUET, ARROW, JSONL):
-        raise ValueError(f"{files}: a key is for Parquet, Arrow and JSONL files, not for files of the kind {kind}")
-    if form is None:
-        return open_dataset(files, on_error=on_error)
-    return dataset_of(
-        lambda tolerant, unlistable: open_store(files, form, tolerant, unlistable, columns, key, partial),
-        on_error=on_error,
-    )
+    kind = STORES[kind_of(files)]
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in kind.settings:
+            others = listed([each.form.name for each in STORES.values() if name in each.settings])
+            raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.form.name} files")
+
+    def open_it(tolerant: bool, unlistable: Unlistable) -> RecordStore:
+        found = open_indexed(
+            kind.named(files), kind.form, tolerant=tolerant, unlistable=unlistable, cache=cache, cache_size=cache_size
+        )
+        return seen(found, partial=partial, **given)
+
+    return dataset_of(open_it, on_error=on_error)
 
 
 def open_store(
-    files: Shards | IndexedFiles,
-    form: FileFormat,
-    tolerant: bool = False,
-    unlistable: Unlistable = raise_it,
-    columns: tuple[str, ...] | None = None,
-    key: str | None = None,
-    partial: bool = False,
-) -> FileStore:
-    """The store of files of a format; flat tokens are shown in windows. Raises `ShardError`."""
-    if form in (PARQUET, ARROW):
-        columnar = ParquetStore if form is PARQUET else ArrowStore
-        return columnar(files, columns=columns, key=key, partial=partial, tolerant=tolerant, unlistable=unlistable)
-    if form is JSONL:
-        return JsonlStore(files, key=key, tolerant=tolerant, unlistable=unlistable)
+    name: str, files: Shards, tolerant: bool = False, unlistable: Unlistable = raise_it, **settings: Any
+) -> RecordStore:
+    """The store of files of the kind `name`, with the settings of that store. Raises `ShardError`, `RemoteError`."""
+    kind = STORES[name]
+    return kind.store(open_indexed(kind.named(files), kind.form, tolerant=tolerant, unlistable=unlistable), **settings)
+
+
+def seen(found: IndexedFiles, *, partial: bool = False, **settings: Any) -> RecordStore:
+    """The store of indexed files, for whoever looks at them: with settings where they cannot be read without any."""
+    kind = STORES[found.form.name]
+    if partial and "partial" in kind.settings:
+        settings["partial"] = True
     try:
-        return TokenStore(files, tolerant=tolerant, unlistable=unlistable)
+        return kind.store(found, **settings)
     except ValueError:
-        return TokenStore(files, length=_WINDOW, tolerant=tolerant, unlistable=unlistable)
+        if not kind.seen_with:
+            raise
+        return kind.store(found, **kind.seen_with)
+
+
+def named_files(files: Shards) -> Shards:
+    """What of these files is read, where another program's metadata in their folder says so."""
+    return STORES[kind_of(files)].named(files)
+
+
+def index_any(
+    files: Shards,
+    *,
+    processes: int | None = None,
+    engine: Engine | None = None,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Path, list[ShardEntry]]:
+    """Indexes files of whichever kind, here or behind a URL, in processes or by the machines of an `engine`.
+
+    Returns the path of the index, and the files that could not be read to their end. Raises `ShardError`.
+    """
+    kind = STORES[kind_of(files)]
+    if is_remote(files):
+        if kind.form is TARS:
+            return index_remote(files, progress, engine)
+        return index_remote_files(files, kind.form, progress, engine)
+    each = None if engine is None else each_shard_by(engine)
+    return index_files(kind.named(files), kind.form, processes=processes, each=each, progress=progress)
 
 
 def _kinds_at(spec: str) -> set[str]:
@@ -134,10 +198,10 @@ def _kinds_behind(url: str) -> set[str]:
     """The kinds of what lies behind a URL, by its own name, or else by the names below it."""
     if (kind := _kind_of_name(url)) or "*" in url:
         return {kind}
-    indexes = {INDEX_NAME: "tar", **{form.index_name: name for name, form in FORMATS.items()}}
+    indexes = {kind.form.index_name: name for name, kind in STORES.items()}
     names = names_behind(url.rstrip("/"), list(indexes))
     return {indexes[name] for name in names if name in indexes} or {_kind_of_name(name) for name in names}
 
 
 def _kind_of_name(name: str) -> str:
-    return next((kind for kind, files in _KINDS.items() if name.endswith((*files.suffixes, *files.refused))), "")
+    return next((kind for kind, each in STORES.items() if name.endswith(each.form.kind.endings)), "")

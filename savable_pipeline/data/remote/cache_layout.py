@@ -15,9 +15,9 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.index_parts import IndexParts, open_parts
-from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import padded
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import ShardError
 
 _LEAST_BLOCK = 4096
@@ -52,7 +52,7 @@ class TarLayout:
     suffix = ".tar"
 
     def __init__(self, folder: Path) -> None:
-        self.index = ShardIndex(folder / "index")
+        self.index = TarIndex(folder / "index")
         self.parts: IndexParts | None = open_parts(folder, self.index)
         self.shards: Sequence[ShardEntry] = self.index.shards
         self.firsts = self.index.shard_rows

@@ -18,9 +18,9 @@ from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def look_up(shards: Shards) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
         contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader,
         looked_up(shards, cache, downloader) as (found, folder, version),
     ):
-        entries = () if version is None else ShardIndex(version / "index").shards
+        entries = () if version is None else TarIndex(version / "index").shards
         return found, folder / METADATA_FOLDER, {entry.name: entry for entry in entries}
 
 
@@ -68,7 +68,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 def _known_names(root: str, metadata: Path, version: Path | None) -> Sequence[str]:
     """The sorted names of the shards in the dataset's own index, or in Energon's list. Raises `ShardError`."""
     if version is not None:
-        return ShardIndex(version / "index").shards.names
+        return TarIndex(version / "index").shards.names
     counts = read_counts(metadata)
     if counts is None:
         raise ShardError(
@@ -157,7 +157,7 @@ def pointed_version(pointer: Path, stamp: str) -> Path | None:
         made = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
         version = pointer.parent / made.version
         if made.stamp == stamp and _checksum(version / "index") == version.name:
-            ShardIndex(version / "index")  # raises unless its header is whole
+            TarIndex(version / "index")  # raises unless its header is whole
             return version
     return None
 
@@ -179,7 +179,7 @@ def install_index(folder: Path, fresh: Path, pointer: Path, stamp: str, *, pin: 
 
     With a `pin` the file has its head alone, of this version on the server.
     """
-    index = ShardIndex(fresh)
+    index = TarIndex(fresh)
     damaged = [] if pin is not None else [n for n in range(len(index.shards)) if not index.is_whole(n)]
     if damaged:
         raise ShardError(f"the part of {index.shards.names[damaged[0]]} is damaged")
@@ -201,7 +201,7 @@ def install_index(folder: Path, fresh: Path, pointer: Path, stamp: str, *, pin: 
 
 def _has(path: Path, identity: bytes) -> bool:
     with contextlib.suppress(OSError, ValueError, ShardError):
-        return ShardIndex(path).identity == identity
+        return TarIndex(path).identity == identity
     return False
 
 

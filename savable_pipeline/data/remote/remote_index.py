@@ -31,12 +31,13 @@ from savable_pipeline.data.remote.lookup import (
 from savable_pipeline.data.remote.scratch import RemoteObject, scan_object
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.indexing import Progress, check_none_gone
 from savable_pipeline.data.shards.paths import NOT_THERE, Shards
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def index_remote(
 
 def _with_missing(found: RemoteShards, version: Path, tolerant: bool) -> RemoteShards:
     """The shards of a prefix, with those of its index that are gone. Raises `ShardError` for them unless `tolerant`."""
-    indexed = ShardIndex(version / "index").shards.names
+    indexed = TarIndex(version / "index").shards.names
     if ShardNames.of(found.names).text == indexed.text:
         return found
     gone = set(indexed).difference(found.names)
@@ -114,7 +115,7 @@ def _sized(found: RemoteShards, downloader: Downloader) -> RemoteShards:
 
 def _knows(version: Path, found: RemoteShards, tolerant: bool, changed: set[str]) -> bool:
     """Whether an index has all the shards, at their present sizes, and unless `tolerant` without a fault."""
-    index = ShardIndex(version / "index")
+    index = TarIndex(version / "index")
     if changed and not changed.isdisjoint(found.names):
         return False
     try:
@@ -199,7 +200,7 @@ def _known(version: Path | None, found: RemoteShards, changed: set[str], downloa
 def _in_order(before: Path | None, known: dict[str, int], tables: list[ShardTable]) -> Iterator[ShardTable]:
     """These tables and those of the `known` shards of an index, in the order of their names."""
     scanned = {table.entry.name: table for table in tables}
-    index = ShardIndex(before / "index") if before is not None and known else None
+    index = TarIndex(before / "index") if before is not None and known else None
     for name in sorted({*scanned, *known}):
         if index is not None and name in known:
             yield index.table(known[name])
@@ -242,7 +243,7 @@ def _tables(
         name, ticket = coming.popleft()
         if ticket is not None:
             versions[name] = downloader.result(ticket)
-        table = _left(scanned, name, sizes[name], keep) or scan(scanned, name)
+        table = _left(scanned, name, sizes[name], keep) or TARS.scan(scanned, name)
         if table.entry.fault and not tolerant:
             (scanned / name).unlink()
             raise ShardError(f"{root}/{table.entry.fault}")

@@ -20,7 +20,7 @@ from savable_pipeline.data.remote.remote_files import RemotePlace, version_now
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.errors import RemoteError, ShardError
 
 # By process: one that was inherited in a fork answers its owner alone.
@@ -76,7 +76,7 @@ def scan_object(tar: RemoteObject) -> tuple[ShardTable, str]:
     """The table of a tar, and the version that was read. Raises `ShardError` if it has another size, `RemoteError`."""
     with scratch() as (folder, downloader):
         version = downloader.call("whole", tar.url, tar.name, tar.size, str(folder / tar.name))
-        return scan(folder, tar.name), version
+        return TARS.scan(folder, tar.name), version
 
 
 def scratch_place(found: RemoteObject, beside: tuple[str, str], folder: Path, downloader: Downloader) -> RemotePlace:

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from savable_pipeline.core.files import replacing
 from savable_pipeline.data.remote.cache_layout import CacheLayout, TarLayout, open_layout
 from savable_pipeline.data.remote.sparse_file import holes, locked, punch_hole
-from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ShardCache:
         self.synced: Flags = flags[2 * self.rows :]
 
     @property
-    def index(self) -> ShardIndex:
+    def index(self) -> TarIndex:
         """The index of the samples, of a version of tars."""
         assert isinstance(self.layout, TarLayout), self.folder
         return self.layout.index

@@ -14,7 +14,7 @@ from savable_pipeline.core.addresses import clean_address, has_user
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.shards.braces import expand_braces
-from savable_pipeline.data.shards.paths import NOT_THERE, TARS, ShardKind, Shards, spelled_out
+from savable_pipeline.data.shards.paths import NOT_THERE, TAR_FILES, ShardKind, Shards, spelled_out
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
@@ -62,7 +62,7 @@ def is_remote(shards: Shards) -> bool:
 
 
 def find_remote(
-    shards: Shards, downloader: Downloader, kind: ShardKind = TARS, *, stamps: bool = False
+    shards: Shards, downloader: Downloader, kind: ShardKind = TAR_FILES, *, stamps: bool = False
 ) -> RemoteShards:
     """The shards of these URLs: folders, brace patterns, globs in buckets, files, or a list of these.
 

@@ -20,11 +20,13 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META, METADATA_FILES, named_files
-from savable_pipeline.data.shards.index_file import NUMBERS_BYTES, ShardIndex
+from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.errors import ShardError
 
 MARKED_SHARDS = 4096  # fewer are looked at each time: it takes a tenth of a second
+_LEAST_BYTES = 40  # of a shard in an index
 _QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
 
 _Look = tuple[int, int, int, int]  # inode, size, and times of the last change: of the content, and of anything
@@ -36,11 +38,11 @@ class _Mark(msgspec.Struct, array_like=True):
     metadata: dict[str, _Look | None]  # None: there is no such file
 
 
-def known_index(root: Path, *, tolerant: bool) -> ShardIndex | None:
+def known_index(root: Path, form: FileFormat, *, tolerant: bool) -> ShardIndex | None:
     """The index beside the shards if it is known to have all of them as they are, none damaged unless `tolerant`."""
     try:
-        mark = msgspec.msgpack.decode(_mark_of(root / INDEX_NAME).read_bytes(), type=_Mark)
-        index = ShardIndex(root / INDEX_NAME)
+        mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
+        index = form.index_at(root / form.index_name)
         fresh = mark.index == index.identity and all(_look(root / name) == at for name, at in mark.folders.items())
         fresh = fresh and mark.metadata == _metadata(root)
     except (OSError, ValueError, ShardError):  # msgspec's errors are ValueErrors
@@ -48,15 +50,15 @@ def known_index(root: Path, *, tolerant: bool) -> ShardIndex | None:
     return index if fresh and (tolerant or not index.shards.faults) else None
 
 
-def begin_look(root: Path) -> int | None:
+def begin_look(root: Path, form: FileFormat) -> int | None:
     """The time, in ns, by the file system's clock, before shards are looked at, to be given to `mark_fresh`.
 
     None for an index of few shards, where no mark can be written, or the folders do not tell when a file was added.
     """
-    index = root / INDEX_NAME
+    index = root / form.index_name
     folder = index.parent
     try:
-        if index.stat().st_size < MARKED_SHARDS * NUMBERS_BYTES:
+        if index.stat().st_size < MARKED_SHARDS * _LEAST_BYTES:
             return None
         before = folder.stat().st_mtime_ns
         with tempfile.NamedTemporaryFile(dir=folder, prefix="savable.clock.", suffix=".tmp") as file:
@@ -66,13 +68,13 @@ def begin_look(root: Path) -> int | None:
     return now if after > before and abs(after - now) < _QUIET_NS else None
 
 
-def mark_fresh(root: Path, index: ShardIndex, folders: Iterable[str], began: int) -> None:
+def mark_fresh(root: Path, form: FileFormat, index: ShardIndex, folders: Iterable[str], began: int) -> None:
     """Writes the mark, if none of these folders has changed since two seconds before `began`."""
     with contextlib.suppress(OSError, ShardError):
         looks = {name: _look(root / name) for name in folders}
         if all(max(look[2:]) < began - _QUIET_NS for look in looks.values()):
             mark = _Mark(index.identity, looks, _metadata(root))
-            replace_file(_mark_of(root / INDEX_NAME), [msgspec.msgpack.encode(mark)])
+            replace_file(_mark_of(root / form.index_name), [msgspec.msgpack.encode(mark)])
 
 
 def let_rest() -> None:

@@ -1,14 +1,22 @@
 """Writes an index, shard by shard: what is kept in memory grows with the shards, not with their samples.
 
 tables ──▶ starts, layouts, sizes: a file without a name each ──▶ the index, its header first
+
+`ScannedTables` are the tables of shards that were scanned, in a file until they are joined in an index:
+
+    length u64 │ xxh3_64 u64 │ table: MessagePack │ length …
+
+What is in memory are names and places. Who is stopped leaves the file, and the next call goes on from there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import struct
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -18,21 +26,38 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.files import replacing
-from savable_pipeline.data.shards.index_file import MAGIC, Header, LayoutParts, Links, ShardTable, aligned, check_of
+from savable_pipeline.data.shards.index_file import (
+    MAGIC,
+    TAR,
+    Header,
+    LayoutParts,
+    Links,
+    ShardTable,
+    aligned,
+    check_of,
+)
 from savable_pipeline.data.shards.shard_list import ShardEntry
 
 _BLOCK = 1 << 22  # bytes copied at a time
+_HEAD = struct.Struct("<QQ")
 
 
-def write_index(path: Path, tables: Iterable[ShardTable]) -> None:
-    """Writes the index of these shards in one step (see `replace_file`). Raises ValueError unless they are in order."""
+def write_index(path: Path, tables: Iterable[ShardTable], kind: str = TAR) -> None:
+    """Writes the index of these shards of a format in one step (see `replace_file`).
+
+    Raises ValueError unless they are in the order of their names.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         rows = _Rows(*(stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in range(3)))
-        columns = Columns()
+        columns = Columns(kind)
         for table in tables:
-            columns.add(table.entry, rows.add(table), table.links)
+            columns.add(table.entry, rows.add(table), table.links, len(table.starts) // 8)
         with replacing(path) as file:
+            if kind != TAR:
+                file.write(index_begin(columns))
+                rows.write_places(file)
+                return
             file.write(index_begin(columns, list(rows.layouts), rows.members, 8 if rows.wide else 4, rows.parts))
             rows.write(file)
 
@@ -40,15 +65,16 @@ def write_index(path: Path, tables: Iterable[ShardTable]) -> None:
 class Columns:
     """What an index says of each shard."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = TAR) -> None:
+        self.kind = kind
         self.names = bytearray()
         self.last = ""
         self.faults: dict[int, str] = {}
         self.links: dict[int, Links] = {}
         self.links_known = True
-        self.numbers = [array("Q") for _ in range(5)]  # ends, sizes, samples, digests, checks
+        self.numbers = [array("Q") for _ in range(5 if kind == TAR else 6)]  # ends … checks, and the rows
 
-    def add(self, entry: ShardEntry, check: int, links: Links | None = None) -> None:
+    def add(self, entry: ShardEntry, check: int, links: Links | None = None, rows: int = 0) -> None:
         """Adds the next shard. Raises ValueError unless its name comes after the last one's."""
         if self.numbers[0] and entry.name <= self.last:
             raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
@@ -60,16 +86,18 @@ class Columns:
             self.links_known = False
         elif links.count:
             self.links[len(self.numbers[0])] = links
-        row = (len(self.names), entry.size, entry.samples, entry.digest, check)
-        for column, number in zip(self.numbers, row, strict=True):
+        row = (len(self.names), entry.size, entry.samples, entry.digest, check, rows)
+        for column, number in zip(self.numbers, row, strict=False):
             column.append(number)
 
 
-def index_begin(columns: Columns, layouts: list[LayoutParts], members: int, size_bytes: int, sizes: int) -> bytes:
+def index_begin(
+    columns: Columns, layouts: Sequence[LayoutParts] = (), members: int = 0, size_bytes: int = 4, sizes: int = 0
+) -> bytes:
     """The bytes of an index before its rows, of which `sizes` are sizes of parts."""
     shards, names = len(columns.numbers[0]), len(columns.names)
-    told = columns.faults, layouts, members, size_bytes, sizes, columns.links, columns.links_known
-    header = Header(shards, names, *told)
+    told = columns.faults, list(layouts), members, size_bytes, sizes, columns.links, columns.links_known
+    header = Header(shards, names, *told, columns.kind)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
     found += bytes(aligned(16 + len(found)) - 16 - len(found))
@@ -91,6 +119,9 @@ class _Rows:
 
     def add(self, table: ShardTable) -> int:
         """Adds those of a shard; returns their checksum."""
+        if not table.layouts:
+            self._starts.write(table.starts)
+            return check_of(np.frombuffer(table.starts, "<u8"))
         ours = np.array([self.layouts.setdefault(layout, len(self.layouts)) for layout in table.layouts], dtype="<u4")
         layout_of = ours[np.frombuffer(table.layout_of, "<u4")]
         sizes = np.frombuffer(table.sizes, "<u8")
@@ -116,6 +147,10 @@ class _Rows:
             _write_aligned(file, self._firsts())
         _write_aligned(file, (sizes.astype("<u8" if self.wide else "<u4") for sizes in _blocks(self._sizes, "<u8")))
 
+    def write_places(self, file: BinaryIO) -> None:
+        """Writes the places of files that are no tars."""
+        _write_aligned(file, _blocks(self._starts, "<u8"))
+
     def _firsts(self) -> Iterator[NDArray[Any]]:
         lengths = np.array([len(layout) for layout in self.layouts], dtype="<u8")
         first = 0
@@ -137,3 +172,69 @@ def _write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
         file.write(each.data)
         written += each.nbytes
     file.write(bytes(-written % 8))
+
+
+class ScannedTables:
+    """The tables in the file beside the index at `path`, by name; the lock of the index must be held."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f"{path.name}.scanned")
+        self._file = self._path.open("a+b")
+        self._places: dict[str, int] = {}
+        self._end = 0
+        self._find_left()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def add(self, table: ShardTable) -> None:
+        """Writes a table; it is there for the next process as soon as this returns."""
+        encoded = msgspec.msgpack.encode(table)
+        self._file.write(_HEAD.pack(len(encoded), xxh3_64_intdigest(encoded)) + encoded)
+        self._file.flush()
+        self._places[table.entry.name] = self._end
+        self._end += _HEAD.size + len(encoded)
+
+    def __getitem__(self, name: str) -> ShardTable:
+        found = self._read(self._places[name])
+        assert found is not None, name
+        return found[0]
+
+    def __enter__(self) -> ScannedTables:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Deletes the file once an index has its tables, or where the disk is full; else the next process has it."""
+        if kind is None or issubclass(kind, OSError):
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _find_left(self) -> None:
+        """Finds the tables that a stopped process left, and cuts off the one it was writing."""
+        while (found := self._read(self._end)) is not None:
+            self._places[found[0].entry.name] = self._end
+            self._end = found[1]
+        self._file.truncate(self._end)
+
+    def _read(self, place: int) -> tuple[ShardTable, int] | None:
+        """The table at a place, and the place after it; None if none is whole there."""
+        head = os.pread(self._file.fileno(), _HEAD.size, place)
+        if len(head) < _HEAD.size:
+            return None
+        length, digest = _HEAD.unpack(head)
+        end = place + _HEAD.size + length
+        if end > os.fstat(self._file.fileno()).st_size:
+            return None
+        encoded = os.pread(self._file.fileno(), length, place + _HEAD.size)
+        if xxh3_64_intdigest(encoded) != digest:
+            return None
+        try:
+            return msgspec.msgpack.decode(encoded, type=ShardTable), end
+        except msgspec.DecodeError:  # of another release
+            return None

@@ -1,10 +1,10 @@
-"""Finds the index of a folder of shards, or makes it: on first use, by one process, under a lock.
+"""Finds the index of the files of a folder, of any format, or makes it: on first use, by one process, under a lock.
 
-The index lies in `.nv-meta/savable.index` beside the shards, or in the user's cache if that place is read-only. A shard
-is scanned again if its size has changed, or if it is younger than the index and some samples are not where they were:
-moving or touching a folder does not matter. The rows of scanned shards are in a file until all are there, so that
-memory does not grow with them, and an interrupted call can be continued. Of many shards a mark says whether anything
-was added, removed or replaced since all were looked at (see fresh_mark.py).
+The index lies in `.nv-meta/` beside the files, or in the user's cache if that place is read-only. A file is scanned
+again if its size has changed, or if it is younger than the index and is not as it was: moving or touching a folder does
+not matter. What was scanned is in a file until all is there, so that memory does not grow with it, and an interrupted
+call can be continued. Of many files a mark says whether anything was added, removed or replaced since all were looked
+at (see fresh_mark.py).
 """
 
 from __future__ import annotations
@@ -13,111 +13,73 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.data.shards import fresh_mark
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META, read_counts
+from savable_pipeline.data.shards.energon_metadata import META, read_counts
+from savable_pipeline.data.shards.file_bytes import opened
+from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_place import in_first_place, index_places
-from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.paths import Shards, Unlistable, find_shards
+from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
+from savable_pipeline.data.shards.paths import Shards, Unlistable, find_shards, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard
-from savable_pipeline.data.shards.scan import check_utf8, scan
-from savable_pipeline.data.shards.scanned_tables import ScannedTables
-from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
 
-Progress: TypeAlias = Callable[[int, int], None]  # of the shards done, and of all
+Progress: TypeAlias = Callable[[int, int], None]  # of the files done, and of all
 WRITTEN = f"{META}/savable.writer"  # there `sp.ShardWriter` leaves the rows of each shard, as `X.tar.index`
-_SCAN = "savable_pipeline.data.shards.scan:scan"
 _ALONE_S = 5.0  # that one process scans before it starts others
 _LOG_EVERY_S = 10.0
 
 
-def open_index(
-    root: Path,
-    names: list[str],
-    *,
-    tolerant: bool = False,
-    looked_at: Callable[[ShardIndex], None] = lambda index: None,
-) -> ShardIndex:
-    """The index of the shards `names` below `root`; shards that are new or were rewritten are scanned first.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The files below a folder, and their index; `names` is None if it has all of them and no others."""
 
-    `looked_at` is called with an index that has these shards and no others, each as it was found.
+    root: Path
+    index: ShardIndex
+    path: Path  # of the index
+    names: list[str] | None
 
-    Raises `ShardError` for a damaged shard. With `tolerant` the samples before the damage are taken, and a shard that
-    was changed or lost since it was indexed stays in the index as it was: a run that continues without it can then be
-    resumed, and only reading its samples raises.
+
+def open_files(files: Shards, form: FileFormat, *, tolerant: bool = False, unlistable: Unlistable = raise_it) -> Found:
+    """The files that a user names, indexed: those that are new or were rewritten are scanned first.
+
+    Of a folder also those that should be there: Energon's list names them, and with `tolerant` the index. (A run that
+    goes on without files that were lost since it was indexed must still count them.)
+
+    Raises `ShardError` for a damaged file, and for a folder whose index names files that are gone. With `tolerant` the
+    samples before the damage are taken, and a file that was changed or lost since it was indexed stays in the index as
+    it was: a run that continues without it can then be resumed, and only reading its samples raises.
     """
-    found = _Found(root, names)
-    for path in index_places(root, INDEX_NAME):
-        index = _fresh(path, found, tolerant)
-        if index is not None:
-            if path == root / INDEX_NAME and len(index.shards) == len(names) and found.are_as_in(index, path):
-                looked_at(index)
-            return _checked(root, index, names, tolerant)
-
-    def make(path: Path) -> ShardIndex:
-        index = _fresh(path, found, tolerant)  # another process may have made it while we waited
-        if index is None:
-            _write(root, path, names, tolerant=tolerant)
-            index = ShardIndex(path)
-        return index
-
-    return _checked(root, in_first_place(root, INDEX_NAME, make), names, tolerant)
-
-
-def index_shards(
-    shards: Shards,
-    *,
-    processes: int | None = None,
-    each: EachShard | None = None,
-    progress: Progress = lambda done, total: None,
-) -> tuple[Path, list[ShardEntry]]:
-    """Indexes the shards that are new or were changed: by `each`, or in `processes` processes (None: one a processor).
-
-    Returns the path of the index, and the shards that could not be read to their end. Raises `ShardError` if there are
-    no shards, or no place where an index can be written.
-    """
-    root, names = find_shards(shards)
-
-    def make(path: Path) -> tuple[Path, list[ShardEntry]]:
-        _write(root, path, names, processes=processes, each=each, progress=progress)
-        shards, wanted = ShardIndex(path).shards, set(names)
-        return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
-
-    path, faults = in_first_place(root, INDEX_NAME, make)
-    if path == root / INDEX_NAME and len(names) >= fresh_mark.MARKED_SHARDS:
-        _mark(root)
-    return path, faults
-
-
-def _mark(root: Path) -> None:
-    """Marks the index that was just written as fresh, so that no start needs to look at all shards again."""
-    if fresh_mark.known_index(root, tolerant=True) is None:
-        fresh_mark.let_rest()
-        open_folder(root, tolerant=True, unlistable=lambda error: None)
-
-
-def open_folder(root: Path, *, tolerant: bool, unlistable: Unlistable) -> tuple[ShardIndex, list[str] | None]:
-    """The index of all shards below a folder, and their names; None if it has all of these and no others.
-
-    Also of those that should be there: Energon's list names them, and with `tolerant` the index. (A run that goes on
-    without shards that were lost since it was indexed must still count them.) Raises `ShardError` as `open_index` does,
-    and unless `tolerant` if the index names shards that are gone.
-    """
-    known = fresh_mark.known_index(root, tolerant=tolerant)
+    if not is_folder(files):
+        root, names = find_shards(files, form.kind, missing_too=tolerant, unlistable=unlistable)
+        return open_index(root, names, form, tolerant=tolerant)
+    root = Path(spelled_out(files)[0]).absolute()  # a relative one would change its meaning with the working folder
+    known = fresh_mark.known_index(root, form, tolerant=tolerant)
     if known is not None:
-        return _checked(root, known, None, tolerant), None
-    began = fresh_mark.begin_look(root)
+        return _checked(Found(root, known, root / form.index_name, None), tolerant)
+    return _look_at_all(root, form, tolerant=tolerant, unlistable=unlistable)
+
+
+def is_folder(files: Shards) -> bool:
+    """Whether a user names all files of one folder."""
+    return isinstance(files, str | os.PathLike) and Path(spelled_out(files)[0]).is_dir()
+
+
+def _look_at_all(root: Path, form: FileFormat, *, tolerant: bool, unlistable: Unlistable) -> Found:
+    began = fresh_mark.begin_look(root, form)
     folders: list[str] = []
     unlisted: list[ShardError] = []
 
@@ -125,40 +87,109 @@ def open_folder(root: Path, *, tolerant: bool, unlistable: Unlistable) -> tuple[
         unlisted.append(error)
         unlistable(error)
 
-    _, names = find_shards(root, missing_too=tolerant, unlistable=left_out, visited=folders.append)
+    _, names = find_shards(root, form.kind, missing_too=tolerant, unlistable=left_out, visited=folders.append)
 
     def looked_at(index: ShardIndex) -> None:
         if began is not None and not unlisted and len(index.shards) >= fresh_mark.MARKED_SHARDS:
-            fresh_mark.mark_fresh(root, index, folders, began)
+            fresh_mark.mark_fresh(root, form, index, folders, began)
 
-    names = _with_missing(root, names, tolerant)
-    return open_index(root, names, tolerant=tolerant, looked_at=looked_at), names
+    names = _with_missing(root, names, form, tolerant)
+    return open_index(root, names, form, tolerant=tolerant, looked_at=looked_at)
 
 
-def _with_missing(root: Path, found: list[str], tolerant: bool) -> list[str]:
-    indexed = _indexed_names(root)
+def open_index(
+    root: Path,
+    names: list[str],
+    form: FileFormat,
+    *,
+    tolerant: bool = False,
+    looked_at: Callable[[ShardIndex], None] = lambda index: None,
+) -> Found:
+    """The index of the files `names` below `root`; those that are new or were rewritten are scanned first.
+
+    `looked_at` is called with an index that has these files and no others, each as it was found. Raises `ShardError`
+    for a damaged one unless `tolerant`: see `open_files`.
+    """
+    now = _FilesNow(root, names, form)
+    for path in index_places(root, form.index_name):
+        index = _fresh(path, now, tolerant)
+        if index is not None:
+            if path == root / form.index_name and len(index.shards) == len(names) and now.are_as_in(index, path):
+                looked_at(index)
+            return _checked(Found(root, index, path, names), tolerant)
+
+    def make(path: Path) -> Found:
+        index = _fresh(path, now, tolerant)  # another process may have made it while we waited
+        if index is None:
+            _write(root, path, names, form, tolerant=tolerant)
+            index = form.index_at(path)
+        return Found(root, index, path, names)
+
+    return _checked(in_first_place(root, form.index_name, make), tolerant)
+
+
+def index_files(
+    files: Shards,
+    form: FileFormat,
+    *,
+    processes: int | None = None,
+    each: EachShard | None = None,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Path, list[ShardEntry]]:
+    """Indexes the files that are new or were changed: by `each`, or in `processes` processes (None: one a processor).
+
+    Returns the path of the index, and the files that could not be read to their end. Raises `ShardError` if there are
+    no files, or no place where an index can be written.
+    """
+    root, names = find_shards(files, form.kind)
+
+    def make(path: Path) -> tuple[Path, list[ShardEntry]]:
+        _write(root, path, names, form, processes=processes, each=each, progress=progress)
+        shards, wanted = form.index_at(path).shards, set(names)
+        return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
+
+    path, faults = in_first_place(root, form.index_name, make)
+    if path == root / form.index_name and len(names) >= fresh_mark.MARKED_SHARDS:
+        _mark(root, form)
+    return path, faults
+
+
+def _mark(root: Path, form: FileFormat) -> None:
+    """Marks the index that was just written as fresh, so that no start needs to look at all files again."""
+    if fresh_mark.known_index(root, form, tolerant=True) is None:
+        fresh_mark.let_rest()
+        _look_at_all(root, form, tolerant=True, unlistable=lambda error: None)
+
+
+def _with_missing(root: Path, found: list[str], form: FileFormat, tolerant: bool) -> list[str]:
+    indexed = set(_indexed(root, form))
     if not tolerant:
         check_none_gone(str(root), indexed.difference(found))
-    return sorted({*found, *indexed, *(read_counts(root) or ())})
+    told = (name for name in read_counts(root) or () if name.endswith(form.kind.suffixes))
+    return sorted({*found, *indexed, *told})
 
 
-def _indexed_names(root: Path) -> set[str]:
-    for path in index_places(root, INDEX_NAME):
+def _indexed(root: Path, form: FileFormat) -> Sequence[str]:
+    index = known_index(root, form)
+    return () if index is None else index.shards.names
+
+
+def known_index(root: Path, form: FileFormat) -> ShardIndex | None:
+    """The index of `root`, whatever has become of the files; None without a whole one."""
+    for path in index_places(root, form.index_name):
         with contextlib.suppress(OSError, ValueError, ShardError):
-            return set(ShardIndex(path).shards.names)
-    return set()
+            return form.index_at(path)
+    return None
 
 
-def find_index(root: Path) -> dict[str, ShardEntry]:
-    """The entries of the index of `root`, by name, whatever has become of the shards."""
-    for path in index_places(root, INDEX_NAME):
-        with contextlib.suppress(OSError, ValueError, ShardError):
-            return {entry.name: entry for entry in ShardIndex(path).shards}
-    return {}
+def known_files(root: Path, form: FileFormat) -> dict[str, ShardEntry]:
+    """The entries of the index of `root`, by name, whatever has become of the files."""
+    index = known_index(root, form)
+    return {} if index is None else {entry.name: entry for entry in index.shards}
 
 
 def check_none_gone(address: str, gone: Collection[str]) -> None:
-    """Raises `ShardError` if shards that were indexed are gone from the folder or prefix `address`."""
+    """Raises `ShardError` if files that were indexed are gone from the folder or prefix `address`."""
     if gone:
         raise ShardError(
             f"{address}: {len(gone)} shards that were indexed are gone, such as {min(gone)}; put them back, or run "
@@ -167,23 +198,28 @@ def check_none_gone(address: str, gone: Collection[str]) -> None:
         )
 
 
-def _checked(root: Path, index: ShardIndex, names: list[str] | None, tolerant: bool) -> ShardIndex:
+def _checked(found: Found, tolerant: bool) -> Found:
+    check_faults(str(found.root), found.index, found.names, tolerant)
+    return found
+
+
+def check_faults(address: str, index: ShardIndex, names: Collection[str] | None, tolerant: bool) -> None:
+    """Raises `ShardError` for the first of these files (None: all) that is damaged; with `tolerant` it is a warning."""
     faults = index.shards.faults
     wanted = None if names is None or not faults else set(names)
     for number in sorted(faults):
         if wanted is not None and index.shards.names[number] not in wanted:
             continue
         if not tolerant:
-            raise ShardError(f"{root}/{faults[number]}")
-        log.warning("%s/%s; going on with the samples before it", root, faults[number])
-    return index
+            raise ShardError(f"{address}/{faults[number]}")
+        log.warning("%s/%s; going on with the samples before it", address, faults[number])
 
 
-class _Found:
-    """Shards as they are now: `sizes`, -1 for one that is not there, and when they were last written, in ns."""
+class _FilesNow:
+    """Files as they are now: `sizes`, -1 for one that is not there, and when they were last written, in ns."""
 
-    def __init__(self, root: Path, names: list[str]) -> None:
-        self.root, self.names = root, names
+    def __init__(self, root: Path, names: list[str], form: FileFormat) -> None:
+        self.root, self.names, self.form = root, names, form
         self.sizes = np.empty(len(names), dtype=np.int64)
         self.written = np.empty(len(names), dtype=np.int64)
         for number, name in enumerate(names):
@@ -192,6 +228,16 @@ class _Found:
                 self.sizes[number], self.written[number] = found.st_size, found.st_mtime_ns
             except OSError:
                 self.sizes[number] = self.written[number] = -1
+            if form.beside[0] and name.endswith(form.beside[0]):
+                self.written[number] = max(self.written[number], self._written_beside(name))
+
+    def _written_beside(self, name: str) -> int:
+        """When what lies beside a file was put there; one that was moved there is as old as before otherwise."""
+        try:
+            found = (self.root / name).with_suffix(self.form.beside[1]).stat()
+        except OSError:
+            return time.time_ns()  # it may be gone
+        return max(found.st_mtime_ns, found.st_ctime_ns)
 
     def are_as_in(self, index: ShardIndex, path: Path) -> bool:
         """Whether the index at `path` has all of them as they are. Raises KeyError without one of them, OSError."""
@@ -199,18 +245,18 @@ class _Found:
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False
         touched = numbers[self.written > path.stat().st_mtime_ns].tolist()
-        return all(_as_indexed(self.root, index, number) for number in touched)
+        return all(_is_as_indexed(self.root, index, number, self.form) for number in touched)
 
 
-def _fresh(path: Path, found: _Found, tolerant: bool) -> ShardIndex | None:
-    """The index at `path` if it exists, is whole, and has each shard as it is now; else None."""
+def _fresh(path: Path, now: _FilesNow, tolerant: bool) -> ShardIndex | None:
+    """The index at `path` if it exists, is whole, and has each file as it is now; else None."""
     try:
-        index = ShardIndex(path)
-        numbers = index.numbers(found.names)
+        index = now.form.index_at(path)
+        numbers = index.numbers(now.names)
         if tolerant:
             return index
         faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())
-        return index if not faulty and found.are_as_in(index, path) else None
+        return index if not faulty and now.are_as_in(index, path) else None
     except (OSError, ValueError, KeyError):
         return None
     except ShardError as error:
@@ -218,14 +264,15 @@ def _fresh(path: Path, found: _Found, tolerant: bool) -> ShardIndex | None:
         return None
 
 
-def _as_indexed(root: Path, index: ShardIndex, number: int) -> bool:
-    """Whether a shard's size and the places of some samples are those in the index."""
+def _is_as_indexed(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:
+    """Whether a file has the size that is in the index, and is the one that was indexed."""
+    return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
+
+
+def _is_the_same(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:
     try:
-        with (root / index.shards.names[number]).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if index.shards.sizes[number] != size or not index.is_whole(number):
-                return False
-            return index.is_as_written(number, file.fileno())
+        with opened(root / index.shards.names[number]) as file:
+            return file.size == index.shards.sizes[number] and form.is_as_indexed(file, index, number)
     except OSError:
         return False
 
@@ -234,6 +281,7 @@ def _write(
     root: Path,
     path: Path,
     names: list[str],
+    form: FileFormat,
     *,
     tolerant: bool = False,
     processes: int | None = None,
@@ -247,93 +295,105 @@ def _write(
         stale.unlink(missing_ok=True)
     with ScannedTables(path) as scanned:
         if len(scanned):  # by a process that was stopped
-            _join(root, path, scanned, _whole(path), ())
-    kept = _kept(root, path, set(names) if tolerant else set())
-    written = _of_writers(root, [name for name in names if name not in kept])
+            _join(root, path, form, scanned, _whole(path, form), ())
+    kept = _kept(root, path, form, set(names) if tolerant else set())
+    written = _of_writers(root, form, [name for name in names if name not in kept])
     missing = [name for name in names if name not in kept and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
     began = logged = time.monotonic()
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
-        for done, table in enumerate(_scanned(root, missing, processes, each), 1):
+        for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
             if not table.entry.fault:  # before it is noted as scanned: whoever goes on after a kill scans it no more
-                write_tar_idx(root / table.entry.name, table)
+                form.leave_beside(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
             if time.monotonic() - logged > _LOG_EVERY_S:
                 logged = time.monotonic()
                 log.warning("indexing %s: %d of %d shards after %.0f s", root, done, len(missing), logged - began)
-        _join(root, path, scanned, kept, written)
+        _join(root, path, form, scanned, kept, written)
     indexed = {*kept, *names}
-    for joined in (root / WRITTEN).glob("*.tar.index") if path == root / INDEX_NAME else ():
+    for joined in (root / WRITTEN).glob("*.index") if path == root / form.index_name else ():
         if joined.name.removesuffix(".index") in indexed:
             joined.unlink(missing_ok=True)
 
 
-def _join(root: Path, path: Path, scanned: ScannedTables, kept: Mapping[str, int], written: Collection[str]) -> None:
-    """Writes the index of the scanned shards, of those `kept` from the one that is there, and those of writers."""
-    old = ShardIndex(path) if kept else None
+def _join(
+    root: Path,
+    path: Path,
+    form: FileFormat,
+    scanned: ScannedTables,
+    kept: Mapping[str, int],
+    written: Collection[str],
+) -> None:
+    """Writes the index of the scanned files, of those `kept` from the one that is there, and those of writers."""
+    old = form.index_at(path) if kept else None
 
     def table(name: str) -> ShardTable:
         if name in scanned:
             return scanned[name]
         if name in written:
-            return _writers_index(root, name).table(0)
+            return _writers_index(root, name, form).table(0)
         assert old is not None
         return old.table(kept[name])
 
-    write_index(path, map(table, sorted({*scanned, *kept, *written})))
+    write_index(path, map(table, sorted({*scanned, *kept, *written})), form.name)
 
 
-def _whole(path: Path) -> dict[str, int]:
-    """The shards in the index at `path` whose rows are whole, and their numbers."""
+def _whole(path: Path, form: FileFormat) -> dict[str, int]:
+    """The files in the index at `path` whose rows are whole, and their numbers."""
     with contextlib.suppress(OSError, ValueError, ShardError):
-        old = ShardIndex(path)
+        old = form.index_at(path)
         return {name: number for number, name in enumerate(old.shards.names) if old.is_whole(number)}
     return {}
 
 
-def _kept(root: Path, path: Path, anyway: set[str]) -> dict[str, int]:
-    """The shards in the index at `path` that are still right, by name, and those of `anyway` even if they are not."""
-    try:
-        old = ShardIndex(path)
-    except (OSError, ValueError, ShardError):
-        return {}
-    faults = old.shards.faults
-    return {
-        name: number
-        for number, name in enumerate(old.shards.names)
-        if (name in anyway or (number not in faults and _as_indexed(root, old, number))) and old.is_whole(number)
-    }
+def _kept(root: Path, path: Path, form: FileFormat, anyway: set[str]) -> dict[str, int]:
+    """The files in the index at `path` that are still right, by name, and those of `anyway` even if they are not."""
+    with contextlib.suppress(OSError, ValueError, ShardError):
+        old = form.index_at(path)
+        return {
+            name: number for number, name in enumerate(old.shards.names) if _is_kept(root, old, number, form, anyway)
+        }
+    return {}
 
 
-def _of_writers(root: Path, names: list[str]) -> set[str]:
-    """The shards that `sp.ShardWriter` finished, if they are still right: these need not be scanned."""
+def _is_kept(root: Path, old: ShardIndex, number: int, form: FileFormat, anyway: set[str]) -> bool:
+    if anyway and old.shards.names[number] in anyway:
+        return old.is_whole(number)
+    return number not in old.shards.faults and _is_as_indexed(root, old, number, form)
+
+
+def _of_writers(root: Path, form: FileFormat, names: list[str]) -> set[str]:
+    """The files that `sp.ShardWriter` finished, if they are still right: these need not be scanned."""
     found = set()
     for name in names if (root / WRITTEN).is_dir() else ():
         with contextlib.suppress(OSError, ValueError, ShardError, IndexError):
-            index = _writers_index(root, name)
-            if index.shards.names[0] == name and _as_indexed(root, index, 0):
+            index = _writers_index(root, name, form)
+            if index.shards.names[0] == name and _is_as_indexed(root, index, 0, form):
                 found.add(name)
     return found
 
 
-def _writers_index(root: Path, name: str) -> ShardIndex:
-    return ShardIndex(root / WRITTEN / f"{name}.index")
+def _writers_index(root: Path, name: str, form: FileFormat) -> ShardIndex:
+    return form.index_at(root / WRITTEN / f"{name}.index")
 
 
-def _scanned(root: Path, names: list[str], processes: int | None, each: EachShard | None) -> Iterator[ShardTable]:
-    """A table for each shard, by `each`; without it in this process, and after some seconds in several."""
+def _scanned(
+    root: Path, names: list[str], form: FileFormat, processes: int | None, each: EachShard | None
+) -> Iterator[ShardTable]:
+    """A table for each file, by `each`; without it in this process, and after some seconds in several."""
+    task = f"{form.place}.scan"
     if each is not None:
-        yield from _scanned_elsewhere(root, each(_SCAN, root, names))
+        yield from _scanned_elsewhere(root, each(task, root, names))
         return
     processes = processes or os.cpu_count() or 1
     end = time.monotonic() + _ALONE_S
     for done, name in enumerate(names):
         if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
-            yield from _scanned_elsewhere(root, each_shard(_SCAN, root, names[done:], processes))
+            yield from _scanned_elsewhere(root, each_shard(task, root, names[done:], processes))
             return
-        yield scan(root, name)
+        yield form.scan(root, name)
 
 
 def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[ShardTable]:
@@ -342,23 +402,3 @@ def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Ite
             if answer is None:
                 raise ShardError(f"{root / name}: the process that indexed it died; was there too little memory?")
             yield msgspec.msgpack.decode(answer, type=ShardTable)
-
-
-def write_tar_idx(shard: Path, table: ShardTable) -> None:
-    """Writes `X.tar.idx`, unless the place is read-only: little-endian uint64 offsets of the samples, then of the end.
-
-    A file with other offsets is replaced only if it is older than its shard.
-    """
-    offsets = tar_idx(table)
-    path = shard.with_suffix(".tar.idx")
-    with contextlib.suppress(OSError):
-        if path.exists() and path.stat().st_mtime_ns >= shard.stat().st_mtime_ns:
-            if path.read_bytes() != offsets:
-                log.warning("%s: other offsets than the shard's samples have; left as it is", path)
-            return
-        replace_file(path, [offsets])
-
-
-def tar_idx(table: ShardTable) -> bytes:
-    """The right content of `X.tar.idx`."""
-    return table.starts + np.array([table.end], dtype="<u8").tobytes()

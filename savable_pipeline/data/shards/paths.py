@@ -34,6 +34,7 @@ _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http
 NOT_THERE = "no such path"  # the reason of an error
 NO_SHARD = "no shard"  # of another
 _LONGEST_PATH = 4096  # characters
+_REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # of the hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,13 @@ class ShardKind:
     cure: str = ""
     left_out: Callable[[str], bool] = lambda name: False  # of the names in a folder, those that are no data
 
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """How names end, of files that can be read and of those that cannot."""
+        return (*self.suffixes, *self.refused)
 
-TARS = ShardKind(
+
+TAR_FILES = ShardKind(
     (".tar",),
     (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
     ("a compressed tar", "compressed tars"),
@@ -71,7 +77,7 @@ def as_names(shards: Shards) -> str | tuple[str, ...]:
 
 def find_shards(
     shards: Shards,
-    kind: ShardKind = TARS,
+    kind: ShardKind = TAR_FILES,
     *,
     missing_too: bool = False,
     unlistable: Callable[[ShardError], None] = raise_it,
@@ -90,7 +96,7 @@ def find_shards(
         root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
         return root, with_handles(partial(_files_below, root, kind, unlistable, visited))
     paths = [path for spec in specs for path in _expand(spec, kind, missing_too, unlistable)]
-    if kind is TARS and len(paths) == 1 and (instead := instead_of_file(paths[0])):
+    if kind is TAR_FILES and len(paths) == 1 and (instead := instead_of_file(paths[0])):
         raise ShardError(f"{paths[0]}: no tar; {instead}", reason=NO_SHARD)
     if len(set(paths)) < len(paths):
         twice = Counter(paths).most_common(1)[0][0]
@@ -112,11 +118,14 @@ def spelled_out(shards: Shards) -> list[str]:
 def _spelled_out(spec: str) -> str:
     if _is_there(spec):
         return spec
-    for kind, instead in [("pipe:", _instead_of_pipe), ("hf://", _instead_of_hub)]:
-        if spec.startswith(kind):
-            raise ShardError(
-                clean_address(f"{spec}: {kind} cannot be read at an offset; write {instead(spec)} instead")
-            )
+    if spec.startswith("pipe:"):
+        instead = _instead_of_pipe(spec)
+        raise ShardError(clean_address(f"{spec}: pipe: cannot be read at an offset; write {instead} instead"))
+    if spec.startswith("hf://"):
+        raise ShardError(
+            f"{spec}: an address of the hub is not read: download the files, `{download(spec)}`, or name them by their "
+            f"URLs, such as {_url_on_hub(spec)}"
+        )
     spec = os.path.expandvars(spec)
     if spec.startswith("file:"):
         return _path_of_url(spec)
@@ -143,11 +152,27 @@ def _instead_of_pipe(spec: str) -> str:
     return url[0] if url else "the paths of the tars, or their URL"
 
 
-def _instead_of_hub(spec: str) -> str:
+def _url_on_hub(spec: str) -> str:
     place = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", spec)
     if place is None:
         return "https://huggingface.co/datasets/USER/NAME/resolve/main/PATH"
     return f"https://huggingface.co/datasets/{place[1]}/resolve/{place[2] or 'main'}/{place[3]}"
+
+
+def download(url: str) -> str:
+    """The command that downloads what an address of the hub names.
+
+    >>> from savable_pipeline.data.shards.paths import download
+    >>> download("hf://datasets/user/name@v2/data/*.parquet")
+    "hf download user/name --repo-type dataset --revision v2 --include 'data/*.parquet' --local-dir name"
+    """
+    parts = url.partition("://")[2].split("/")
+    kind = _REPOSITORIES.get(parts[0])
+    owner, name, *rest = [*(parts[1:] if kind else parts), "", ""]
+    name, _, revision = name.partition("@")
+    pattern = "/".join(part for part in rest if part)
+    options = {"repo-type": kind, "revision": revision, "include": pattern and f"'{pattern}'", "local-dir": name}
+    return " ".join([f"hf download {owner}/{name}", *(f"--{key} {value}" for key, value in options.items() if value)])
 
 
 def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[[ShardError], None]) -> list[Path]:

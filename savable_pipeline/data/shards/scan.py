@@ -1,51 +1,62 @@
-"""Scans a shard: reads all its headers and makes the shard's rows of the index, up to the first damage."""
+"""The format of tars: scans one, reading all its headers, and makes its rows of the index, up to the first damage."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_64
 
-from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.index_file import LayoutParts, Links, ShardTable
-from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import TAR, LayoutParts, Links, ShardIndex, ShardTable
+from savable_pipeline.data.shards.paths import TAR_FILES
+from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, samples
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
 
 _USUAL_END = 10_240 + 2 * BLOCK  # bytes of zeros at most, but for GNU tar's larger records
+_OFFSET = 8  # bytes of an offset in X.tar.idx
 _RECORDS = (1 << 14, 1 << 15, 1 << 16)
 
 
-def scan(root: Path, name: str) -> ShardTable:
-    """The table of one shard. Damage becomes the `fault` of its entry; the samples before it are kept."""
-    found = ShardRows(name)
-    size, fault = 0, ""
+def read_table(file: FileBytes, name: str) -> ShardTable:
+    """The table of a tar on a disk. Damage becomes the `fault` of its entry; the samples before it are kept."""
+    found, fault, fd = ShardRows(name), "", file.fileno()
     try:
-        fd = with_handles(lambda: os.open(root / name, os.O_RDONLY | os.O_CLOEXEC))
-        try:
-            size = os.fstat(fd).st_size
-            for extent in samples(name, fd, found.links):
-                found.add(extent)
-            for member in members(name, fd, found.end):
-                found.end = member.end
-        finally:
-            os.close(fd)
+        for extent in samples(name, fd, found.links):
+            found.add(extent)
+        for member in members(name, fd, found.end):
+            found.end = member.end
     except OSError as error:
         fault = f"{name}: {error.strerror}"
     except ShardError as error:
         fault = str(error)
     if not fault:
-        _tell_doubts(root / name, size, found)
-    return found.table(size, fault)
+        _tell_doubts(name, file.size, found)
+    return found.table(file.size, fault)
 
 
-def _tell_doubts(path: Path, size: int, found: ShardRows) -> None:
+def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+    """Whether some samples of a tar lie where the index says: the first, one in the middle, the last.
+
+    Its rows must be whole. True without a sample.
+    """
+    assert isinstance(index, TarIndex), index
+    rows, name = index.rows_of(number), index.shards.names[number]
+    some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
+    return all(index.lies_there(name, file.fileno(), row) for row in some)
+
+
+def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
     """Warns if a tar that is read to its end looks as if samples were lost from it."""
     zeros = size - found.end
     if not found.starts or size - found.in_samples > max(size // 2, _USUAL_END):
@@ -112,9 +123,55 @@ def _layout(extent: Extent) -> LayoutParts:
     return tuple(zip(extent.extensions, gaps, strict=True))
 
 
-def check_utf8(shard: str, name: str) -> None:
-    """Raises `ShardError` for the name of a shard, or of an extension in it, that an index cannot hold."""
+def write_tar_idx(shard: Path, table: ShardTable) -> None:
+    """Writes `X.tar.idx`, unless the place is read-only: little-endian uint64 offsets of the samples, then of the end.
+
+    A file with other offsets is replaced only if it is older than its shard.
+    """
+    offsets = tar_idx(table)
+    path = shard.with_suffix(".tar.idx")
+    with contextlib.suppress(OSError):
+        if path.exists() and path.stat().st_mtime_ns >= shard.stat().st_mtime_ns:
+            if path.read_bytes() != offsets:
+                log.warning("%s: other offsets than the shard's samples have; left as it is", path)
+            return
+        replace_file(path, [offsets])
+
+
+def tar_idx(table: ShardTable) -> bytes:
+    """The right content of `X.tar.idx`."""
+    return table.starts + np.array([table.end], dtype="<u8").tobytes()
+
+
+def tar_idx_fault(shard: Path, table: ShardTable) -> str:
+    """Why the offsets beside a shard are not those of its samples; empty if they are, or there are none."""
+    path = shard.with_suffix(".tar.idx")
+    expected = tar_idx(table)
     try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ShardError(f"{shard}: the name {name!r} is no UTF-8; rename it and write the shard again") from None
+        if path.stat().st_size != len(expected):
+            found = path.stat().st_size / _OFFSET - 1
+            return f"{path.name} has offsets of {found:g} samples, the shard has {len(expected) // _OFFSET - 1}"
+        found_offsets = path.read_bytes()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if found_offsets == expected:
+        return ""
+    first = int((np.frombuffer(found_offsets, "<u8") != np.frombuffer(expected, "<u8")).argmax())
+    return f"{path.name} has another offset for sample {first} than the shard"
+
+
+TARS = FileFormat(
+    TAR,
+    TAR_FILES,
+    "savable_pipeline.data.shards.scan:TARS",
+    read_table,
+    is_as_indexed,
+    INDEX_NAME,
+    TarIndex,
+    whole=True,
+    for_others=".idx",
+    leave_beside=write_tar_idx,
+    fault_beside=tar_idx_fault,
+)

@@ -26,12 +26,18 @@ _AT_ONCE = 4096  # names
 
 
 class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A shard in the index: name relative to the root, bytes, samples, and a hash of its members' names and places.
+    """A shard in the index.
 
-    `fault` says how it was damaged when it was indexed; its samples are then those before the damage.
+    Attributes:
+        name: Its name relative to the root.
+        size: Its bytes.
+        samples: The number of its samples; of a damaged shard, those before the damage.
+        digest: A hash of its members' names and places.
+        fault: The damage found when it was indexed; "" for none.
 
-    >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
-    100
+    Example:
+        >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
+        100
     """
 
     name: str
@@ -184,3 +190,11 @@ class ShardList(Sequence[ShardEntry]):
         """Name, samples and digest of each."""
         columns = zip(self.names, self.samples.tolist(), self.digests.tolist(), strict=True)
         return [list(row) for row in columns]
+
+
+def check_utf8(shard: str, name: str) -> None:
+    """Raises `ShardError` for the name of a shard, or of an extension in it, that an index cannot hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ShardError(f"{shard}: the name {name!r} is no UTF-8; rename it and write the shard again") from None

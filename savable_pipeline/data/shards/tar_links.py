@@ -11,8 +11,8 @@ import posixpath
 from collections.abc import Iterable
 
 from savable_pipeline.core.wording import counted
-from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.tar import Extent, Member, members, split_name
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import ShardError
 
 _SEVERAL = "twice in its sample"
@@ -28,7 +28,7 @@ def links_warning(address: str, count: int, first: str) -> str:
     )
 
 
-def links_told(address: str, index: ShardIndex, numbers: Iterable[int]) -> str:
+def links_told(address: str, index: TarIndex, numbers: Iterable[int]) -> str:
     """What to say of the links in these shards of an index, as far as it counts them; empty without any."""
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:

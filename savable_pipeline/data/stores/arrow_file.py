@@ -20,19 +20,18 @@ import contextlib
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_footer import MAGIC, FooterError, read_footer
-from savable_pipeline.data.stores.file_bytes import FileBytes
-from savable_pipeline.data.stores.file_format import FileFormat, scan_file
 from savable_pipeline.data.stores.flatbuffer import Table
-from savable_pipeline.data.stores.place_index import FileTable, Places
 
 _FEATHER_1 = b"FEA1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
@@ -89,12 +88,7 @@ def batches_of(places: Places) -> Batches:
     return Batches(schema, False, offsets[:-1], offsets[1:], rows, digests)
 
 
-def scan(root: Path, name: str) -> FileTable:
-    """See `scan_file`."""
-    return scan_file(root, name, ARROW)
-
-
-def read_table(file: FileBytes, name: str) -> FileTable:
+def read_table(file: FileBytes, name: str) -> ShardTable:
     """Entry and batches of a file; damage is the entry's fault, and the batches before it are taken."""
     found = _Found()
     try:
@@ -104,18 +98,19 @@ def read_table(file: FileBytes, name: str) -> FileTable:
     places = _places(found)
     rows = sum(message.rows for message in found.batches)
     digest = _digest(places, found.schema_digest)
-    return FileTable(
+    return ShardTable(
         ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), places.tobytes()
     )
 
 
-def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
+def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether schema, first batch, one in the middle and the last are where they were, laid out as they were."""
-    batches = batches_of(table.array())
+    assert isinstance(index, PlaceIndex), index
+    batches = batches_of(index.places(number))
     count = len(batches.rows)
     try:
         schema = read_footer(file).digest if batches.in_footer else read_message(file, batches.schema).digest
-        if _digest(table.array(), schema) != table.entry.digest:
+        if _digest(index.places(number), schema) != int(index.shards.digests[number]):
             return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
             if read_message(file, int(batches.begins[i])).digest != batches.digests[i]:
@@ -275,9 +270,10 @@ def _places(found: _Found) -> Places:
 ARROW = FileFormat(
     "arrow",
     ShardKind((".arrow", ".feather", ".ipc"), left_out=lambda name: name.startswith(("cache-", "tmp"))),
-    "savable_pipeline.data.stores.arrow_file:scan",
+    "savable_pipeline.data.stores.arrow_file:ARROW",
     read_table,
     is_as_indexed,
+    ".nv-meta/savable.arrow.index",
     no_places=2,
     splits="dataset_dict.json",
 )

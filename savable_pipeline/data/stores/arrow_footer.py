@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.data.stores.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.stores.flatbuffer import Table
 
 MAGIC = b"ARROW1"

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from savable_pipeline.core.replaceable import is_replaced
 from savable_pipeline.core.wording import human_bytes
-from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.arrow_file import (
-    ARROW,
     Batches,
     Message,
     MessageError,
@@ -28,12 +26,8 @@ from savable_pipeline.data.stores.arrow_file import (
     read_message,
 )
 from savable_pipeline.data.stores.arrow_footer import file_of_footer
-from savable_pipeline.data.stores.cached_blocks import CachedBlocks
-from savable_pipeline.data.stores.columnar_store import ColumnarStore, Decoded
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
-from savable_pipeline.data.stores.local_files import LocalFiles
-from savable_pipeline.data.stores.saved_dataset import data_files
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, Decoded
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.errors import SavableError
 
 _OPEN = 256  # files
@@ -57,20 +51,9 @@ class ArrowStore(ColumnarStore):
     of `ColumnarStore`. Raises `ShardError`, and ValueError for a column that is not there.
     """
 
-    def __init__(
-        self,
-        files: Shards | IndexedFiles,
-        *,
-        columns: tuple[str, ...] | None = None,
-        key: str | None = None,
-        blocks: DecodedBlocks[Any] | None = None,
-        partial: bool = False,
-        tolerant: bool = False,
-        unlistable: Unlistable = raise_it,
-    ) -> None:
+    def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         self._open: OrderedDict[int, _File] = OrderedDict()
-        found = open_files(data_files(files), ARROW, tolerant=tolerant, unlistable=unlistable)
-        super().__init__(found, ARROW, columns, key, blocks, partial)
+        super().__init__(found, **settings)
 
     def group_ends(self, shard: int) -> list[int]:
         """See `ColumnarStore.group_ends`."""
@@ -88,7 +71,7 @@ class ArrowStore(ColumnarStore):
         begin, end = int(file.batches.begins[group]), int(file.batches.ends[group])
         try:
             self.check_columns(shard, file.schema.names)
-            if isinstance(self.files, LocalFiles):
+            if not self.files.behind_url:
                 self.files.read(shard, end - 1, 1)  # of a file that was cut short, the error says so
             message = read_message(self.file(shard), begin)
             if message.digest != file.batches.digests[group]:
@@ -102,7 +85,7 @@ class ArrowStore(ColumnarStore):
 
     def _batch(self, shard: int, begin: int, end: int, message: Message, file: _File) -> Decoded:
         """A record batch: viewed, read, or to be read by value."""
-        if isinstance(self.files, CachedBlocks):
+        if self.files.behind_url:
             raw, size = self._fetched(shard, begin, end, message, file.schema), end - begin
         elif is_replaced():
             raw, size = self._view(shard, file)[begin:end], _VIEW
@@ -163,7 +146,7 @@ class ArrowStore(ColumnarStore):
         import pyarrow as pa
 
         if batches.in_footer:
-            tail = self.files.read(shard, batches.schema, self.entries[shard].size - batches.schema)
+            tail = self.files.read(shard, batches.schema, int(self.entries.sizes[shard]) - batches.schema)
             return pa.ipc.open_file(pa.BufferReader(file_of_footer(tail))).schema
         message = read_message(self.file(shard), batches.schema)
         raw = self.files.read(shard, message.offset, message.end - message.offset)
@@ -176,7 +159,7 @@ class ArrowStore(ColumnarStore):
         descriptor, path = self.files[shard], self.files.path(shard)
         self.files.watch_view(shard, path)
         try:
-            file.view = memoryview(mmap.mmap(descriptor, self.entries[shard].size, access=mmap.ACCESS_READ))
+            file.view = memoryview(mmap.mmap(descriptor, int(self.entries.sizes[shard]), access=mmap.ACCESS_READ))
         except OSError as error:
             raise self.damaged(shard, "the file", error.strerror or str(error)) from error
         return file.view

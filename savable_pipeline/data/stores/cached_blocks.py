@@ -19,10 +19,10 @@ from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Downloader, Urgency
 from savable_pipeline.data.remote.remote_files import RemotePlace
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
+from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.download_blocks import DownloadBlocks
 from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
-from savable_pipeline.data.stores.file_bytes import FileBytes
 from savable_pipeline.data.stores.shard_files import T
 from savable_pipeline.errors import RemoteError, ShardError
 
@@ -66,9 +66,6 @@ class CachedBlocks(DownloadedFiles):
     def path(self, shard: int) -> Path:
         """The file in the cache."""
         return self._cached.path(shard)
-
-    def prefetch(self, indices: Rows) -> None:
-        """A store knows which bytes its samples need: see `prefetch_bytes`."""
 
     def file(self, shard: int) -> FileBytes:
         """A file as formats read it."""
@@ -205,3 +202,7 @@ class CachedBytes:
         """See `FileBytes.beside`."""
         path = self._files.place.beside(self._whole_name).with_suffix(suffix)
         return path if path.exists() else None
+
+    def fileno(self) -> int:
+        """See `FileBytes.fileno`."""
+        raise OSError(f"{self._files.name(self._shard)}: no file on a disk")

@@ -14,43 +14,62 @@ import numpy as np
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
-from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.downloader import Urgency
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.download_blocks import Block, DownloadBlocks
 from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
-from savable_pipeline.data.stores.indexed_shards import IndexedShards
-from savable_pipeline.data.stores.presence import Presence
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.shard_files import Locate, Read, T, Where
 from savable_pipeline.errors import RemoteError, ShardError
 
 _TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
 _TOUCH_S = 10.0
+_LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks whether all are present: seconds, and times what a look takes
+
+
+class Presence:
+    """The flags of a cached version (see `shard_cache`). If all samples are `kept`, looks whether all are present."""
+
+    def __init__(self, cached: ShardCache, numbers: Rows, *, kept: bool) -> None:
+        self.present, self.used, self.evictions = cached.present.data, cached.used.data, cached.evictions
+        self.complete_at = -1  # the count of evictions when every sample was present; -1: not all are
+        self._cached, self._kept = cached, kept
+        self._numbers = numbers  # of the shards with samples, in the cache's index
+        self._look_at = 0.0
+
+    def is_complete(self) -> bool:
+        """Whether every sample was found in the cache, and nothing was evicted since."""
+        if self.evictions[0] == self.complete_at:
+            return True
+        self.complete_at = -1
+        return False
+
+    def look(self, now: float) -> None:
+        """Looks, now and then, whether every sample is present: then nothing need be announced, or looked up by row."""
+        if not self._kept or now < self._look_at:
+            return
+        evictions = self.evictions[0]
+        if self._cached.all_present(self._numbers):
+            self.complete_at = evictions
+        self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
 
 
 class CachedFiles(DownloadedFiles):
-    """The shards below `url`, in the version `cached` of the cache `folder`, which is bounded to `limit` bytes."""
+    """Tars behind a URL: of the cache, each row is a sample."""
 
-    def __init__(
-        self,
-        url: str,
-        shards: IndexedShards,
-        cached: ShardCache,
-        folder: Path,
-        limit: int,
-        downloader: Downloader | None = None,
-    ) -> None:
-        super().__init__(folder, limit, downloader)
-        self._url, self._shards, self._cached = url, shards, cached
-        size = int(shards.sizes_in_bytes.sum())
-        fits = size <= limit * PREFETCH_SHARE
-        self._blocks = DownloadBlocks(cached, in_pieces=fits)
-        self._presence = Presence(cached, shards, kept=fits)
-        self._prefetch_refs = self.refs_ahead(size / shards.count)
+    def __init__(self, found: IndexedFiles) -> None:
+        assert found.remote is not None, found.address
+        remote = found.remote
+        super().__init__(remote.folder, remote.limit, found.downloader)
+        self._url, self._found, self._cached = remote.url, found, remote.cached
+        fits = int(found.entries.sizes.sum()) <= remote.limit * PREFETCH_SHARE
+        self._blocks = DownloadBlocks(self._cached, in_pieces=fits)
+        self._presence = Presence(self._cached, found.numbers[found.entries.samples > 0], kept=fits)
+        self._prefetch_refs = self.refs_ahead(found.mean_bytes)
         self._touch_at = 0.0  # when to touch the shards again
         self._checked: set[int] = set()  # shards whose rows in the index were checked
-        self._rows = self.located(shards.rows)
 
     def _forget_announced(self) -> None:
         self._blocks.forget_announced()
@@ -62,17 +81,13 @@ class CachedFiles(DownloadedFiles):
 
     def path(self, shard: int) -> Path:
         """The shard's file in the cache."""
-        return self._cached.path(self._number(shard))
-
-    def _number(self, shard: int) -> int:
-        """The number of a shard in the cache's index, which may hold more shards."""
-        return self._cached.shard_of(int(self._shards.first_rows[shard]))
+        return self._cached.path(int(self._found.numbers[shard]))
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard's file in the cache; rows that are damaged there are marked as not present."""
-        number, checked = self._number(shard), shard in self._checked
+        number, checked = int(self._found.numbers[shard]), shard in self._checked
         if not checked:
-            self._shards.check_rows(shard)
+            self._found.check_rows(shard)
         try:
             descriptor = self._cached.open(number)
         except OSError as error:
@@ -116,8 +131,9 @@ class CachedFiles(DownloadedFiles):
 
     def located(self, rows: Locate) -> Locate:
         """`rows`, made to fetch what is not here of the index first."""
-        parts, numbers = self._cached.layout.parts, self._shards.numbers
+        parts, numbers = self._cached.layout.parts, self._found.numbers
         if parts is None:
+            self._rows = rows
             return rows
 
         def fetched(shards: Rows, places: Rows) -> Rows:
@@ -126,6 +142,7 @@ class CachedFiles(DownloadedFiles):
                 self._call("index_rows", self._url, str(self._cached.folder), np.sort(absent).tolist())
             return rows(shards, places)
 
+        self._rows = fetched
         return fetched
 
     def has_all_rows(self) -> bool:
@@ -139,8 +156,8 @@ class CachedFiles(DownloadedFiles):
         if self._presence.is_complete() and now < self._touch_at:
             return
         self._touch_at = now + _TOUCH_S
-        shards = self._shards.shards_of(indices)
-        rows = self._rows(shards, indices - self._shards.firsts[shards])
+        shards = self._found.shards_of(indices)
+        rows = self._rows(shards, indices - self._found.firsts[shards])
         present = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
         self._cached.touch(rows[present])
@@ -166,7 +183,7 @@ class CachedFiles(DownloadedFiles):
         start, stop = self._cached.extent(row, row + 1)
         if stop - start <= PIECE:
             return None
-        (offset, size), entry = place, self._shards.entries[shard]
+        (offset, size), entry = place, self._found.entries[shard]
         if not size:
             return b""
         data: bytes = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
@@ -185,7 +202,7 @@ class CachedFiles(DownloadedFiles):
 
     def _evicted(self, shard: int) -> RemoteError:
         return RemoteError(
-            f"{self._url}/{self._shards.entries[shard].name}: a sample was evicted {_TRIES} times before it could be "
+            f"{self._url}/{self._found.entries.names[shard]}: a sample was evicted {_TRIES} times before it could be "
             f"read; the cache of {self._limit} bytes is too small for what its processes read at once: give a larger "
             "cache_bytes"
         )

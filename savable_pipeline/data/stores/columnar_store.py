@@ -10,16 +10,15 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Collection
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
-from savable_pipeline.data.stores.file_format import FileFormat
-from savable_pipeline.data.stores.file_indexing import IndexedFiles
 from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.errors import ShardError
 
 if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
@@ -38,6 +37,15 @@ class Decoded(NamedTuple):
     unread: Unread | None = None
 
 
+class ColumnSettings(TypedDict, total=False):
+    """The settings of a `ColumnarStore`."""
+
+    columns: tuple[str, ...] | None
+    key: str | None
+    blocks: DecodedBlocks[Any] | None
+    partial: bool
+
+
 class ColumnarStore(FileStore):
     """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
 
@@ -46,23 +54,16 @@ class ColumnarStore(FileStore):
     of it. Raises ValueError for a column that the first file does not have.
     """
 
-    def __init__(
-        self,
-        found: IndexedFiles,
-        form: FileFormat,
-        columns: tuple[str, ...] | None,
-        key: str | None,
-        blocks: DecodedBlocks[Any] | None,
-        partial: bool,
-    ) -> None:
-        super().__init__(found, form)
-        self.columns, self.key_column, self.partial = columns, key, partial
-        self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
+    def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
+        super().__init__(found)
+        self.columns, self.key_column = settings.get("columns"), settings.get("key")
+        self.partial = settings.get("partial", False)
+        self.blocks: DecodedBlocks[Any] = settings.get("blocks") or DecodedBlocks(DECODED_BYTES)
         self._me = object()  # in the cache's keys: a number could be another store's, later
         self.awaited = AwaitedRows()
         self._last: tuple[int, int, Any, int] = -1, 0, None, 0  # shard, row, rows and place of the row found last
         self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
-        if columns is not None or key is not None:
+        if self.columns is not None or self.key_column is not None:
             self._check_columns_of_first()
 
     all_used = False  # columns that are not asked for are not read
@@ -93,10 +94,9 @@ class ColumnarStore(FileStore):
         """The columns of images that were JSON once, as the first file that can be read says: see media_columns.py."""
         from savable_pipeline.data.stores.media_columns import parts_since
 
-        for shard, entry in enumerate(self.entries):
-            if entry.samples:
-                with contextlib.suppress(ShardError):
-                    return parts_since(self.schema(shard), self.wanted)
+        for shard in np.flatnonzero(self.entries.samples).tolist():
+            with contextlib.suppress(ShardError):
+                return parts_since(self.schema(shard), self.wanted)
         return {}
 
     @property
@@ -162,7 +162,7 @@ class ColumnarStore(FileStore):
         """The columns of images that may hold one of these parts: none, where each of them is another column's name."""
         from savable_pipeline.data.stores.media_columns import is_media, is_media_list
 
-        schema = self.schema(next(shard for shard, entry in enumerate(self.entries) if entry.samples))
+        schema = self.schema(next(iter(np.flatnonzero(self.entries.samples).tolist())))
         media = [field.name for field in schema if is_media(field.type) or is_media_list(field.type)]
         plain = {name.lower() for name in schema.names if name not in media}
         return media if not plain.issuperset(parts) else []
@@ -201,7 +201,7 @@ class ColumnarStore(FileStore):
                 )
 
     def _check_columns_of_first(self) -> None:
-        shard = next((i for i, entry in enumerate(self.entries) if entry.samples), None)
+        shard = next(iter(np.flatnonzero(self.entries.samples).tolist()), None)
         try:
             known = None if shard is None else self.schema(shard).names
         except ShardError:  # it is raised, or skipped, when a sample of the file is read
@@ -252,7 +252,7 @@ class ColumnarStore(FileStore):
             raise
         hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None
         try:
-            constants = partition_values(self.entries[shard].name)
+            constants = partition_values(self.entries.names[shard])
             rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial, unread=unread)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error

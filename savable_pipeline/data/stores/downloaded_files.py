@@ -24,6 +24,8 @@ class DownloadedFiles(ShardFiles):
     A `downloader` that is given is used as long as it lives, and stays open.
     """
 
+    behind_url = True
+
     def __init__(self, folder: Path, limit: int, downloader: Downloader | None = None) -> None:
         super().__init__()
         self._folder, self._limit = folder, limit

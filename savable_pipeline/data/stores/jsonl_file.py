@@ -7,7 +7,6 @@ spaces too, lie at the end of the line before them.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_64
@@ -15,11 +14,11 @@ from xxhash import xxh3_64
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_bytes import FileBytes
-from savable_pipeline.data.stores.file_format import FileFormat, scan_file
-from savable_pipeline.data.stores.place_index import FileTable, Places
 
 _CHUNK = 1 << 22
 _COMPARED = 1 << 16  # bytes of a line that are compared
@@ -28,12 +27,7 @@ _FEW = 64  # bytes of a line that are looked at first, to see whether it is blan
 _MARK = b"\xef\xbb\xbf"
 
 
-def scan(root: Path, name: str) -> FileTable:
-    """See `scan_file`."""
-    return scan_file(root, name, JSONL)
-
-
-def read_table(file: FileBytes, name: str) -> FileTable:
+def read_table(file: FileBytes, name: str) -> ShardTable:
     """Entry and lines of a file; damage is the entry's fault, and the lines before it are samples."""
     fault, places = text_fault(file.read(0, HEAD), file.name), np.zeros(1, "<u8")
     if not fault:
@@ -41,13 +35,14 @@ def read_table(file: FileBytes, name: str) -> FileTable:
     entry = ShardEntry(
         name, file.size, len(places) - 1, _digest(file, places), encodable(f"{name}: {fault}") if fault else ""
     )
-    return FileTable(entry, places.tobytes())
+    return ShardTable(entry, places.tobytes())
 
 
-def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
+def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether the first line, one in the middle and the last are what they were, where they were."""
+    assert isinstance(index, PlaceIndex), index
     try:
-        return _digest(file, table.array()) == table.entry.digest
+        return _digest(file, index.places(number)) == int(index.shards.digests[number])
     except OSError:
         return False
 
@@ -141,8 +136,10 @@ JSONL = FileFormat(
         ("a compressed JSONL file", "compressed JSONL files"),
         "`gzip -dk` or `zstd -d` unpacks",
     ),
-    "savable_pipeline.data.stores.jsonl_file:scan",
+    "savable_pipeline.data.stores.jsonl_file:JSONL",
     read_table,
     is_as_indexed,
+    ".nv-meta/savable.jsonl.index",
+    whole=True,
     no_places=1,
 )

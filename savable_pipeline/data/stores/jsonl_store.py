@@ -9,11 +9,10 @@ import numpy as np
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.part_types import find_part
-from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
 from savable_pipeline.data.stores.file_store import FileStore
-from savable_pipeline.data.stores.jsonl_file import JSONL, LONGEST_LINE, without_mark
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.jsonl_file import LONGEST_LINE, without_mark
 from savable_pipeline.data.stores.plain_values import as_part
 
 LINE = "json"  # the part that is the whole line
@@ -28,15 +27,8 @@ class JsonlStore(FileStore):
 
     unit = "byte offset"
 
-    def __init__(
-        self,
-        files: Shards | IndexedFiles,
-        *,
-        key: str | None = None,
-        tolerant: bool = False,
-        unlistable: Unlistable = raise_it,
-    ) -> None:
-        super().__init__(open_files(files, JSONL, tolerant=tolerant, unlistable=unlistable), JSONL)
+    def __init__(self, found: IndexedFiles, *, key: str | None = None) -> None:
+        super().__init__(found)
         self.key_column = key
         self._starts: dict[int, memoryview] = {}  # by shard
 
@@ -68,6 +60,10 @@ class JsonlStore(FileStore):
     def offset(self, shard: int, row: int) -> int:
         """The offset of the line in its file, in bytes."""
         return int(self.places(shard)[row])
+
+    def part_offset(self, shard: int, row: int, extension: str) -> int:
+        """The same: a field is a part of its line."""
+        return self.offset(shard, row)
 
     def part_sizes(self) -> dict[str, Rows]:
         """The sizes of the lines, with their ends."""

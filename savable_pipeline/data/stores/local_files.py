@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from savable_pipeline.core.open_files import is_out_of_handles
+from savable_pipeline.data.shards.file_bytes import LocalBytes
 from savable_pipeline.data.shards.fresh_mark import forget_mark
-from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.file_bytes import FileBytes, LocalBytes
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.pins import Pins
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import ShardError
@@ -19,41 +18,19 @@ from savable_pipeline.errors import ShardError
 _SLOTS_SHOWN = 20
 
 
-class Indexed(Protocol):
-    """What an index says of shards: what they must be when they are opened."""
-
-    @property
-    def entries(self) -> Sequence[ShardEntry]: ...
-    @property
-    def index_path(self) -> Path: ...
-    def check_rows(self, shard: int) -> None:
-        """Raises `ShardError` if what the index says of a shard is damaged."""
-
-    def is_as_written(self, shard: int, descriptor: int) -> bool:
-        """Whether an open shard, of the right size, is the one that was indexed."""
-
-
 class LocalFiles(ShardFiles):
-    """The shards below the folder `root`."""
+    """The shards of a folder."""
 
-    def __init__(self, root: Path, shards: Indexed) -> None:
+    def __init__(self, found: IndexedFiles) -> None:
         super().__init__()
-        self._root = root
-        self._shards = shards
+        self._found = found
         self._checked: set[int] = set()  # shards whose rows in the index, and some of whose samples, were checked
         self._pins = Pins()
         self._viewed: dict[int, Path] = {}  # files that are mapped: used also while no descriptor of them is kept
 
     def path(self, shard: int) -> Path:
         """The file of a shard."""
-        return self._root / self._shards.entries[shard].name
-
-    def prefetch(self, indices: Rows) -> None:
-        """Nothing is done ahead for files on a disk."""
-
-    def file(self, shard: int) -> FileBytes:
-        """A file as formats read it, at once."""
-        return LocalBytes(self.path(shard), self[shard])
+        return self._found.root / self._found.entries.names[shard]
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
@@ -71,7 +48,7 @@ class LocalFiles(ShardFiles):
             self._check(shard, descriptor, path)
         except BaseException as error:
             if isinstance(error, ShardError):
-                forget_mark(self._shards.index_path)
+                forget_mark(self._found.index_path)
             os.close(descriptor)
             raise
         return descriptor
@@ -92,7 +69,7 @@ class LocalFiles(ShardFiles):
         try:
             if descriptor is None or number < 0:
                 descriptor = own = _open_without_atime(self.path(shard))
-            return self._shards.is_as_written(shard, descriptor)
+            return self._found.is_as_indexed(shard, LocalBytes(self.path(shard), descriptor))
         except (OSError, ShardError):
             return False
         finally:
@@ -110,21 +87,22 @@ class LocalFiles(ShardFiles):
 
         (The first sample, one in the middle and the last: the rest of the shard is not read.)
         """
-        entry = self._shards.entries[shard]
-        stat = os.fstat(descriptor)
-        size = stat.st_size
-        if size != entry.size:
+        found, stat = self._found, os.fstat(descriptor)
+        size = int(found.entries.sizes[shard])
+        if stat.st_size != size:
             raise ShardError(
-                f"{path}: {size} bytes, but {entry.size} when it was indexed; the shard was rewritten or cut short "
+                f"{path}: {stat.st_size} bytes, but {size} when it was indexed; the shard was rewritten or cut short "
                 "since: start again or run `savable index` to index it, or put the old shard back",
                 reason="changed shard",
             )
         if shard not in self._checked:
-            self._shards.check_rows(shard)
-            if not self._shards.is_as_written(shard, descriptor):
+            found.check_rows(shard)
+            if not found.is_as_indexed(shard, LocalBytes(path, descriptor)):
+                beside = found.form.beside[1]
+                what = f"the shard, or its {beside}, was" if beside else "its samples lie elsewhere: the shard was"
                 raise ShardError(
-                    f"{path}: as large as when it was indexed, but its samples lie elsewhere: the shard was rewritten "
-                    f"since; remove {self._shards.index_path} and start again to index it, or put the old shard back",
+                    f"{path}: as large as when it was indexed, but {what} rewritten since; remove {found.index_path} "
+                    "and start again to index it, or put the old shard back",
                     reason="changed shard",
                 )
             self._checked.add(shard)

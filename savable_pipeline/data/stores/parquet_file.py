@@ -5,18 +5,17 @@ Places of a file in the index: for each row group its rows, then for each the by
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_bytes import FileBytes
-from savable_pipeline.data.stores.file_format import FileFormat, scan_file
-from savable_pipeline.data.stores.place_index import FileTable
 
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _LARGEST_FOOTER = 1 << 29
@@ -27,12 +26,7 @@ class FooterError(ValueError):
     """The footer of a file is missing, or cannot be true."""
 
 
-def scan(root: Path, name: str) -> FileTable:
-    """See `scan_file`."""
-    return scan_file(root, name, PARQUET)
-
-
-def read_table(file: FileBytes, name: str) -> FileTable:
+def read_table(file: FileBytes, name: str) -> ShardTable:
     """Entry and row groups of a file; damage is the entry's fault."""
     try:
         footer = read_footer(file)
@@ -40,7 +34,7 @@ def read_table(file: FileBytes, name: str) -> FileTable:
     except FooterError as error:
         return PARQUET.unreadable(name, file.size, str(error))
     entry = ShardEntry(name, file.size, sum(rows), xxh3_64_intdigest(footer))
-    return FileTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
+    return ShardTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
 
 
 def read_footer(file: FileBytes) -> bytes:
@@ -57,10 +51,10 @@ def read_footer(file: FileBytes) -> bytes:
     return file.read(size - 8 - length, length)
 
 
-def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
+def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether a file has the footer that it had."""
     try:
-        return xxh3_64_intdigest(read_footer(file)) == table.entry.digest
+        return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
     except (FooterError, OSError):
         return False
 
@@ -118,7 +112,8 @@ def _first_line(error: Exception) -> str:
 PARQUET = FileFormat(
     "parquet",
     ShardKind((".parquet", ".pq", ".parq")),
-    "savable_pipeline.data.stores.parquet_file:scan",
+    "savable_pipeline.data.stores.parquet_file:PARQUET",
     read_table,
     is_as_indexed,
+    ".nv-meta/savable.parquet.index",
 )

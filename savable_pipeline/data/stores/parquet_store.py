@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from savable_pipeline.core.wording import human_bytes
-from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.columnar_store import ColumnarStore, Decoded
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
-from savable_pipeline.data.stores.parquet_file import PARQUET, column_bytes, parsed_footer, read_footer
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, Decoded
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.parquet_file import column_bytes, parsed_footer, read_footer
 from savable_pipeline.data.stores.positioned_file import PositionedFile
 from savable_pipeline.errors import SavableError
 
@@ -28,22 +26,11 @@ class ParquetStore(ColumnarStore):
     `ShardError`, and ValueError for a column that is not there.
     """
 
-    def __init__(
-        self,
-        files: Shards | IndexedFiles,
-        *,
-        columns: tuple[str, ...] | None = None,
-        key: str | None = None,
-        blocks: DecodedBlocks[Any] | None = None,
-        partial: bool = False,
-        tolerant: bool = False,
-        unlistable: Unlistable = raise_it,
-    ) -> None:
+    def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         self._ends: dict[int, list[int]] = {}
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._column_bytes: dict[int, list[Rows]] = {}  # of each row group of a shard: int64 (columns, 2)
-        found = open_files(files, PARQUET, tolerant=tolerant, unlistable=unlistable)
-        super().__init__(found, PARQUET, columns, key, blocks, partial)
+        super().__init__(found, **settings)
         self.decoded_bytes = self.blocks.limit
 
     def group_rows(self, shard: int) -> list[int]:
@@ -120,7 +107,7 @@ class ParquetStore(ColumnarStore):
 
         found = self._open.pop(shard, None)
         if found is None:
-            raw = PositionedFile(self.files, shard, self.entries[shard].size)
+            raw = PositionedFile(self.files, shard, int(self.entries.sizes[shard]))
             footer = parsed_footer(read_footer(self.file(shard)))
             found = pq.ParquetFile(raw, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         self._open[shard] = found

@@ -1,6 +1,6 @@
 """Asks the kernel to read samples ahead (`posix_fadvise`) as their refs enter the buffer, so that the disk works ahead.
 
-Measured with parts of 25 kB that are not in memory: twice the rate (tools/bench_reading.py cold). A call costs 1 to
+Measured with parts of 25 kB that are not in memory: twice the rate (tools/bench/reading.py cold). A call costs 1 to
 10 µs a sample, so none is made where a look at some blocks finds them in memory, nor for small samples, which the
 kernel reads ahead by itself.
 """
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Protocol
 
 import numpy as np
 
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.indexed_shards import IndexedShards
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import SavableError
 
@@ -21,14 +22,24 @@ _BLOCKS_TRIED = 16  # blocks that are looked at to tell whether all are in memor
 SMALL = 16_384  # mean bytes of a sample, below which nothing is announced
 
 
-def readahead(shards: IndexedShards, files: ShardFiles, indices: Rows) -> None:
+class Extents(Protocol):
+    """Where samples lie in their files."""
+
+    found: IndexedFiles
+
+    def extents(self, first: Rows, last: Rows, shards: Rows, /) -> tuple[Rows, Rows]:
+        """The first byte, and the byte after the last, of runs of samples `first` to `last`, each run in one shard."""
+
+
+def readahead(rows: Extents, files: ShardFiles, indices: Rows) -> None:
     """Asks the kernel to read these samples, one call per contiguous run. Shards that cannot be opened are left out."""
-    if shards.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
+    found = rows.found
+    if found.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
         return
-    numbers = np.searchsorted(shards.firsts, indices, side="right") - 1
+    numbers = found.shards_of(indices)
     first = np.flatnonzero((np.diff(indices, prepend=-2) != 1) | (np.diff(numbers, prepend=-1) != 0))
     last = np.append(first[1:], len(indices)) - 1
-    begins, ends = shards.extents(indices[first], indices[last], numbers[first])
+    begins, ends = rows.extents(indices[first], indices[last], numbers[first])
     runs = list(zip(numbers[first].tolist(), begins.tolist(), ends.tolist(), strict=True))
     if in_memory(files, runs[:: -(-len(runs) // _BLOCKS_TRIED)]):
         return

@@ -6,8 +6,8 @@ import io
 
 from savable_pipeline.data.remote.remote_files import place_of_object
 from savable_pipeline.data.remote.scratch import shared_downloader
+from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
-from savable_pipeline.data.stores.file_bytes import FileBytes
 
 _AHEAD = 64 << 20  # bytes that are announced ahead
 

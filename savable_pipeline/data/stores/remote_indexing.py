@@ -23,13 +23,14 @@ from savable_pipeline.data.remote.remote_files import (
 )
 from savable_pipeline.data.remote.scratch import RemoteObject, scratch, scratch_place
 from savable_pipeline.data.remote.urls import RemoteShards
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.indexing import Progress, check_none_gone
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
-from savable_pipeline.data.stores.file_bytes import FileBytes
-from savable_pipeline.data.stores.file_format import FileFormat
-from savable_pipeline.data.stores.place_index import FileTable, PlaceIndex, write_place_index
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def open_remote_files(
     tolerant: bool = False,
     engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
-) -> tuple[RemotePlace, list[str], PlaceIndex]:
+) -> tuple[RemotePlace, list[str], ShardIndex]:
     """The place of the files of these URLs, their names, and their index, which is made if it is not in the cache.
 
     `progress` is told of files that are read to be indexed: here, or by the machines of an `engine`. With `tolerant`, a
@@ -62,7 +63,7 @@ def open_remote_files(
         index = _read(version.place.places, form)
         if index is None:
             _write(version, form, tolerant, progress, engine)
-            index = PlaceIndex(version.place.places, form.name)
+            index = form.index_at(version.place.places)
         return version.place, version.names, index
 
 
@@ -77,7 +78,8 @@ def index_remote_files(
     Returns the path of the index, and the files with a fault.
     """
     place, names, index = open_remote_files(files, form, tolerant=False, engine=engine, progress=progress)
-    return place.places, [index.entries[name] for name in names if index.entries[name].fault]
+    faults, wanted = index.shards.faults, set(names)
+    return place.places, [index.shards[n] for n in sorted(faults) if index.shards.names[n] in wanted]
 
 
 def look_up_files(files: Shards, form: FileFormat) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
@@ -88,25 +90,25 @@ def look_up_files(files: Shards, form: FileFormat) -> tuple[RemoteShards, Path, 
 
 
 def _index_kind(form: FileFormat) -> IndexKind:
-    return IndexKind(form.index_name, lambda path: list(PlaceIndex(path, form.name).entries))
+    return IndexKind(form.index_name, lambda path: list(form.index_at(path).shards.names))
 
 
-def _read(path: Path, form: FileFormat) -> PlaceIndex | None:
+def _read(path: Path, form: FileFormat) -> ShardIndex | None:
     with contextlib.suppress(OSError, ValueError, ShardError):
-        return PlaceIndex(path, form.name)
+        return form.index_at(path)
     return None
 
 
-def _own_tables(url: str, path: Path | None, form: FileFormat) -> dict[str, FileTable]:
+def _own_tables(url: str, path: Path | None, form: FileFormat) -> dict[str, ShardTable]:
     """What the index that lies beside the files says, by name."""
     if path is None:
         return {}
     try:
-        index = PlaceIndex(path, form.name)
+        index = form.index_at(path)
     except (OSError, ValueError, ShardError) as error:
         log.warning("%s/%s: %s; making another", url, form.index_name, error)
         return {}
-    return {name: index.table(name) for name in index.entries if index.is_whole(name)}
+    return {name: index.table(n) for n, name in enumerate(index.shards.names) if index.is_whole(n)}
 
 
 def _write(version: RemoteVersion, form: FileFormat, tolerant: bool, progress: Progress, engine: Engine | None) -> None:
@@ -128,16 +130,16 @@ def _write(version: RemoteVersion, form: FileFormat, tolerant: bool, progress: P
         for done, table in enumerate(scanned, 1):
             tables[table.entry.name] = table
             progress(done, len(missing))
-    write_place_index(version.place.places, form.name, [tables[name] for name in sorted(tables)])
+    write_index(version.place.places, (tables[name] for name in sorted(tables)), form.name)
 
 
 def _scanned(
     version: RemoteVersion, form: FileFormat, names: list[str], tolerant: bool
-) -> Generator[FileTable, None, None]:
+) -> Generator[ShardTable, None, None]:
     """A table for each file; several are read at a time, each through files of its own."""
     numbers = _numbers(version)
 
-    def scan(name: str) -> FileTable:
+    def scan(name: str) -> ShardTable:
         files = CachedBlocks(version.place, downloader=version.downloader)
         try:
             return form.read(CachedBytes(files, numbers[name]), name)
@@ -159,7 +161,7 @@ class _Scan:
     """One file to read on another machine: by `read`, see `FileFormat`, with what lies `beside` it."""
 
     file: RemoteObject
-    read: Callable[[FileBytes, str], FileTable]
+    read: Callable[[FileBytes, str], ShardTable]
     beside: tuple[str, str]
 
     @property
@@ -167,7 +169,7 @@ class _Scan:
         return self.file.name
 
 
-def _scan_file(job: _Scan) -> tuple[FileTable, str]:
+def _scan_file(job: _Scan) -> tuple[ShardTable, str]:
     """The table of a file, and the version that was read. Raises `ShardError`, `RemoteError`."""
     with scratch() as (folder, downloader):
         place = scratch_place(job.file, job.beside, folder, downloader)
@@ -176,7 +178,7 @@ def _scan_file(job: _Scan) -> tuple[FileTable, str]:
 
 def _scanned_elsewhere(
     engine: Engine, version: RemoteVersion, form: FileFormat, names: list[str]
-) -> Generator[FileTable, None, None]:
+) -> Generator[ShardTable, None, None]:
     """`_scanned`, by the machines of an engine; what they read is the version that is read here from then on."""
     numbers, cached = _numbers(version), version.place.cached
     files = (RemoteObject(version.place.url, name, cached.shards[numbers[name]].size) for name in names)

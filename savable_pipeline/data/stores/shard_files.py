@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.open_files import keep_below, most_kept, register, with_handles
+from savable_pipeline.data.shards.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
@@ -32,6 +33,8 @@ class ShardFiles(OrderedDict[int, int], ABC):
     together keep no more than the system permits it (see `open_files`); the one that was opened first is closed first.
     (A plain dict look-up for an open shard: a method call would cost a tenth of a read.)
     """
+
+    behind_url: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +61,10 @@ class ShardFiles(OrderedDict[int, int], ABC):
         """See `RecordStore.prefetch_refs`."""
         return 0
 
+    def refs_ahead(self, mean_bytes: float) -> int:
+        """The number of refs to announce ahead, of samples of this size."""
+        return 0
+
     @abstractmethod
     def open(self, shard: int) -> int:
         """A new descriptor of a shard that was checked. Raises `ShardError`, `RemoteError`, or OSError without one."""
@@ -66,9 +73,15 @@ class ShardFiles(OrderedDict[int, int], ABC):
     def path(self, shard: int) -> Path:
         """The local file of a shard."""
 
-    @abstractmethod
+    def file(self, shard: int) -> FileBytes:
+        """A file as formats read it, at once."""
+        return LocalBytes(self.path(shard), self[shard])
+
     def prefetch(self, indices: Rows) -> None:
-        """Announces that these samples will be read."""
+        """Announces that these samples will be read; nothing is done ahead for files on a disk."""
+
+    def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows) -> None:
+        """Announces reads of these bytes of a file, each from one of `begins` up to one of `ends`."""
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a shard from `offset` on. Raises `ShardError` if it cannot be read or is too short."""
@@ -76,8 +89,8 @@ class ShardFiles(OrderedDict[int, int], ABC):
         try:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
-            raise self._unreadable(shard, error) from error
-        return data if len(data) == size else data + self._rest(shard, offset + len(data), size - len(data))
+            raise self.unreadable(shard, error) from error
+        return data if len(data) == size else data + self.rest(shard, offset + len(data), size - len(data))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
         """Fills `array`, uint8 (bytes,), with bytes of a shard. Raises the errors of `read`."""
@@ -88,15 +101,15 @@ class ShardFiles(OrderedDict[int, int], ABC):
         if done != len(array):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
 
-    def _rest(self, shard: int, offset: int, missing: int) -> bytes:
-        """What a read has left: Linux gives 2 GB at most at once."""
+    def rest(self, shard: int, offset: int, missing: int) -> bytes:
+        """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""
         parts = []
         try:
             while missing and (more := os.pread(self[shard], missing, offset)):
                 parts.append(more)
                 offset, missing = offset + len(more), missing - len(more)
         except OSError as error:
-            raise self._unreadable(shard, error) from error
+            raise self.unreadable(shard, error) from error
         if missing:
             raise ShardError(
                 f"{self.path(shard)}: {missing} bytes at byte {offset} are missing; the file was cut short: put the "
@@ -105,7 +118,8 @@ class ShardFiles(OrderedDict[int, int], ABC):
             )
         return b"".join(parts)
 
-    def _unreadable(self, shard: int, error: OSError) -> ShardError:
+    def unreadable(self, shard: int, error: OSError) -> ShardError:
+        """The error for a shard that cannot be read."""
         message = f"{self.path(shard)}: {error.strerror}; look after the disk or the network"
         return ShardError(message, reason="unreadable shard")
 

@@ -1,16 +1,142 @@
-"""`TarStore`: the record store of tar shards, wherever their bytes lie."""
+"""`TarStore`: the record store of tar shards, wherever their bytes lie.
+
+TarRows    where the parts of a sample lie, by the index
+TarParts   reads them from open tars, each with one positioned read
+TarStore   both, with what downloads or reads ahead: a `RecordStore`
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from savable_pipeline.data.shards.paths import TARS
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.indexed_shards import IndexedShards
+from savable_pipeline.data.shards.tar import members, split_name
+from savable_pipeline.data.shards.tar_index import Layout, TarIndex
+from savable_pipeline.data.shards.tar_links import links_told
+from savable_pipeline.data.stores.cached_files import CachedFiles
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.local_files import LocalFiles
+from savable_pipeline.data.stores.readahead import readahead
 from savable_pipeline.data.stores.shard_files import ShardFiles
-from savable_pipeline.data.stores.tar_parts import TarParts, key_at
+from savable_pipeline.errors import ShardError
+
+
+class TarRows:
+    """Where the samples of tars lie: each is a row of the index. Raises `ShardError` if there is none."""
+
+    def __init__(self, found: IndexedFiles) -> None:
+        index = found.index
+        assert isinstance(index, TarIndex), index
+        self.found, self.index = found, index
+        self.first_rows = index.shard_rows[found.numbers]  # int64 (shards,)
+        if not found.firsts[-1]:
+            fault = next(iter(found.entries.faults.values()), "")
+            why = fault or "a sample's files are named KEY.EXTENSION in the tar"
+            raise ShardError(f"{found.address}: no sample in {len(found.entries)} shards; {why}")
+
+    def rows(self, shards: Rows, places: Rows) -> Rows:
+        """The rows in the index of the samples at these places of these shards."""
+        rows: Rows = self.first_rows[shards] + places
+        return rows
+
+    def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
+        """The first byte, and the byte after the last, of runs of samples `first` to `last`, each run in one shard."""
+        starts = np.asarray(self.index.starts)
+        rows = self.first_rows[shards] - self.found.firsts[shards]
+        ends_shard = last + 1 == self.found.firsts[shards + 1]
+        behind = starts[np.minimum(rows + last + 1, len(starts) - 1)]
+        ends = np.where(ends_shard, self.found.entries.sizes[shards], behind)
+        return starts[rows + first].astype(np.int64), ends.astype(np.int64)
+
+    def layout(self, row: int) -> Layout:
+        """The layout of a sample. Raises `ShardError` if the index is damaged."""
+        try:
+            return self.index.layout(row)
+        except IndexError:
+            raise self.found.damaged("a shard") from None
+
+    def place(self, row: int, extension: str) -> tuple[int, int]:
+        """Offset and size in bytes of one part of a sample. Raises KeyError without the part."""
+        layout = self.layout(row)
+        member = layout.position.get(extension)
+        if member is None:
+            member = layout.position[find_part(extension, layout.position)]
+        return self.index.place(row, member, layout)
+
+    def offset(self, shard: int, row: int) -> int:
+        """The offset in bytes of a sample's first header in its shard."""
+        return self.index.starts[row]
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """The extensions of a sample, in their order in the tar."""
+        return list(self.layout(row).position)
+
+    def sizes(self, shard: int, row: int) -> dict[str, int]:
+        """The size in bytes of each part of a sample, by extension."""
+        layout = self.layout(row)
+        return {extension: self.index.place(row, member, layout)[1] for extension, member in layout.position.items()}
+
+    def part_sizes(self) -> dict[str, Rows]:
+        """The sizes in bytes of all parts, by extension; shards whose rows in the index are damaged are left out."""
+        found = self.found
+        full = np.flatnonzero(found.entries.samples).tolist()
+        whole = [shard for shard in full if self.index.is_whole(int(found.numbers[shard]))]
+        rows = [np.arange(found.firsts[i + 1] - found.firsts[i]) + self.first_rows[i] for i in whole]
+        return self.index.part_sizes(np.concatenate(rows)) if rows else {}
+
+
+class TarParts:
+    """Reads from `files` as the index says. Does not ask whether the bytes are there: see `ShardFiles.guard`."""
+
+    def __init__(self, rows: TarRows, files: ShardFiles) -> None:
+        index = rows.index
+        self._files = files
+        self._place, self._starts, self._sizes = rows.place, index.starts, index.sizes
+        self._first: str | None = None  # the first extension of every sample, if all samples have the same parts
+        if len(index.layouts) == 1:
+            layout = index.layouts[0]
+            self._first, self._gap, self._members = next(iter(layout.position)), layout.gaps[0], len(layout.gaps)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """The bytes of one part of a sample. Raises KeyError, or `ShardError` if the shard no longer holds it."""
+        descriptor = self._files[shard]
+        if extension == self._first:  # located without a call: calls cost half as much as the read
+            offset, size = self._starts[row] + self._gap, self._sizes[row * self._members]
+        else:
+            offset, size = self._place(row, extension)
+        try:
+            data = os.pread(descriptor, size, offset)
+        except OSError as error:
+            raise self._files.unreadable(shard, error) from error
+        return data if len(data) == size else data + self._files.rest(shard, offset + len(data), size - len(data))
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
+        """The bytes of one part, uint8 (bytes,), read to where batches are made. Raises the errors of `read`."""
+        offset, size = self._place(row, extension)
+        array, done = empty_bytes(size), -1
+        if hasattr(os, "preadv"):
+            with contextlib.suppress(OSError):
+                done = os.preadv(self._files[shard], [array], offset)  # type: ignore[list-item]
+        if done != size:
+            array[:] = np.frombuffer(self.read(shard, row, extension), np.uint8)
+        return array
+
+    def span(self, shard: int, row: int, place: tuple[int, int]) -> bytes:
+        """The bytes at `place`, (offset, size), of a shard. Raises `ShardError`."""
+        return self._files.read(shard, *place)
+
+    def key(self, shard: int, row: int, path: str) -> str:
+        """The key of a sample, from the header of its first member; `path` is for errors. Raises `ShardError`."""
+        return key_at(path, self._files[shard], self._starts[row])
 
 
 class TarStore:
@@ -23,27 +149,40 @@ class TarStore:
     unit = "byte offset"
     decoded_bytes = 0
     key_column: str | None = None
-    endings: Sequence[str] = TARS.suffixes
 
-    def __init__(self, root: Path | None, shards: IndexedShards, files: ShardFiles) -> None:
-        self.root = root
+    def __init__(self, found: IndexedFiles) -> None:
+        self.found, self.address, self.table = found, found.address, found.table
+        self.root: Path | None = found.root
+        self.entries: Sequence[ShardEntry] = found.entries
+        self.endings: Sequence[str] = found.form.kind.suffixes
+        self._rows = rows = TarRows(found)
+        files: ShardFiles = LocalFiles(found) if found.remote is None else CachedFiles(found)
         self.files = files
-        self._shards = shards
-        self.address = shards.address
-        self.entries: Sequence[ShardEntry] = shards.entries
-        self.rows = files.located(shards.rows)
-        self.table = shards.table
-        self.links_told = shards.links_told
-        self.offset, self.extensions, self.sizes = shards.offset, shards.extensions, shards.sizes
-        self.prefetch, self.request = files.prefetch, files.request
-        self.verify, self.verify_given = files.verify, files.verify_given
-        parts = TarParts(shards, files)
+        self.rows = files.located(rows.rows)
+        self.offset, self.extensions, self.sizes = rows.offset, rows.extensions, rows.sizes
+        self.request, self.verify, self.verify_given = files.request, files.verify, files.verify_given
+        parts = TarParts(rows, files)
         self.read, self.array = files.guard(parts.read), files.guard(parts.array)
         self._span, self._key = files.guard(parts.span), files.guard(parts.key)
 
+    def left_out(self) -> str:
+        """See `RecordStore.left_out`: links, as far as the index counts them."""
+        return links_told(self.address, self._rows.index, self.found.numbers.tolist() if self._rows.index.links else ())
+
+    def prefetch(self, indices: Rows) -> None:
+        """Has these samples downloaded, or read ahead by the disk."""
+        if self.files.behind_url:
+            self.files.prefetch(indices)
+        else:
+            readahead(self._rows, self.files, indices)
+
+    def part_offset(self, shard: int, row: int, extension: str) -> int:
+        """See `RecordStore.part_offset`."""
+        return self._rows.place(row, extension)[0]
+
     def part_sizes(self) -> dict[str, Rows] | None:
         """See `RecordStore.part_sizes`; None where the index is here in part."""
-        return self._shards.part_sizes() if self.files.has_all_rows() else None
+        return self._rows.part_sizes() if self.files.has_all_rows() else None
 
     def row_groups(self, shard: int) -> None:
         """None: nothing is decoded in groups."""
@@ -55,18 +194,27 @@ class TarStore:
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""
-        offset, size = self._shards.place(row, extension)
+        offset, size = self._rows.place(row, extension)
         place = offset, min(size, limit)
         head = self.files.peek(shard, row, place)
         return self._span(shard, row, place) if head is None else head, size
 
     def key(self, shard: int, row: int) -> str:
         """The key of a sample, read from the header of its first member. Raises `ShardError`."""
-        path = f"{self.address}/{self.entries[shard].name}"
-        headers = self.files.peek(shard, row, (self.offset(shard, row), self._shards.layout(row).gaps[0]))
+        path = f"{self.address}/{self.found.entries.names[shard]}"
+        headers = self.files.peek(shard, row, (self.offset(shard, row), self._rows.layout(row).gaps[0]))
         if headers is None:
             return self._key(shard, row, path)
         with tempfile.TemporaryFile() as file:
             file.write(headers)
-            file.truncate(self.entries[shard].size)  # a hole where the payload would be
+            file.truncate(int(self.found.entries.sizes[shard]))  # a hole where the payload would be
             return key_at(path, file.fileno(), 0)
+
+
+def key_at(path: str, descriptor: int, offset: int) -> str:
+    """The key of the sample whose first header is at `offset` of an open shard. Raises `ShardError` without one."""
+    first = next(members(path, descriptor, offset), None)
+    parts = split_name(first.name) if first else None
+    if parts is None:
+        raise ShardError(f"{path}: no sample at byte {offset}, where there was one when it was indexed")
+    return parts[0]

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
+from savable_pipeline.data.shards.file_bytes import FileBytes, opened
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_bytes import FileBytes, opened
-from savable_pipeline.data.stores.file_format import FileFormat, scan_file
-from savable_pipeline.data.stores.place_index import FileTable
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
@@ -73,18 +73,15 @@ def idx_of(file: FileBytes) -> Path | None:
     return file.beside(_IDX) if file.name.endswith(".bin") else None
 
 
-def scan(root: Path, name: str) -> FileTable:
-    """See `scan_file`."""
-    return scan_file(root, name, TOKENS)
-
-
-def read_table(file: FileBytes, name: str) -> FileTable:
+def read_table(file: FileBytes, name: str) -> ShardTable:
     """Entry and layout of a file; damage is the entry's fault."""
     try:
         places = _places(file)
     except TokenFileError as error:
         return TOKENS.unreadable(name, file.size, str(error))
-    return FileTable(ShardEntry(name, file.size, max(places[4], 0), digest_of(file)), np.array(places, "<u8").tobytes())
+    return ShardTable(
+        ShardEntry(name, file.size, max(places[4], 0), digest_of(file)), np.array(places, "<u8").tobytes()
+    )
 
 
 def digest_of(file: FileBytes) -> int:
@@ -117,9 +114,9 @@ def read_documents(idx: Path) -> Documents:
     return Documents(arrays[0], arrays[1], arrays[2], TYPES[kind])
 
 
-def is_as_indexed(file: FileBytes, table: FileTable) -> bool:
+def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether a file and its `.idx` have the sizes, and in some places the bytes, that they had. Raises OSError."""
-    return digest_of(file) == table.entry.digest
+    return digest_of(file) == int(index.shards.digests[number])
 
 
 def _update(digest: Any, file: FileBytes) -> None:
@@ -189,9 +186,10 @@ def _check(idx: str, found: Documents, size: int) -> None:
 TOKENS = FileFormat(
     "tokens",
     ShardKind((".bin", ".npy")),
-    "savable_pipeline.data.stores.token_file:scan",
+    "savable_pipeline.data.stores.token_file:TOKENS",
     read_table,
     is_as_indexed,
+    ".nv-meta/savable.tokens.index",
     no_places=6,
     beside=(".bin", _IDX),
 )

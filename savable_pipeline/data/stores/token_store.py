@@ -13,15 +13,13 @@ from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.part_types import find_part
-from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
-from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.file_indexing import IndexedFiles, open_files
+from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.token_file import (
     ARRAY,
     FLAT,
     INDEXED,
-    TOKENS,
     TYPES,
     Documents,
     Layout,
@@ -50,19 +48,19 @@ class TokenStore(FileStore):
 
     def __init__(
         self,
-        files: Shards | IndexedFiles,
+        found: IndexedFiles,
         *,
         length: int | None = None,
         stride: int | None = None,
         dtype: str | None = None,
-        tolerant: bool = False,
-        unlistable: Unlistable = raise_it,
     ) -> None:
         check_token_settings(length, stride, dtype)
-        super().__init__(open_files(files, TOKENS, tolerant=tolerant, unlistable=unlistable), TOKENS)
+        super().__init__(found)
         self.length, self.stride = length, stride or length
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
-        self.entries = [self._entry(shard, tolerant) for shard in range(len(self.entries))]
+        self.entries = ShardList.of([self._entry(shard, found.tolerant) for shard in range(len(self.entries))])
+        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])
+        self._sizes = self.entries.sizes.tolist()
         self._documents: dict[int, Documents] = {}
         self._checked: set[int] = set()
 
@@ -111,7 +109,7 @@ class TokenStore(FileStore):
 
     def _layout(self, shard: int, dtype: str | None) -> Layout:
         layout = layout_of(self.places(shard))
-        if layout.what != FLAT or self.entries[shard].fault:
+        if layout.what != FLAT or shard in self.entries.faults:
             return layout
         if dtype is None and not self._is_array(shard):
             raise ValueError(
@@ -145,7 +143,7 @@ class TokenStore(FileStore):
         return entry
 
     def _is_array(self, shard: int) -> bool:
-        return self.entries[shard].name.endswith(".npy")
+        return self.entries.names[shard].endswith(".npy")
 
     def _no_header(self, shard: int) -> str:
         """Why an array without a header is not taken for bare numbers; "" if it is."""
@@ -177,7 +175,7 @@ class TokenStore(FileStore):
         first, end = int(found.firsts[row]), int(found.firsts[row + 1])
         if not 0 <= first <= end <= len(found.lengths):
             raise self.damaged(shard, f"document {row}", f"sequences {first} to {end} of {len(found.lengths)}")
-        size = self.entries[shard].size
+        size = self._sizes[shard]
         begin = int(found.pointers[first]) if first < len(found.lengths) else size
         stop = int(found.pointers[end]) if end < len(found.lengths) else size
         if not 0 <= begin <= stop <= size:
@@ -191,7 +189,7 @@ class TokenStore(FileStore):
             idx = idx_of(file) if self._layouts[shard].what == INDEXED and self.length is None else None
             if idx is not None:
                 self.files.watch_view(~shard, idx)
-                if digest_of(file) != self.entries[shard].digest:
+                if digest_of(file) != self.entries.digests[shard]:
                     raise self._rewritten(shard)
                 self._documents[shard] = with_handles(partial(read_documents, idx))
         except TokenFileError as error:
@@ -202,12 +200,6 @@ class TokenStore(FileStore):
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
         self._checked.add(shard)
-
-    def is_as_written(self, shard: int, descriptor: int) -> bool:
-        """See `Indexed.is_as_written`. Raises `ShardError`, which names the `.idx` too, if it is not."""
-        if not super().is_as_written(shard, descriptor):
-            raise self._rewritten(shard)
-        return True
 
     def _rewritten(self, shard: int) -> ShardError:
         return ShardError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,7 +30,7 @@ class Watched(msgspec.Struct):
 
 @contextlib.contextmanager
 def watched(stages: Sequence[Stage]) -> Iterator[Watched]:
-    """Within this context, note what the encoders of these stages are given, and what is read."""
+    """Within this context, record the samples that the encoders of these stages take, and the bytes read."""
     found = Watched([])
     datasets = {id(stage.dataset): stage.dataset for stage in stages if isinstance(stage, RecordReader)}
     encodes = [stage for stage in stages if isinstance(stage, Encode)]
@@ -39,12 +38,9 @@ def watched(stages: Sequence[Stage]) -> Iterator[Watched]:
         for dataset in datasets.values():
             undo.enter_context(dataset.noting_reads(found.add_bytes))
         for encode in encodes:
-            undo.callback(encode.exchange, partial(_instead, encode.exchange(partial(_timed, found=found))))
+            undo.callback(setattr, encode.keyed, "encode", encode.keyed.encode)
+            encode.keyed.encode = _timed(encode.keyed.encode, found)
         yield found
-
-
-def _instead(call: EncodeCall, _: EncodeCall) -> EncodeCall:
-    return call
 
 
 def _timed(call: EncodeCall, found: Watched) -> EncodeCall:

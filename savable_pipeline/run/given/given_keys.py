@@ -6,23 +6,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.dataset.opening import dataset_of, open_dataset
+from savable_pipeline.data.dataset.kinds import STORES, open_store
+from savable_pipeline.data.dataset.opening import dataset_of
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
-from savable_pipeline.data.shards.paths import Shards, Unlistable
-from savable_pipeline.data.stores.arrow_file import ARROW
-from savable_pipeline.data.stores.jsonl_file import JSONL
-from savable_pipeline.data.stores.parquet_file import PARQUET
-from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.token_store import TokenStore
+from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Source
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 
 Found = list[tuple[str, GivenBatch]]
-_FORMATS = {"ParquetReader": PARQUET, "ArrowReader": ARROW, "JsonlReader": JSONL}
-_READERS = ("TarShardReader", "TokenReader", *_FORMATS)
+_KINDS = {
+    "TarShardReader": "tar",
+    "ParquetReader": "parquet",
+    "ArrowReader": "arrow",
+    "JsonlReader": "jsonl",
+    "TokenReader": "tokens",
+}
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 
 
@@ -31,7 +31,7 @@ def find_keys(
 ) -> dict[str, Found | None]:
     """Each key's source and batch for each time that a sample with it was given; None if no sample has the key.
 
-    `source` restricts that to one source of a `Blend`; `data` says where its samples lie now. Raises `SavableError` for
+    `source` restricts that to one source of a `Blend`; `data` says where its samples are now. Raises `SavableError` for
     an unknown source, and if the data cannot be opened as the run opened them, or are not those that it read.
     """
     found: dict[str, Found | None] = dict.fromkeys(keys)
@@ -66,8 +66,8 @@ def _dataset(ledger: LedgerFiles, source: Source, data: str | None) -> Dataset:
     dataset = _opened(reader.rpartition("/")[2], files, settings)
     if not begin_with(dataset.entries, settings["shards"]):
         raise SavableError(
-            f"{files}: these are not the samples that the run read, so it cannot be told which were given: "
-            f"{difference(settings['shards'], dataset.entries)}. Say where they lie now, by --data, as the run named "
+            f"{files}: these are not the samples that the run read, so that it is not known which were given: "
+            f"{difference(settings['shards'], dataset.entries)}. Say where they are now, by --data, as the run named "
             "them (a folder, a glob, a file)"
         )
     return dataset
@@ -83,7 +83,7 @@ def _reader_of(ledger: LedgerFiles, source: Source, fields: dict[str, Any]) -> s
         name.removeprefix(of) for name in fields if name.startswith(of) and name.partition("#")[0].endswith(_SHARDS)
     ]
     readers = [name for name in named if "/" not in name]
-    if len(readers) == 1 and readers[0].removesuffix(_SHARDS) in _READERS:
+    if len(readers) == 1 and readers[0].removesuffix(_SHARDS) in _KINDS:
         return of + readers[0].removesuffix(_SHARDS)
     kinds = sorted({name.partition("#")[0].removesuffix(_SHARDS) for name in readers}) or ["a stage of its own"]
     several = f"{len(readers)} readers" if len(readers) > 1 else "one reader"
@@ -95,16 +95,9 @@ def _reader_of(ledger: LedgerFiles, source: Source, fields: dict[str, Any]) -> s
 
 
 def _opened(reader: str, files: Shards, settings: dict[str, Any]) -> Dataset:
-    if reader == "TarShardReader":
-        return open_dataset(files)
-
-    def store(tolerant: bool, unlistable: Unlistable) -> RecordStore:
-        if reader == "TokenReader":
-            windows = {name: settings.get(name) for name in ("length", "stride", "dtype")}
-            return TokenStore(files, **windows, tolerant=tolerant, unlistable=unlistable)
-        return open_store(files, _FORMATS[reader], tolerant, unlistable, key=settings.get("key"))
-
-    return dataset_of(store)
+    kind = _KINDS[reader]
+    known = {name: settings.get(name) for name in ("key", "length", "stride", "dtype") if name in STORES[kind].settings}
+    return dataset_of(lambda tolerant, unlistable: open_store(kind, files, tolerant, unlistable, **known))
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:

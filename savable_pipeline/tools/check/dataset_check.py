@@ -12,26 +12,24 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.kinds import format_of
+from savable_pipeline.data.dataset.kinds import format_of, named_files
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import look_up
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
-from savable_pipeline.data.shards.indexing import find_index
-from savable_pipeline.data.shards.paths import TARS, Shards, find_shards, spelled_out
+from savable_pipeline.data.shards.indexing import is_folder, known_files
+from savable_pipeline.data.shards.paths import Shards, find_shards
 from savable_pipeline.data.shards.processes import Answer, each_shard
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_links import links_warning
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
-from savable_pipeline.data.stores.file_indexing import known_files
 from savable_pipeline.data.stores.remote_indexing import look_up_files
-from savable_pipeline.data.stores.saved_dataset import data_files
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tools.check.shard_check import Problem, ShardReport
+from savable_pipeline.tools.check.file_check import Problem, ShardReport
 
-_CHECK_FILE = "savable_pipeline.tools.check.store_check:check_file"
-_CHECK_REMOTE = "savable_pipeline.tools.check.shard_check:check_remote_shard"
-_CHECK_REMOTE_FILE = "savable_pipeline.tools.check.store_check:check_remote_file"
+_CHECK = "savable_pipeline.tools.check.file_check:check_file"
+_CHECK_REMOTE = "savable_pipeline.tools.check.file_check:check_remote_file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class _Dataset:
     whole: bool  # whether these should be all shards of the metadata
     metadata: Path  # a folder that may have Energon's metadata
     indexed: dict[str, ShardEntry]
-    task: str = "savable_pipeline.tools.check.shard_check:check_shard"
     problems: list[Problem] = field(default_factory=list)  # found so far
 
 
@@ -110,32 +107,27 @@ def check(
 def _find(shards: Shards) -> _Dataset:
     form = format_of(shards)
     if is_remote(shards):
-        found, metadata, indexed = look_up(shards) if form is None else look_up_files(shards, form)
-        folder = isinstance(shards, str) and shards.rstrip("/") == found.root
-        task = _CHECK_REMOTE if form is None else _CHECK_REMOTE_FILE
-        return _Dataset(found.root, list(found.names), folder, metadata, indexed, task)
+        found, metadata, indexed = look_up(shards) if form is TARS else look_up_files(shards, form)
+        whole = isinstance(shards, str) and shards.rstrip("/") == found.root
+        return _Dataset(found.root, list(found.names), whole, metadata, indexed)
     problems: list[Problem] = []
     root, names = find_shards(
-        shards if form is None else data_files(shards),
-        TARS if form is None else form.kind,
+        named_files(shards),
+        form.kind,
         missing_too=True,
         unlistable=lambda error: problems.append(Problem(error.reason, str(error))),
     )
-    specs = spelled_out(shards)
-    folder = isinstance(shards, str | os.PathLike) and len(specs) == 1 and Path(specs[0]).is_dir()
-    if form is None:
-        return _Dataset(str(root), names, folder, root, find_index(root), problems=problems)
-    return _Dataset(str(root), names, folder, root, known_files(root, form), _CHECK_FILE, problems)
+    return _Dataset(str(root), names, is_folder(shards), root, known_files(root, form), problems)
 
 
 def _answers(dataset: _Dataset, names: list[str], processes: int) -> Iterator[Answer]:
     if not is_remote(dataset.root):
-        yield from each_shard(dataset.task, Path(dataset.root), names, processes)
+        yield from each_shard(_CHECK, Path(dataset.root), names, processes)
         return
     cache = cache_folder(None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
-        yield from each_shard(dataset.task, Path(folder), names, processes, url=dataset.root)
+        yield from each_shard(_CHECK_REMOTE, Path(folder), names, processes, url=dataset.root)
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:

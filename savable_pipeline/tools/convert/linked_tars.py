@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.index_place import index_places
 from savable_pipeline.data.shards.paths import find_shards
 from savable_pipeline.data.shards.tar import Extent, members, of_samples, split_name
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import linked_samples
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.model import Files, Input, Part, Reject
@@ -86,7 +86,7 @@ def holds_links(path: Path) -> bool:
         root, names = find_shards(path)
         for place in index_places(root, INDEX_NAME):
             with contextlib.suppress(OSError, ValueError, KeyError, ShardError):
-                index = ShardIndex(place)
+                index = TarIndex(place)
                 if index.links_known:
                     return not index.links.keys().isdisjoint(index.numbers(names).tolist())
         return any(_has_links(root / name) for name in names)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from savable_pipeline.data.remote.remote_files import asked_stamps_of, check_stamp, place_of_objects
 from savable_pipeline.data.remote.scratch import shared_downloader
+from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
-from savable_pipeline.data.stores.file_bytes import FileBytes
 
 _PAGE, _PAGES = 1 << 20, 4  # bytes that are read at once, and how many times as many are kept of a file
 

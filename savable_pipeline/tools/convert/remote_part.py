@@ -12,7 +12,7 @@ import bisect
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,12 +23,8 @@ from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.remote_files import RemotePlace, check_stamp, stamps_of
 from savable_pipeline.data.remote.scratch import scratch
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
-from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.index_file import TAR, ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.stores.cached_files import CachedFiles
-from savable_pipeline.data.stores.indexed_shards import IndexedShards
-from savable_pipeline.data.stores.place_index import FileTable, ScannedFiles
-from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.tools.convert.model import Files
 
 if TYPE_CHECKING:
@@ -42,12 +38,12 @@ class PartFile:
     name: str
     stamp: str
     first: int
-    table: bytes  # a `ShardTable` or `FileTable`, as MessagePack
+    table: bytes  # a `ShardTable`, as MessagePack
 
 
 @dataclass(frozen=True, slots=True)
 class PartReader:
-    """A `SampleReader` of these files below `url`: of the format `form`, tars if that is empty."""
+    """A `SampleReader` of these files below `url`: of the format `form`."""
 
     url: str
     form: str
@@ -114,28 +110,21 @@ def close_part() -> None:
 
 def _dataset(reader: PartReader, folder: Path, downloader: Downloader) -> Dataset:
     from savable_pipeline.data.dataset.dataset import Dataset  # imported here: other sources do without
-    from savable_pipeline.data.dataset.kinds import FORMATS, open_store
-    from savable_pipeline.data.stores.file_indexing import IndexedFiles
+    from savable_pipeline.data.dataset.kinds import STORES, seen
+    from savable_pipeline.data.stores.indexed_files import IndexedFiles
 
     found = stamps_of(reader.url, [file.name for file in reader.files], downloader)
     for file in reader.files:
         check_stamp(f"{reader.url}/{file.name}", file.stamp, found[file.name][1])
-    version, limit = folder / "version", cache_bytes(None, folder)
-    if not reader.form:
-        write_index(version / "index", _tables(reader, ShardTable))
-        cached = _cached(version)
-        shards = IndexedShards(cached.index, version / "index", None, reader.url)
-        return Dataset(TarStore(None, shards, CachedFiles(reader.url, shards, cached, folder, limit, downloader)))
-    tables: list[FileTable] = _tables(reader, FileTable)
-    write_blocks(version, {table.entry.name: table.entry.size for table in tables})
-    place = RemotePlace(reader.url, _cached(version), folder, limit)
-    names = [file.name for file in reader.files]
-    files = IndexedFiles(folder, names, ScannedFiles(tables), place.places, place, downloader)
-    return Dataset(open_store(files, FORMATS[reader.form], partial=True))
-
-
-def _tables(reader: PartReader, kind: Any) -> list[Any]:
-    return [msgspec.msgpack.decode(file.table, type=kind) for file in reader.files]
+    form, version = STORES[reader.form].form, folder / "version"
+    tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
+    path = version / ("index" if form.name == TAR else "places")
+    write_index(path, tables, form.name)
+    if form.name != TAR:
+        write_blocks(version, {table.entry.name: table.entry.size for table in tables})
+    place = RemotePlace(reader.url, _cached(version), folder, cache_bytes(None, folder))
+    index = form.index_at(path)
+    return Dataset(seen(IndexedFiles(form, index, path, None, folder, place, downloader=downloader), partial=True))
 
 
 def _cached(version: Path) -> ShardCache:

@@ -64,7 +64,7 @@ class StoreReader:
             )
             for shard in shards
         )
-        return PartReader(dataset.address, "" if form is None else form.name, tuple(files))
+        return PartReader(dataset.address, form.name, tuple(files))
 
     def read(self, sample: Files) -> dict[str, bytes]:
         """The parts of a sample by extension. Raises `SavableError` if the files changed."""
@@ -115,8 +115,6 @@ def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None
     place = str(path.resolve()) if isinstance(path, Path) else path
     close_stores()  # what was opened before may have changed since
     dataset, digest = _opened(place)
-    from savable_pipeline.data.stores.tar_store import TarStore  # see `_opened`
-
     stamps = () if isinstance(path, Path) else _stamps(dataset)
     found = Input(dataset.address, StoreReader(place, digest, stamps, _newest_ns(dataset, path)), digest=digest)
     found.place = place_behind(dataset.address, stamps) if stamps else ""
@@ -130,7 +128,7 @@ def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None
 
     add_rows(found, rows())
     columns.tell(found, dataset)
-    if isinstance(dataset.store, TarStore) and (text := dataset.store.links_told()):
+    if text := dataset.store.left_out():
         found.warnings.append(f"{text}, of a copy on a disk")  # behind a URL: see `read_linked`
     return found
 

@@ -16,7 +16,8 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.dataset.sample import REF, Sample
-from savable_pipeline.data.shards.indexing import index_shards
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.stores import shard_files
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.dataset_check import check
@@ -108,7 +109,7 @@ def test_a_shard_cut_short_while_it_is_open_is_an_error(shards: Path) -> None:
     samples = all_samples(open_dataset(shards))
     assert samples[4]["txt"] == b"z"
     os.truncate(shards / "c.tar", 2048)
-    with pytest.raises(ShardError, match=r"c\.tar: 9216 of 10240 bytes at byte 1024 are missing"):
+    with pytest.raises(ShardError, match=r"c\.tar: 9216 bytes at byte 2048 are missing"):
         samples[3]["bin"]
     with pytest.raises(ShardError, match=r"c\.tar"):
         samples[4]["txt"]
@@ -189,7 +190,7 @@ def test_a_shard_that_is_gone_from_an_indexed_folder_is_an_error_until_it_is_ind
     with pytest.raises(ShardError, match=r"1 shards that were indexed are gone, such as c\.tar; put them back, or run"):
         open_dataset(shards)
     assert open_dataset(shards, on_error="skip").count == 5  # to be counted as they are read
-    index_shards(shards)
+    index_files(shards, TARS)
     assert open_dataset(shards).count == 2
 
 

@@ -28,8 +28,8 @@ from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.scan import scan
-from savable_pipeline.data.stores import presence
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.stores import cached_files
 from savable_pipeline.data.stores.cached_files import CachedFiles
 from tests.conftest import MakeShards, write_numbered_shards
 from tests.support.toy_server import ToyServer, serving, use_as_s3
@@ -192,8 +192,8 @@ def all_refs(dataset: Dataset) -> RefArray:
 
 def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """A dataset that has found all of itself in the cache."""
-    monkeypatch.setattr(presence, "_LOOK_S", 0.0)
-    monkeypatch.setattr(presence, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(cached_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cached_files, "_LOOK_SHARE", 0)
     dataset = open_dataset(f"{server.url}/shards/")
     for sample in dataset.open_samples(all_refs(dataset)):
         _ = sample["json"]
@@ -252,7 +252,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "index deleted": lambda version: (version / "index").unlink(),
     "index emptied": lambda version: os.truncate(version / "index", 0),
     "index cut": lambda version: os.truncate(version / "index", 300),
-    "index swapped": lambda version: write_index(version / "index", [scan(version, "0.tar")]),
+    "index swapped": lambda version: write_index(version / "index", [TARS.scan(version, "0.tar")]),
     "all deleted": lambda version: shutil.rmtree(version),
     "pointer cut": lambda version: os.truncate(version.parent / "own.json", 5),
 }

@@ -11,13 +11,13 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.dataset.kinds import FORMATS, open_any
+from savable_pipeline.data.dataset.kinds import STORES, open_any
 from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.remote.scratch import RemoteObject, close_scratch, scratch, scratch_place
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.remote_indexing import index_remote_files
 from savable_pipeline.tools.convert import run_conversion
-from tests.support.kills import run_until_killed
+from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill
 from tests.support.toy_remote_stores import KINDS, WRITERS
@@ -43,9 +43,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def make(url: str, cache: str, engine: Engine | None = None, progress: Sequence[object] = ()) -> object:
         monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / cache))
         told = list[tuple[int, int]]()
-        form = FORMATS.get(url.rstrip("/").rpartition("/")[2])
+        form = STORES.get(url.rstrip("/").rpartition("/")[2], STORES["tar"]).form
         note = lambda done, total: told.append((done, total))  # noqa: E731
-        place, faults = index_remote(url, note, engine) if form is None else index_remote_files(url, form, note, engine)
+        tars = form is STORES["tar"].form
+        place, faults = index_remote(url, note, engine) if tars else index_remote_files(url, form, note, engine)
         assert told[0][0] <= told[-1][0] == told[-1][1]
         return place.read_bytes(), faults
 

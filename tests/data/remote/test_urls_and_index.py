@@ -18,6 +18,7 @@ from savable_pipeline.data.remote import remote_index
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.urls import find_remote, is_remote
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.file_format import FileFormat
 from tests.conftest import MakeShards, write_numbered_shards, write_tar
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -171,17 +172,17 @@ def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_hol
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
-    scan, told = remote_index.scan, list[tuple[int, int]]()
+    scan, told = FileFormat.scan, list[tuple[int, int]]()
 
-    def killed_at_the_last(root: Path, name: str) -> Any:
+    def killed_at_the_last(form: FileFormat, root: Path, name: str) -> Any:
         if name == "0002.tar":
             raise KeyboardInterrupt
-        return scan(root, name)
+        return scan(form, root, name)
 
-    monkeypatch.setattr(remote_index, "scan", killed_at_the_last)
+    monkeypatch.setattr(FileFormat, "scan", killed_at_the_last)
     with pytest.raises(KeyboardInterrupt):
         remote_index.open_remote(url, tmp_path / "cache", 5000, tolerant=False)
-    monkeypatch.setattr(remote_index, "scan", scan)
+    monkeypatch.setattr(FileFormat, "scan", scan)
     (scanned,) = (tmp_path / "cache").glob("*/scan")
     assert [path.name for path in sorted(scanned.iterdir())] == ["0000.tar.table", "0001.tar.table", "0002.tar"]
     sent = server.sent()

@@ -14,7 +14,8 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.shards import fresh_mark, indexing
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
-from savable_pipeline.data.shards.indexing import index_shards
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.scan import TARS
 from tests.conftest import write_tar
 
 MARK = f"{INDEX_NAME}.fresh"
@@ -47,7 +48,7 @@ def root(tmp_path: Path, listed: list[Any]) -> Path:
     for name in ("a/0.tar", "a/1.tar", "b/2.tar"):
         write_tar(tmp_path / "data" / name, [(f"{name[2]}.txt", name.encode())])
     (tmp_path / "data/c").mkdir()
-    index_shards(tmp_path / "data")
+    index_files(tmp_path / "data", TARS)
     assert (tmp_path / "data" / MARK).exists()
     listed.clear()
     return tmp_path / "data"
@@ -64,7 +65,7 @@ ALL = ["a/0.tar", "a/1.tar", "b/2.tar"]
 def test_where_the_mark_holds_nothing_is_listed_or_looked_at(
     root: Path, listed: list[Any], monkeypatch: pytest.MonkeyPatch, on_error: Any
 ) -> None:
-    monkeypatch.setattr(indexing, "_Found", None)
+    monkeypatch.setattr(indexing, "_FilesNow", None)
     assert texts(root, on_error=on_error) == ALL
     assert not listed
 
@@ -143,7 +144,7 @@ def test_a_file_system_whose_folders_tell_nothing_is_not_marked(root: Path, monk
 
 def test_a_damaged_shard_is_told_each_time(root: Path, listed: list[Any]) -> None:
     os.truncate(root / "b/2.tar", 700)
-    index_shards(root)
+    index_files(root, TARS)
     assert (root / MARK).exists()
     listed.clear()
     assert texts(root, on_error="skip") == ALL[:2]

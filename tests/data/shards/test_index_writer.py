@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from savable_pipeline.data.shards.index_file import LayoutParts, ShardIndex, ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.scanned_tables import ScannedTables
+from savable_pipeline.data.shards.index_file import LayoutParts, ShardTable
+from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.tar_index import TarIndex
 
 ONE: list[LayoutParts] = [(("txt", 1),)]
 TWO: list[LayoutParts] = [(("txt", 1),), (("a", 1), ("b", 3))]
@@ -39,7 +39,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
 )
 def test_tables_come_back_as_they_were(tmp_path: Path, tables: list[ShardTable]) -> None:
     write_index(tmp_path / "index", iter(tables))
-    index = ShardIndex(tmp_path / "index")
+    index = TarIndex(tmp_path / "index")
     assert [index.table(number) for number in range(len(index.shards))] == tables
     assert all(index.is_whole(number) for number in range(len(tables)))
     assert [path.name for path in tmp_path.iterdir()] == ["index"]

@@ -19,10 +19,11 @@ import pytest
 from savable_pipeline.core import files
 from savable_pipeline.data.shards import indexing
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import index_shards, open_index
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
 
@@ -36,7 +37,14 @@ def write_pax(path: Path, members: list[tuple[str, bytes]]) -> None:
             tar.addfile(info, io.BytesIO(payload))
 
 
-def contents(root: Path, index: ShardIndex) -> dict[str, list[dict[str, bytes]]]:
+def open_index(root: Path, names: list[str], *, tolerant: bool = False) -> TarIndex:
+    """The index of these tars."""
+    found = indexing.open_index(root, names, TARS, tolerant=tolerant).index
+    assert isinstance(found, TarIndex)
+    return found
+
+
+def contents(root: Path, index: TarIndex) -> dict[str, list[dict[str, bytes]]]:
     """Every part of every sample by shard, read at the places that the index gives."""
     found: dict[str, list[dict[str, bytes]]] = {}
     for number, name in enumerate(index.shards.names):
@@ -72,7 +80,7 @@ NAMES = ["a.tar", "b.tar", "c.tar", "d.tar"]
 def test_every_part_lies_where_the_index_says(mixed: Any) -> None:
     root, expected = mixed
     assert contents(root, open_index(root, NAMES)) == expected
-    assert contents(root, ShardIndex(root / INDEX_NAME)) == expected  # again, from the file
+    assert contents(root, TarIndex(root / INDEX_NAME)) == expected  # again, from the file
 
 
 def test_shards_that_are_all_alike_need_no_layouts_and_no_firsts(make_shards: Any) -> None:
@@ -134,11 +142,13 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the shards that are scanned during the test."""
     names: list[str] = []
 
-    def counting(root: Path, name: str) -> Any:
-        names.append(name)
-        return scan(root, name)
+    scan = FileFormat.scan
 
-    monkeypatch.setattr(indexing, "scan", counting)
+    def counting(form: FileFormat, root: Path, name: str) -> Any:
+        names.append(name)
+        return scan(form, root, name)
+
+    monkeypatch.setattr(FileFormat, "scan", counting)
     return names
 
 
@@ -189,25 +199,25 @@ def test_an_index_with_any_byte_damaged_or_cut_off_is_noticed_before_it_is_used(
     open_index(root, NAMES)
     path = root / INDEX_NAME
     whole = path.read_bytes()
-    rows = len(whole) - sum(a.nbytes + -a.nbytes % 8 for a in arrays_of(ShardIndex(path)))
+    rows = len(whole) - sum(a.nbytes + -a.nbytes % 8 for a in arrays_of(TarIndex(path)))
     for position in range(0, len(whole), 7):
         flipped = bytearray(whole)
         flipped[position] ^= 0x10
         path.write_bytes(flipped)
         if position < rows:
             with pytest.raises(ShardError):
-                ShardIndex(path)
+                TarIndex(path)
         elif flipped[position] != 0x10:  # not in the padding between two arrays
-            index = ShardIndex(path)
+            index = TarIndex(path)
             damaged = [number for number in range(len(NAMES)) if not index.is_whole(number)]
             assert damaged or contents(root, index) == expected
         if position:
             path.write_bytes(whole[:position])
             with pytest.raises(ShardError):
-                ShardIndex(path)
+                TarIndex(path)
 
 
-def arrays_of(index: ShardIndex) -> list[memoryview]:
+def arrays_of(index: TarIndex) -> list[memoryview]:
     return [index.starts, index.layout_of, index.firsts, index.sizes]
 
 
@@ -227,16 +237,18 @@ def test_an_index_that_is_damaged_is_made_again(mixed: Any, caplog: Any) -> None
 def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None:
     """Open the index when all processes are ready; scanning is slow, scans and writes are written down."""
 
-    def slow_scan(root: Path, name: str) -> Any:
+    scan = FileFormat.scan
+
+    def slow_scan(form: FileFormat, root: Path, name: str) -> Any:
         time.sleep(0.1)
         _note(trace, name)
-        return scan(root, name)
+        return scan(form, root, name)
 
-    def noted_write(path: Path, tables: Any) -> None:
+    def noted_write(path: Path, tables: Any, kind: str) -> None:
         _note(trace, "index")
-        write_index(path, tables)
+        write_index(path, tables, kind)
 
-    indexing.scan, indexing.write_index = slow_scan, noted_write
+    FileFormat.scan, indexing.write_index = slow_scan, noted_write  # type: ignore[method-assign]
     together.wait(30)
     found.put(contents(root, open_index(root, NAMES)))
 
@@ -333,8 +345,8 @@ def test_a_tolerant_index_keeps_what_it_knows_of_shards_that_change_or_go(mixed:
     assert [entry for entry in open_index(root, names, tolerant=True).shards if entry.name != "e.tar"] == before
     assert scanned == ["e.tar"]
     (root / "e.tar").unlink()
-    path, faults = index_shards([root / name for name in ("a.tar", "b.tar", "d.tar")])
-    assert {e.name: e.samples for e in ShardIndex(path).shards} == {"a.tar": 1, "b.tar": 0, "d.tar": 1}
+    path, faults = index_files([root / name for name in ("a.tar", "b.tar", "d.tar")], TARS)
+    assert {e.name: e.samples for e in TarIndex(path).shards} == {"a.tar": 1, "b.tar": 0, "d.tar": 1}
     assert not faults
 
 
@@ -342,13 +354,13 @@ def test_several_processes_make_the_index_that_one_makes(mixed: Any, monkeypatch
     root, _ = mixed
     (root / "c.tar").write_bytes(b"no tar" * 1000)
     told: list[tuple[int, int]] = []
-    path, faults = index_shards(root, processes=1, progress=lambda *numbers: told.append(numbers))
+    path, faults = index_files(root, TARS, processes=1, progress=lambda *numbers: told.append(numbers))
     assert [(entry.name, entry.samples) for entry in faults] == [("c.tar", 0)]
     assert told == [(done, 4) for done in range(5)]
     alone = path.read_bytes()
     path.unlink()
     monkeypatch.setattr(indexing, "_ALONE_S", -1.0)
-    index_shards(root, processes=2)
+    index_files(root, TARS, processes=2)
     assert path.read_bytes() == alone
 
 
@@ -362,7 +374,7 @@ def test_who_is_stopped_while_indexing_goes_on_from_there(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        index_shards(root, processes=1, progress=stop)
+        index_files(root, TARS, processes=1, progress=stop)
     assert scanned == NAMES[:3]
     scanned.clear()
     assert contents(root, open_index(root, NAMES)) == expected
@@ -377,9 +389,9 @@ def test_who_is_stopped_between_a_shard_and_its_offsets_writes_them_when_it_goes
 
     root, _ = mixed
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(indexing, "write_tar_idx", stop)
-        index_shards(root, processes=1)
-    index_shards(root, processes=1)
+        patch.setattr("savable_pipeline.data.shards.scan.replace_file", stop)
+        index_files(root, TARS, processes=1)
+    index_files(root, TARS, processes=1)
     assert [name for name in NAMES if not (root / f"{name}.idx").exists()] == []
 
 
@@ -397,7 +409,7 @@ def test_offsets_that_another_program_wrote_later_are_left_as_they_are(mixed: An
 def test_the_hash_of_a_shard_changes_with_names_and_places_not_with_contents(tmp_path: Path) -> None:
     def digest(members: list[tuple[str, bytes]]) -> int:
         write_tar(tmp_path / "a.tar", members)
-        return scan(tmp_path, "a.tar").entry.digest
+        return TARS.scan(tmp_path, "a.tar").entry.digest
 
     plain = digest([("a.txt", b"1"), ("b.txt", b"2")])
     assert digest([("a.txt", b"x"), ("b.txt", b"y")]) == plain
@@ -410,7 +422,7 @@ def test_names_that_are_no_utf8_are_read_and_such_extensions_refused(tmp_path: P
     for name, extension in [("ok.tar", "txt"), ("bad.tar", "tx\udce9")]:
         with tarfile.open(tmp_path / name, "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
             tar.addfile(tarfile.TarInfo(f"caf\udce9.{extension}"))
-    assert scan(tmp_path, "ok.tar").entry.samples == 1
+    assert TARS.scan(tmp_path, "ok.tar").entry.samples == 1
     assert len(open_index(tmp_path, ["ok.tar"]).shards) == 1
     with pytest.raises(ShardError, match=r"bad\.tar: .*UTF-8"):
         open_index(tmp_path, ["bad.tar"])
@@ -425,7 +437,7 @@ def test_a_shard_whose_own_name_is_no_utf8_is_refused(tmp_path: Path) -> None:
 
 def test_a_url_is_an_error_that_says_how_it_is_indexed() -> None:
     with pytest.raises(ShardError, match=r"s3://b/x\.tar: this is a URL, .*`savable index s3://b/x\.tar`"):
-        index_shards("s3://b/x.tar")
+        index_files("s3://b/x.tar", TARS)
 
 
 def full_below(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
@@ -443,7 +455,7 @@ def full_below(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
             file.writelines(parts)
 
     monkeypatch.setattr("savable_pipeline.data.shards.index_writer.replacing", replacing)
-    monkeypatch.setattr("savable_pipeline.data.shards.indexing.replace_file", replace)
+    monkeypatch.setattr("savable_pipeline.data.shards.scan.replace_file", replace)
 
 
 def test_where_the_datasets_disk_is_full_the_index_lies_in_the_users_cache(

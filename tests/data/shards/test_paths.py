@@ -172,11 +172,11 @@ def test_a_folder_of_such_a_name_is_that_folder(tmp_path: Path, monkeypatch: pyt
         ("pipe:cat x.tar", "write the paths of the tars, or their URL instead"),
         (
             "hf://datasets/user/name/data/*.tar",
-            "write https://huggingface.co/datasets/user/name/resolve/main/data/*.tar",
+            "such as https://huggingface.co/datasets/user/name/resolve/main/data/*.tar",
         ),
         (
             "hf://datasets/user/name@v2/x.tar",
-            "write https://huggingface.co/datasets/user/name/resolve/v2/x.tar instead",
+            "such as https://huggingface.co/datasets/user/name/resolve/v2/x.tar",
         ),
         ("file://server/x.tar", "names a file of the machine 'server'"),
         ("$NO_SUCH_VARIABLE/x", "no such shard or folder; the environment has no such variable"),

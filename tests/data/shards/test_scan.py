@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.scan import TARS
 from tests.conftest import write_tar
 
 
 def told(path: Path, caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
-    table = scan(path.parent, path.name)
+    table = TARS.scan(path.parent, path.name)
     assert not table.entry.fault
     return caplog.text
 

@@ -15,8 +15,10 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards import index_writer
-from savable_pipeline.data.shards.index_file import Header, Links, ShardIndex
+from savable_pipeline.data.shards.index_file import Header, Links
 from savable_pipeline.data.shards.indexing import open_index
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import linked_samples
 
 HARD, SYMBOLIC = tarfile.LNKTYPE, tarfile.SYMTYPE
@@ -168,17 +170,17 @@ def test_a_reader_warns_of_links_when_it_indexes_and_whenever_it_opens(
         (text,) = warned(tmp_path / "d")
         assert text.startswith(f"{tmp_path}/d: 3 members are links to other files of their tar, such as b.txt in 0.tar")
         assert f"`savable convert {tmp_path}/d DST`" in text
-    index = ShardIndex(tmp_path / "d/.nv-meta/savable.index")
+    index = TarIndex(tmp_path / "d/.nv-meta/savable.index")
     assert (index.links, index.links_known) == ({0: Links(3, "b.txt")}, True)
 
 
 def test_links_are_kept_when_shards_are_added(tmp_path: Path, warned: Callable[[Path], list[str]]) -> None:
     write(tmp_path / "d/0.tar", FEW)
-    open_index(tmp_path / "d", ["0.tar"])
+    open_index(tmp_path / "d", ["0.tar"], TARS)
     write(tmp_path / "d/1.tar", [])
     write(tmp_path / "d/-.tar", [])
     assert "3 members are links" in warned(tmp_path / "d")[-1]
-    assert ShardIndex(tmp_path / "d/.nv-meta/savable.index").links == {1: Links(3, "b.txt")}
+    assert TarIndex(tmp_path / "d/.nv-meta/savable.index").links == {1: Links(3, "b.txt")}
 
 
 def test_an_index_of_an_earlier_release_is_read_as_it_is_and_says_nothing_of_links(
@@ -191,9 +193,9 @@ def test_an_index_of_an_earlier_release_is_read_as_it_is_and_says_nothing_of_lin
 
     with monkeypatch.context() as patched:
         patched.setattr(index_writer, "Header", earlier)
-        open_index(tmp_path / "d", ["0.tar"])
+        open_index(tmp_path / "d", ["0.tar"], TARS)
     path = tmp_path / "d/.nv-meta/savable.index"
     before = path.read_bytes()
     assert warned(tmp_path / "d") == []
     assert path.read_bytes() == before
-    assert (ShardIndex(path).links, ShardIndex(path).links_known) == ({}, False)
+    assert (TarIndex(path).links, TarIndex(path).links_known) == ({}, False)

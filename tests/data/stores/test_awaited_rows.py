@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores import awaited_rows
 from savable_pipeline.data.stores.awaited_rows import AwaitedRows
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.parquet_store import ParquetStore
 
 ENDS = [10, 20, 30]
 
@@ -47,7 +47,7 @@ def test_only_rows_that_are_still_awaited_count_towards_the_bound(monkeypatch: p
 def test_epochs_of_a_store_leave_nothing_awaited_and_each_group_is_decoded_once_an_epoch(tmp_path: Path) -> None:
     pq.write_table(pa.table({"txt": ["x" * 1000] * 400}), tmp_path / "a.parquet", row_group_size=100)
     blocks = DecodedBlocks[Any](limit=150_000)
-    store = ParquetStore(tmp_path, blocks=blocks)
+    store = open_store("parquet", tmp_path, blocks=blocks)
     for _ in range(3):
         order = np.arange(400).reshape(4, 100).T.ravel()  # row 0 of each group, then row 1, …
         store.prefetch(order)

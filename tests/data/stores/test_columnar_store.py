@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.parquet_store import ParquetStore
 from tests.support.toy_samples import plain_png
 
 ROWS: list[dict[str, Any]] = [
@@ -42,7 +42,10 @@ def write(path: Path, table: Any, rows: int = 1000, **how: Any) -> Path:
     return path
 
 
-STORES: dict[str, Any] = {"a.parquet": ParquetStore, "a.arrow": ArrowStore}
+STORES: dict[str, Any] = {
+    "a.parquet": partial(open_store, "parquet"),
+    "a.arrow": partial(open_store, "arrow"),
+}
 every_store = pytest.mark.parametrize("name", STORES)
 
 
@@ -136,12 +139,12 @@ def test_a_later_file_without_the_column_is_an_error_that_names_it(tmp_path: Pat
 def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
     whole = DecodedBlocks[Any]()
-    store = ParquetStore(path, blocks=whole)
+    store = open_store("parquet", path, blocks=whole)
     for row in [*range(400), *range(0, 400, 7)]:
         store.read(0, row, "txt")
     assert whole.decoded == 4
     small = DecodedBlocks[Any](limit=whole.bytes // 4 + 1)
-    store = ParquetStore(path, blocks=small)
+    store = open_store("parquet", path, blocks=small)
     for row in [0, 100, 0, 300]:
         store.read(0, row, "txt")
         assert small.bytes <= small.limit
@@ -250,9 +253,9 @@ def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: P
     place = data.index(b"\0\0\0\0\3\0\0\0\6\0\0\0\x0b\0\0\0")
     data[place + 8 : place + 12] = (1 << 30).to_bytes(4, "little")
     path.write_bytes(data)
-    store = ArrowStore(path)
+    store = open_store("arrow", path)
     assert store.read(0, 0, "txt") == b"one"
-    keyed = ArrowStore(path, key="txt")
+    keyed = open_store("arrow", path, key="txt")
     assert keyed.key(0, 0) == "one"
     for ask in (lambda: store.read(0, 1, "txt"), lambda: store.extensions(0, 1), lambda: keyed.key(0, 1)):
         with pytest.raises(sp.ShardError, match=r"row 1: row 1 is said to lie at the bytes 3 to 1073741824 of"):
@@ -288,7 +291,7 @@ def read_with_lies(folder: Path, column: str) -> None:
     for place in range(raw.index(b"a rather") - 120, len(raw) - 4, 4):
         path.write_bytes(raw[:place] + b"\xf0\xff\xff\x7e" + raw[place + 4 :])
         try:
-            store = ArrowStore(path)
+            store = open_store("arrow", path)
             for row in range(4):
                 parts_of(store, row)
         except sp.ShardError:
@@ -299,7 +302,7 @@ def read_with_lies(folder: Path, column: str) -> None:
 def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path) -> None:
     table = pa.table({"txt": ["x" * 1000] * 100})
     path = write(tmp_path / "a.arrow", table, 50, options=pa.ipc.IpcWriteOptions(compression="zstd"))
-    store = ArrowStore(path)
+    store = open_store("arrow", path)
     assert {store.read(0, row, "txt") for row in range(100)} == {b"x" * 1000}
     assert store.blocks.decoded == 2 and store.blocks.bytes > 100_000
 
@@ -307,7 +310,7 @@ def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path
 def test_dictionaries_are_refused_with_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", pa.table({"a": pa.array(["x"]).dictionary_encode()}))
     with pytest.raises(sp.ShardError, match=r"dictionary-encoded .*`column\.dictionary_decode\(\)`"):
-        ArrowStore(path)
+        open_store("arrow", path)
 
 
 def save_to_disk(folder: Path, names: list[str]) -> None:
@@ -323,18 +326,18 @@ def test_a_folder_of_save_to_disk_is_read_and_only_the_files_that_it_names(tmp_p
     save_to_disk(tmp_path / "saved", names)
     write(tmp_path / "saved" / "cache-12ab.arrow", pa.table({"other": [1]}))
     write(tmp_path / "saved" / "data-00000-of-00009.arrow", pa.table({"old": [1]}))
-    assert [entry.name for entry in ArrowStore(tmp_path / "saved").entries] == names
+    assert [entry.name for entry in open_store("arrow", tmp_path / "saved").entries] == names
 
 
 def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(sp.ShardError, match=r"holds the splits test, train; read one of them, such as .*/saved/train"):
-        ArrowStore(tmp_path / "saved")
+        open_store("arrow", tmp_path / "saved")
     write(tmp_path / "cache" / "x-train.arrow", pa.table({"id": [1]}))
     (tmp_path / "cache" / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
     with pytest.raises(sp.ShardError, match=r"side by side; name the files of one, such as '.*/\*-train\*\.arrow'"):
-        ArrowStore(tmp_path / "cache")
+        open_store("arrow", tmp_path / "cache")
 
 
 def test_an_address_of_the_hub_is_refused_with_the_command_that_downloads() -> None:

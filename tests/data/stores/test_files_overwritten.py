@@ -17,8 +17,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.open_files import keep_below
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores import arrow_store, pins
-from savable_pipeline.data.stores.arrow_store import ArrowStore
 from tests.conftest import write_numbered_shards
 
 ROWS = 400
@@ -183,7 +183,7 @@ def test_views_of_an_arrow_file_are_right_only_as_long_as_it_is(
 ) -> None:
     monkeypatch.setattr(arrow_store, "is_replaced", lambda: True)  # as in a worker
     write_arrow(tmp_path / "a.arrow")
-    store = ArrowStore(tmp_path / "a.arrow")
+    store = open_store("arrow", tmp_path / "a.arrow")
     store.read(0, ROWS - 1, "txt")
     store.verify(0)
     keep_below(0)  # the batch is still mapped

@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 import savable_pipeline as sp
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores import jsonl_file
-from savable_pipeline.data.stores.jsonl_store import JsonlStore
 
 LINES = (
     b'{"id": 0, "caption": "\xc3\xbc", "n": [1, 2]}\n\n{"id": 1, "caption": null}\r\n\r\n[3]\n{"id": 4, "json": "?"}'
@@ -47,14 +47,14 @@ def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
 
 def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_null(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"caption": "", "tags": [], "note": null}\n')
-    store = JsonlStore(tmp_path)
+    store = open_store("jsonl", tmp_path)
     assert [store.read(0, 0, name) for name in ("caption", "tags", "note")] == [b"", b"[]", b"null"]
     assert store.extensions(0, 0) == ["json", "caption"]
 
 
 def test_the_key_may_be_a_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 0}\n{"id": "a \u00fc"}\n{"id": true}\n{"id": NaN}\n{"id": ""}\n')
-    store = JsonlStore(tmp_path, key="id")
+    store = open_store("jsonl", tmp_path, key="id")
     assert [store.key(0, row) for row in range(5)] == ["0", "a ü", "true", "NaN", ""]
 
 
@@ -72,7 +72,7 @@ def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
     tmp_path: Path, line: str, fault: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"id": 0}}\n{line}\n')
-    store = JsonlStore(tmp_path, key="id")
+    store = open_store("jsonl", tmp_path, key="id")
     assert store.key(0, 0) == "0"
     with pytest.raises(sp.ShardError, match=rf"a\.jsonl: row 1\b.*: {fault}"):
         store.key(0, 1)
@@ -109,7 +109,7 @@ def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, mon
 
 def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": NaN}')
-    assert JsonlStore(tmp_path).entries[0].fault == ""
+    assert open_store("jsonl", tmp_path).entries[0].fault == ""
 
 
 def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it_are_read(lines: Path) -> None:
@@ -122,12 +122,12 @@ def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it
 
 
 def test_a_file_cut_or_rewritten_under_a_run_is_an_error(lines: Path) -> None:
-    store = JsonlStore(lines)
+    store = open_store("jsonl", lines)
     lines.write_bytes(LINES[:60])
     with pytest.raises(sp.ShardError, match="60 bytes, but 97 when it was indexed"):
         store.read(0, 0, "json")
     lines.write_bytes(LINES)
-    store = JsonlStore(lines)
+    store = open_store("jsonl", lines)
     lines.write_bytes(LINES.replace(b'"id": 0', b'"ip": 0'))
     with pytest.raises(sp.ShardError, match="was rewritten since"):
         store.read(0, 1, "json")

@@ -17,10 +17,10 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import FORMATS, kind_of, open_any
+from savable_pipeline.data.dataset.kinds import STORES, kind_of, open_any
+from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import jsonl_file
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
-from savable_pipeline.data.stores.file_indexing import index_files
 from tests.support.toy_remote_stores import KINDS, PAD, READERS, SIZES, WRITERS, ids_pipeline, names_of, urls_of
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -269,7 +269,7 @@ def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_sc
 ) -> None:
     with pytest.raises(sp.ShardError, match="a web server cannot be listed"):
         READERS[kind](f"{server.url}/{kind}/", sp.Lane())
-    index_files(www / kind, FORMATS[kind])
+    index_files(www / kind, STORES[kind].form)
     READERS[kind](f"{server.url}/{kind}/", sp.Lane())
     assert not sent(server, kind)
     assert open_any(f"{server.url}/{kind}/").manifest() == open_any(str(www / kind)).manifest()
@@ -281,7 +281,7 @@ def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_sc
 def test_files_that_are_not_those_of_the_index_beside_them_are_an_error(
     server: ToyServer, www: Path, kind: str
 ) -> None:
-    index_files(www / kind, FORMATS[kind])
+    index_files(www / kind, STORES[kind].form)
     path = www / kind / names_of(kind)[0]
     old, new = (b'"id": 0', b'"xx": 0') if kind == "jsonl" else (b"json", b"jsXn")
     path.write_bytes(path.read_bytes().replace(old, new))

@@ -12,8 +12,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards import indexing
-from savable_pipeline.data.shards.indexing import index_shards
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.run.state.summary import shown, summarize
@@ -191,7 +191,7 @@ def test_a_shard_between_others_is_refused_with_a_name_that_would_do(
     assert f"the new shard {new} comes before {last}" in told
     assert f"such as {advice}" in told
     (folder / new).rename(folder / advice)
-    index_shards(folder)
+    index_files(folder, TARS)
     loader(folder).load_state_dict(state, allow={"shards"})
 
 
@@ -202,7 +202,7 @@ def test_removed_and_rewritten_shards_stay_an_error(data: Path) -> None:
     write_tar(data / "0001.tar", [(f"{i}.json", b"{}") for i in range(3)])
     assert "rewritten: 0001.tar (shards were added, removed" in refusal(loader(data), state)
     (data / "0001.tar").unlink()
-    index_shards(data)
+    index_files(data, TARS)
     assert "added: 0002.tar; removed: 0001.tar" in refusal(loader(data), state)
     (data / "0001.tar").write_bytes(original)
     loader(data).load_state_dict(state, allow={"shards"})
@@ -219,7 +219,7 @@ def test_a_count_whose_shares_would_move_is_refused_and_a_share_is_not(data: Pat
     states = {subset: after(5, folder=data, how={"subset": subset}) for subset in (10, 0.5)}
     add(data, 2)
     told = refusal(loader(data, how={"subset": 10}), states[10])
-    assert "subset=10 is a count, of which each shard gives a share that moves" in told
+    assert "subset=10 is a count, and each shard's share of it changes" in told
     made = loader(data, how={"subset": 0.5})
     made.load_state_dict(states[0.5], allow={"shards"})
     assert growth_in(made.state_dict())[0][""][-1][1] == 3
@@ -256,7 +256,7 @@ def test_an_evaluation_whose_passes_are_all_epoch_0_cannot_grow(data: Path) -> N
 def test_only_new_shards_are_read_to_index_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = after(5, folder=data)
     scanned: list[str] = []
-    monkeypatch.setattr(indexing, "scan", lambda root, name: scanned.append(name) or scan(root, name))
+    monkeypatch.setattr(indexing, "scan", lambda root, name: scanned.append(name) or TARS.scan(root, name))
     add(data, 2, 3)
     loader(data).load_state_dict(state, allow={"shards"})
     assert scanned == ["0002.tar", "0003.tar"]

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.indexing import index_shards
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.run.state.fingerprint import (
     Fingerprint,
     compare,
@@ -241,7 +242,7 @@ def test_shards_that_were_added_removed_or_rewritten_are_named(shards: Path, sav
     ]
     for change, expected in changes:
         change()
-        index_shards(shards)  # forgets those that are gone
+        index_files(shards, TARS)  # forgets those that are gone
         loader = sp.SavableLoader(pipeline, **SETTINGS)
         if not expected:
             loader.load_state_dict(saved)
@@ -254,7 +255,7 @@ def test_shards_that_were_added_removed_or_rewritten_are_named(shards: Path, sav
         assert ("allow=" in told) == joining
     (shards / "0003.tar").unlink()
     (shards / "0001.tar").write_bytes(original)
-    index_shards(shards)
+    index_files(shards, TARS)
     sp.SavableLoader(pipeline, **SETTINGS).load_state_dict(saved)
 
 
@@ -276,7 +277,7 @@ def test_a_state_that_does_not_tell_where_its_data_lay_is_refused_with_the_folde
     assert old.addresses == {"TarShardReader.shards": str(shards)}
     old.addresses = {}
     (shards / "0001.tar").unlink()
-    index_shards(shards)
+    index_files(shards, TARS)
     told = refusal(partial(toy_pipeline, str(shards)), {**saved, "fingerprint": pack_fingerprint(old)})
     assert f"removed: 0001.tar (shards were added, removed or rewritten since); here {shards}" in told
 
@@ -318,7 +319,7 @@ def test_many_shards_that_differ_are_counted(make_shards: Any) -> None:
     state = sp.SavableLoader(partial(toy_pipeline, str(folder)), **SETTINGS).state_dict()
     for shard in range(8):
         (folder / f"{shard:04d}.tar").unlink()
-    index_shards(folder)
+    index_files(folder, TARS)
     told = refusal(partial(toy_pipeline, str(folder)), state)
     assert "removed: 0000.tar, 0001.tar, 0002.tar, 0003.tar, 0004.tar and 3 more (" in told
 

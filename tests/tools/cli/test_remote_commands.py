@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import FORMATS, open_any
+from savable_pipeline.data.dataset.kinds import STORES, open_any
 from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.tools.cli.main import app
@@ -169,7 +169,7 @@ def test_index_of_files_over_a_server_makes_what_can_be_uploaded(server: ToyServ
     WRITERS[kind](tmp_path / "rows")
     made = run("index", f"{server.url}/rows/{names_of(kind)[0]}")
     assert made.exit_code == 0
-    place = tmp_path / "rows" / FORMATS[kind].index_name
+    place = tmp_path / "rows" / STORES[kind].form.index_name
     place.parent.mkdir()
     place.write_bytes(Path(made.stdout.removeprefix("index: ").strip()).read_bytes())
     assert open_any(f"{server.url}/rows/").count == SIZES[0]

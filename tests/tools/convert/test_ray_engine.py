@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from savable_pipeline.data.remote.remote_index import index_remote
-from savable_pipeline.data.shards.indexing import index_shards
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_captioned_shards, write_files
@@ -122,7 +123,7 @@ def test_the_index_command_gives_the_index_of_local_processes(tmp_path: Path) ->
     (tmp_path / "local/000003.tar").write_bytes((tmp_path / "local/000003.tar").read_bytes()[:900])
     shutil.rmtree(tmp_path / "local/.nv-meta")
     shutil.copytree(tmp_path / "local", tmp_path / "far")
-    _, faults = index_shards(tmp_path / "local")
+    _, faults = index_files(tmp_path / "local", TARS)
     command = [sys.executable, "-m", "savable_pipeline.tools.cli.main", "index", "far", "--engine", "ray"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, len(faults)) == (1, 1), done.stderr

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
-from savable_pipeline.data.shards.scan import scan
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.tools.convert.names import name_fault
 from tests.support.toy_files import fill
@@ -40,7 +40,7 @@ def by_us(given: list[Sample]) -> bytes:
             shard.add(key, parts)
         rows = shard.finish()
         if not any(name_fault(key, extension) for key, parts in given for extension in parts):
-            assert rows == scan(Path(folder), "a.tar"), "the rows are those that a scan finds"
+            assert rows == TARS.scan(Path(folder), "a.tar"), "the rows are those that a scan finds"
         return Path(folder, "a.tar").read_bytes()
 
 

@@ -1,0 +1,64 @@
+"""`FileBytes`: the bytes of one file, wherever it lies, as formats read it: to index it, and to notice changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from savable_pipeline.core.open_files import with_handles
+
+
+class FileBytes(Protocol):
+    """A file: the last part of its name, and its size in bytes."""
+
+    name: str
+    size: int
+
+    def read(self, offset: int, size: int, /) -> bytes:
+        """`size` bytes from `offset` on; fewer where the file ends. Raises OSError, `ShardError`, `RemoteError`."""
+
+    def expect(self, places: list[tuple[int, int]], /) -> None:
+        """Announces reads of these offsets and sizes."""
+
+    def beside(self, suffix: str, /) -> Path | None:
+        """A local file with what lies beside it under its name with this suffix; None if nothing does."""
+
+    def fileno(self) -> int:
+        """The descriptor of a file on a disk. Raises OSError for one behind a URL."""
+
+
+class LocalBytes:
+    """A file on a disk that is open."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        self.name, self.size = path.name, os.fstat(descriptor).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """See `FileBytes.read`."""
+        return os.pread(self._descriptor, size, offset)
+
+    def expect(self, places: list[tuple[int, int]]) -> None:
+        """Nothing: the disk is near."""
+
+    def beside(self, suffix: str) -> Path | None:
+        """See `FileBytes.beside`."""
+        path = self._path.with_suffix(suffix)
+        return path if path.exists() else None
+
+    def fileno(self) -> int:
+        """See `FileBytes.fileno`."""
+        return self._descriptor
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[LocalBytes]:
+    """A file on a disk, open meanwhile. Raises OSError."""
+    descriptor = with_handles(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    try:
+        yield LocalBytes(path, descriptor)
+    finally:
+        os.close(descriptor)

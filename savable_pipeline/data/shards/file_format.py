@@ -1,0 +1,73 @@
+"""`FileFormat`: what must be known of a kind of files, such as tars or Parquet, to index them and to notice changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from savable_pipeline.core.open_files import is_out_of_handles
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.shards.file_bytes import FileBytes, opened
+from savable_pipeline.data.shards.index_file import PlaceIndex, ShardIndex, ShardTable
+from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.shard_list import ShardEntry
+
+
+def _nothing(path: Path, table: ShardTable) -> None:
+    """Leave nothing beside a file."""
+
+
+def _no_fault(path: Path, table: ShardTable) -> str:
+    """Find nothing wrong beside a file."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """A kind of files that samples are read from in place.
+
+    `read` finds out what the index says of a file, by its bytes and its name; damage is the entry's fault, not an
+    error. `is_as_indexed` looks whether a file of the right size still is the one that has this number in an index.
+    """
+
+    name: str
+    kind: ShardKind
+    place: str  # "package.module:NAME" of this object: another process finds it so
+    read: Callable[[FileBytes, str], ShardTable]
+    is_as_indexed: Callable[[FileBytes, ShardIndex, int], bool]
+    index_name: str  # the path of the index below the folder of the files
+    open_index: Callable[[Path, str], ShardIndex] = PlaceIndex
+    whole: bool = False  # whether all of a file is read to index it
+    no_places: int = 0  # of a file that cannot be read: how many zeros
+    beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
+    splits: str = ""  # the name of what lies in a folder of several splits
+    for_others: str = ""  # behind the name of a file: that of what other programs read beside it
+    leave_beside: Callable[[Path, ShardTable], None] = _nothing  # makes it
+    fault_beside: Callable[[Path, ShardTable], str] = _no_fault  # why it is wrong
+
+    def names_beside(self, name: str) -> list[str]:
+        """What may lie beside a file."""
+        own, other = self.beside
+        companion = [name.removesuffix(own) + other] if own and name.endswith(own) else []
+        return [*companion, *([name + self.for_others] if self.for_others else [])]
+
+    def index_at(self, path: Path) -> ShardIndex:
+        """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
+        return self.open_index(path, self.name)
+
+    def scan(self, root: Path, name: str) -> ShardTable:
+        """What the index says of a file on a disk. Raises OSError where the process may open no more files."""
+        size = 0
+        try:
+            with opened(root / name) as file:
+                size = file.size
+                return self.read(file, name)
+        except OSError as error:
+            if is_out_of_handles(error):
+                raise
+            return self.unreadable(name, size, error.strerror or str(error))
+
+    def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
+        """The table of a file of which nothing can be read."""
+        return ShardTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), bytes(8 * self.no_places))

@@ -1,0 +1,188 @@
+"""Checking one file of a dataset: its scan, what lies beside it for others, then every part of every sample."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from savable_pipeline.core.on_error import reason_of
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.dataset.kinds import format_of_name, seen
+from savable_pipeline.data.dataset.transparency import image_has_alpha
+from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
+from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import Links, ShardTable
+from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
+from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import SavableError
+
+LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
+_ZEROS = 64  # bytes at least: fewer may be meant
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A fault of a dataset, of one of its shards, or of a part of a sample."""
+
+    reason: str
+    detail: str
+    shard: str = ""
+    key: str = ""
+    part: str = ""
+    offset: int | None = None
+    index: int | None = None  # of the sample in the shard
+
+
+class ShardReport(msgspec.Struct):
+    """The size of a shard, and its problems."""
+
+    name: str
+    size: int
+    samples: int
+    digest: int
+    problems: list[Problem]
+    parts: dict[str, int] = {}  # samples that have each part
+    most_parts: int = 0  # of one sample
+    with_alpha: int = 0  # images that have alpha
+    empty: dict[str, int] = {}  # samples that have each part without a byte in it
+    nulls: dict[str, int] = {}  # samples that have a null in each column
+    links: Links | None = None
+
+
+def check_file(root: Path, name: str) -> ShardReport:
+    """Read all of a file. Its content is decoded and dropped; faults become problems, never errors."""
+    form = format_of_name(name)
+    assert form is not None, name
+    table = form.scan(root, name)
+    entry, found = table.entry, _Found()
+    problems: list[Problem] = []
+    if entry.fault:
+        reason = "damaged shard" if (root / name).exists() else "missing shard"
+        problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
+    elif fault := form.fault_beside(root / name, table):
+        problems.append(Problem(f"wrong {form.kind.suffixes[0]}{form.for_others}", fault, name))
+    if entry.samples:
+        try:
+            with tempfile.TemporaryDirectory() as aside:
+                problems += _problems_in(_store(form, table, root, Path(aside) / "index"), name, found)
+        except (SavableError, ValueError) as error:
+            problems.append(Problem("cannot be checked", encodable(str(error)), name))
+    return ShardReport(
+        name,
+        entry.size,
+        entry.samples,
+        entry.digest,
+        problems,
+        dict(found.parts),
+        found.most,
+        found.counts["with alpha"],
+        dict(found.empty),
+        dict(found.nulls),
+        table.links,
+    )
+
+
+def _store(form: FileFormat, table: ShardTable, root: Path, path: Path) -> RecordStore:
+    """The store of one file, with an index aside: nothing is changed beside it."""
+    write_index(path, [table], form.name)
+    return seen(IndexedFiles(form, form.index_at(path), path, None, root, tolerant=True), partial=True)
+
+
+def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Problem]:
+    row = 0
+    while row < store.entries[0].samples:
+        try:
+            yield from _problems_of(store, name, row, found)
+            row += 1
+        except SavableError as error:
+            detail = encodable(str(error).removeprefix(f"{store.address}/{name}: "))
+            yield Problem(reason_of(error), detail, name, index=row)
+            row = _after_damage(store, row)
+    if isinstance(store, ColumnarStore):
+        yield from _without_bytes(store, name, found)
+
+
+class _Found:
+    """What is counted in a file, by part or column."""
+
+    def __init__(self) -> None:
+        self.parts, self.empty, self.nulls = Counter[str](), Counter[str](), Counter[str]()
+        self.named = Counter[str]()  # rows that name a file without its bytes
+        self.counts = Counter[str]()  # of `part_fault`
+        self.most = 0  # parts of one sample
+
+
+def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[Problem]:
+    """A problem for each column whose rows name files without their bytes."""
+    for column, count in sorted(found.named.items()):
+        detail = f"the column {column!r}: {count:,} of {store.entries[0].samples:,} rows have a path and no bytes"
+        yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
+
+
+def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
+    """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
+    form = format_of_name(name)
+    assert form is not None, name
+    cache, names = cache_folder(None), [name, *form.names_beside(name)]
+    try:
+        with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
+            for each in names:
+                stat = downloader.call("stat", url, each, each == name)
+                if stat is not None:
+                    downloader.call("whole", url, each, stat[0], str(folder / each))
+        return check_file(folder, name)
+    except SavableError as error:
+        return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
+    finally:
+        for each in names:
+            (folder / each).unlink(missing_ok=True)
+
+
+def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iterator[Problem]:
+    extensions = store.extensions(0, row)
+    found.most = max(found.most, len(extensions))
+    found.parts.update(extensions)
+    if isinstance(store, ColumnarStore):
+        found.nulls.update(store.nulls(0, row))
+        found.named.update({file.column for file in store.named_files(0, row)})
+    for extension in extensions:
+        data, size = store.head(0, row, extension, LARGEST)
+        found.empty.update([] if size else [extension])
+        if size > LARGEST:
+            continue
+        fault = part_fault(extension, data, found.counts)
+        if fault:
+            yield _problem(store, name, row, extension, fault)
+
+
+def _after_damage(store: RecordStore, row: int) -> int:
+    """The next row to read: where rows are decoded in groups, the first of the next group."""
+    if not isinstance(store, ColumnarStore):
+        return row + 1
+    ends = store.group_ends(0)
+    return ends[bisect_right(ends, row)]
+
+
+def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str) -> Problem:
+    reason, _, detail = fault.partition(": ")
+    offset = store.part_offset(0, row, extension)
+    return Problem(reason, encodable(detail), name, encodable(store.key(0, row)), extension, offset, row)
+
+
+def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
+    """Why a part cannot be right, as `reason: detail`; empty if it can. An image that has alpha is counted."""
+    if len(data) >= _ZEROS and not data.strip(b"\0"):
+        return f"zero-filled: all {len(data)} bytes are zeros"
+    fault = decode_error(extension, data) or utf8_error(extension, data)
+    if not fault and part_type(extension) in IMAGE_PARTS:
+        counts["with alpha"] += image_has_alpha(data)
+    return fault

@@ -1,0 +1,195 @@
+"""Indexes, tars and YAML with something else inside, and what a reader does with them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fuzz_values import changed, changed_bytes, encoded
+from xxhash import xxh3_64_intdigest
+
+import savable_pipeline as sp
+from savable_pipeline.data.shards.energon_metadata import (
+    INDEX_NAME,
+    META,
+    read_counts,
+    read_field_map,
+    read_split,
+    split_names,
+)
+from savable_pipeline.data.shards.index_file import Header, aligned
+from savable_pipeline.data.shards.scan import TARS
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> None:
+    """A tar of this format with these members."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=kind) as tar:
+        for name, payload in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(payload)
+            tar.addfile(info, io.BytesIO(payload))
+
+
+def indexes(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    shards = folder / "shards"
+    sp.TarShardReader(shards, sp.Lane())
+    raw = (shards / INDEX_NAME).read_bytes()
+    for _ in range(count):
+        yield _read_with_index(shards, _changed_index(raw, draw))
+
+
+def _changed_index(raw: bytes, draw: random.Random) -> bytes:
+    """An index with one change, and a checksum that says that it is as it was written."""
+    length = int.from_bytes(raw[16:24], "little")
+    known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
+    end = aligned(columns + 8 * known.shards * known.numbers + known.names)
+    header, shards, rows = raw[24 : 24 + length], raw[columns:end], raw[end:]
+    what = draw.random()
+    if what < 0.3:
+        header = encoded(changed(msgspec.msgpack.decode(header), draw))
+    elif what < 0.5:
+        header = changed_bytes(header, draw)
+    elif what < 0.75:
+        shards = changed_bytes(shards, draw)
+    else:
+        rows = changed_bytes(rows, draw)
+    said = len(header) if draw.random() < 0.95 else draw.choice([0, 7, 2**40, 2**64 - 1])
+    signed = said.to_bytes(8, "little") + header
+    signed += bytes(-(16 + len(signed)) % 64) + shards
+    return raw[:8] + xxh3_64_intdigest(signed).to_bytes(8, "little") + signed + rows
+
+
+def _read_with_index(shards: Path, raw: bytes) -> Callable[[], None]:
+    def read() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder, "data")
+            shutil.copytree(shards, root)
+            (root / INDEX_NAME).write_bytes(raw)
+            _read_all(root, epochs=1)
+
+    return read
+
+
+def _read_all(root: Path, **settings: Any) -> None:
+    """Every byte of every sample. Faults of single shards and parts are skipped; the last is raised at the end."""
+    fault: Exception | None = None
+    for sample in sp.TarShardReader(root, sp.Lane(), shuffle=False, on_error="skip", **settings):
+        for use in (lambda sample=sample: sample.items(), lambda sample=sample: (sample.key, repr(sample))):
+            try:
+                use()
+            except (sp.ShardError, KeyError) as error:
+                fault = error if isinstance(error, sp.ShardError) else fault
+    if fault is not None:
+        raise fault
+
+
+def tars(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    path = folder / "long.tar"
+    write_tar(path, [(f"{'d' * 120}/s{i}.json", b'{"id": 1}' * (i + 1)) for i in range(3)], tarfile.PAX_FORMAT)
+    raws = [path.read_bytes(), (folder / "shards/1.tar").read_bytes()]
+    for _ in range(count):
+        yield _read_tar(_changed_tar(bytearray(draw.choice(raws)), draw))
+
+
+def _changed_tar(raw: bytearray, draw: random.Random) -> bytes:
+    headers = [at for at in range(0, len(raw), 512) if raw[at + 257 : at + 262] == b"ustar"]
+    for _ in range(draw.randint(1, 2)):
+        at = draw.choice(headers)
+        start, width = draw.choice([(0, 100), (124, 12), (156, 1), (257, 8), (345, 155), (512, 200)])
+        if draw.random() < 0.3:
+            text = draw.choice([b"\xff" * 12, b"77777777777\0", b"\x80" + b"\xff" * 11, b"-1", b"99 GNU.sparse.a=1\n"])
+            raw[at + start : at + start + min(width, len(text))] = text[:width]
+        else:
+            raw[at + start + draw.randrange(width)] = draw.randrange(256)
+        if draw.random() < 0.2:
+            raw[at + 156 : at + 157] = draw.choice([b"x", b"g", b"L", b"K", b"S", b"5", b"0"])
+        raw[at + 148 : at + 156] = b"%06o\0 " % (sum(raw[at : at + 512]) - sum(raw[at + 148 : at + 156]) + 8 * 32)
+    return bytes(raw[: draw.randrange(len(raw))]) if draw.random() < 0.1 else bytes(raw)
+
+
+def _read_tar(raw: bytes) -> Callable[[], None]:
+    def read() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder, "data")
+            root.mkdir()
+            (root / "0.tar").write_bytes(raw)
+            fault = TARS.scan(root, "0.tar").entry.fault
+            _read_all(root, epochs=1)
+            if fault:
+                raise sp.ShardError(fault)
+
+    return read
+
+
+_SPLIT = "split_parts:\n  train: ['{0..1}.tar']\n  val:\n  - 2.tar\nexclude: [1.tar/s21]\n"
+_INFO = "shard_counts:\n  0.tar: 20\n  1.tar: 7\n  2.tar: 30\n"
+_FIELDS = "sample_type:\n  __module__: a\nfield_map:\n  text: json[id]\n  image: jpg,png\n"
+_MIXTURE = (
+    "sources:\n  a:\n    path: shards\n    weight: 0.7\n  b:\n    weight: 1/3\n    sources:\n"
+    "      c: {path: shards, weight: 2, subset: 0.5}\n      d: {path: [shards/0.tar], weight: 1}\n"
+)
+_WORDS = [
+    "*a", "&a ", "<<: *a", "!!int ''", "!!int 1:1:1", "!!bool x", "!!float ", "!!timestamp x", "!!binary ä",
+    "!!set {a, b}", "!!omap [a: 1]", "? [a]: 1", "2001-99-99", "0x", "0b", "1:61:61", ".inf", ".nan", "1e999",
+    "'1e99999999'", "~", "yes", "{", "}", "[", "]", ": ", "- ", "\n", "\t", "\x00", "\x85", "\ud800", "#", "|", ">",
+    "%YAML 9.9\n---\n", "---\n", "...\n", "!!python/object:os.system x", "[" * 300, "1" * 5000, "1:" * 3000 + "1",
+    "{0..999999}", "{a,b}{a,b}{a,b}", "-1", "= ", "'{0..999999}', " * 20, "sources:", "weight:", "repetitions: 2",
+    "subset: [0.1, .nan]", "null", "9" * 400,
+]  # fmt: skip
+
+
+def yaml_files(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    texts = [("split.yaml", _SPLIT), (".info.yaml", _INFO), ("dataset.yaml", _FIELDS), ("mixture.yaml", _MIXTURE)]
+    root = folder / "yaml"
+    shutil.copytree(folder / "shards", root / "shards", dirs_exist_ok=True)
+    for number in range(count):
+        name, text = texts[number % len(texts)]
+        raw = _changed_text(text, draw).encode("utf-8", "surrogatepass")
+        if draw.random() < 0.2:
+            raw = changed_bytes(raw, draw)
+        yield _read_yaml(root, name, raw)
+
+
+def _changed_text(text: str, draw: random.Random) -> str:
+    for _ in range(draw.randint(1, 3)):
+        words = text.replace(",", " ,").split(" ")
+        place = draw.randrange(len(words))
+        if draw.random() < 0.6:
+            words[place] = draw.choice(_WORDS)
+        else:
+            words.insert(place, draw.choice(_WORDS))
+        text = " ".join(words)
+    return text
+
+
+def _read_yaml(root: Path, name: str, raw: bytes) -> Callable[[], None]:
+    def read() -> None:
+        path = root / name if name == "mixture.yaml" else root / "shards" / META / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw)
+        try:
+            if name == "mixture.yaml":
+                sp.read_mixture(path).samples(sp.Lane()).take_refs(3)
+            else:
+                _read_metadata(root / "shards")
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    return read
+
+
+def _read_metadata(root: Path) -> None:
+    read_counts(root)
+    for split in split_names(root):
+        read_split(root, split, {"0.tar", "1.tar", "2.tar"})
+    read_field_map(root)
