@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         StateError,
         WorkerError,
     )
-    from savable_pipeline.run.given.ledger import Ledger
+    from savable_pipeline.run.loader.ledger import Ledger
     from savable_pipeline.run.loader.open_metrics import open_metrics
     from savable_pipeline.run.loader.savable_loader import SavableLoader
     from savable_pipeline.run.loader.stateful_dataset import StatefulDataset
@@ -135,7 +135,7 @@ _PLACES = {
     "Join": "stages.readers.join",
     "JsonlReader": "stages.readers.readers",
     "Lane": "core.lane",
-    "Ledger": "run.given.ledger",
+    "Ledger": "run.loader.ledger",
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.columnar_readers",

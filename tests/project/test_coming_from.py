@@ -33,7 +33,7 @@ def opens(path: str) -> Callable[[], bool]:
         try:
             sp.open_dataset(path)
         except sp.ShardError as error:
-            return "cannot be read at an offset" not in str(error)
+            return not re.search("cannot be read at an offset|is not read", str(error))
         return True
 
     return is_here
