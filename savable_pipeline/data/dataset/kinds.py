@@ -14,7 +14,6 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import dataset_of
 from savable_pipeline.data.remote.remote_files import names_behind
-from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.file_format import FileFormat
@@ -32,7 +31,7 @@ from savable_pipeline.data.stores.jsonl_store import JsonlStore
 from savable_pipeline.data.stores.parquet_file import PARQUET
 from savable_pipeline.data.stores.parquet_store import ParquetStore
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.remote_indexing import index_remote_files
+from savable_pipeline.data.stores.remote_indexing import index_remote
 from savable_pipeline.data.stores.saved_dataset import data_files
 from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.data.stores.token_file import TOKENS
@@ -166,9 +165,7 @@ def index_any(
     """
     kind = STORES[kind_of(files)]
     if is_remote(files):
-        if kind.form is TARS:
-            return index_remote(files, progress, engine)
-        return index_remote_files(files, kind.form, progress, engine)
+        return index_remote(files, kind.form, progress, engine)
     each = None if engine is None else each_shard_by(engine)
     return index_files(kind.named(files), kind.form, processes=processes, each=each, progress=progress)
 

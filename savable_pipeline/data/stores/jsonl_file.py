@@ -139,7 +139,5 @@ JSONL = FileFormat(
     "savable_pipeline.data.stores.jsonl_file:JSONL",
     read_table,
     is_as_indexed,
-    ".nv-meta/savable.jsonl.index",
-    whole=True,
     no_places=1,
 )

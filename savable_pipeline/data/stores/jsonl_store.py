@@ -61,8 +61,10 @@ class JsonlStore(FileStore):
         """The offset of the line in its file, in bytes."""
         return int(self.places(shard)[row])
 
-    def part_sizes(self) -> dict[str, Rows]:
-        """The sizes of the lines, with their ends."""
+    def part_sizes(self) -> dict[str, Rows] | None:
+        """The sizes of the lines, with their ends; None where the index is here in part."""
+        if not self.files.has_all_rows():
+            return None
         sizes = [np.diff(self.places(shard).astype(np.int64)) for shard in range(len(self.entries))]
         return {LINE: np.concatenate(sizes)}
 

@@ -115,5 +115,4 @@ PARQUET = FileFormat(
     "savable_pipeline.data.stores.parquet_file:PARQUET",
     read_table,
     is_as_indexed,
-    ".nv-meta/savable.parquet.index",
 )

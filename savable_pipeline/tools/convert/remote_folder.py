@@ -67,7 +67,7 @@ class Pages:
 
 @functools.lru_cache(maxsize=1)
 def _opened(folder: RemoteFolder) -> dict[str, CachedBytes]:
-    place = place_of_objects(folder.url, folder.files, f"{folder.url} records", shared_downloader())
+    place = place_of_objects(folder.url, folder.files, f"{folder.url} records")
     blocks = CachedBlocks(place, all_used=True)
     return {entry.name: CachedBytes(blocks, i) for i, entry in enumerate(place.cached.shards)}
 

@@ -26,11 +26,11 @@ from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.dataset.sample import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.scan import TARS
-from savable_pipeline.data.stores import presence
+from savable_pipeline.data.stores import cached_files
 from savable_pipeline.data.stores.cached_files import CachedFiles
+from savable_pipeline.data.stores.remote_indexing import index_remote
 from tests.conftest import MakeShards, write_numbered_shards
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -192,8 +192,8 @@ def all_refs(dataset: Dataset) -> RefArray:
 
 def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """A dataset that has found all of itself in the cache."""
-    monkeypatch.setattr(presence, "_LOOK_S", 0.0)
-    monkeypatch.setattr(presence, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(cached_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cached_files, "_LOOK_SHARE", 0)
     dataset = open_dataset(f"{server.url}/shards/")
     for sample in dataset.open_samples(all_refs(dataset)):
         _ = sample["json"]
@@ -611,7 +611,7 @@ def test_a_shard_on_a_web_server_that_has_another_size_is_indexed_again(
         with pytest.raises(sp.ShardError, match=r"bytes, but \d+ when it was indexed"):
             first_ids(dataset)
     else:
-        assert index_remote(url)[1] == []
+        assert index_remote(url, TARS)[1] == []
     assert open_dataset(url).count == sum(SIZES) + 40
     assert first_ids(open_dataset(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 
