@@ -62,6 +62,7 @@ class CachedBlocks(DownloadedFiles):
         size = int(self._cached.shards.sizes[self._numbers].sum())
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
+        self._noted: set[int] = set()  # that are not as they were indexed
         self._opened: set[int] = set()
 
     def _forget_announced(self) -> None:
@@ -132,7 +133,9 @@ class CachedBlocks(DownloadedFiles):
                 self.fetch_rows(self._numbers[[shard]])
                 self._indexed.check_rows(shard)
                 if not self._indexed.is_as_indexed(shard, self.file(shard)):
-                    note_changed(self._cached.folder.parent, self.entry(shard)[0])
+                    if shard not in self._noted:
+                        note_changed(self._cached.folder.parent, self.entry(shard)[0])
+                    self._noted.add(shard)
                     raise ShardError(
                         f"{self.name(shard)}: not as its index says: the file was rewritten since. Start again to "
                         "index it, or put the old file back",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,6 +166,8 @@ class _Making:
             return found, held(before.folder)
         cached = self._made(found, before, own)
         point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
+        for stale in self.folder.glob("new-*"):  # of files as they were when a call was stopped
+            shutil.rmtree(stale, ignore_errors=True)
         if self.changed:
             note_reindexed(self.folder)
         return found, cached
