@@ -47,13 +47,10 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.item_ref import ItemRef, as_ref
     from savable_pipeline.stages.packing.balance import Balance
     from savable_pipeline.stages.packing.packer import OnlinePacker
-    from savable_pipeline.stages.readers.arrow_reader import ArrowReader
+    from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
     from savable_pipeline.stages.readers.join import Join
-    from savable_pipeline.stages.readers.jsonl_reader import JsonlReader
-    from savable_pipeline.stages.readers.parquet_reader import ParquetReader
     from savable_pipeline.stages.readers.reader import RecordReader
-    from savable_pipeline.stages.readers.tar_reader import TarShardReader
-    from savable_pipeline.stages.readers.token_reader import TokenReader
+    from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
     from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
     from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage
     from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -122,7 +119,7 @@ __all__ = [
 # Where each name lies: a program imports what it uses, and `savable convert` starts at once.
 _PLACES = {
     "IMAGE_PARTS": "data.shards.part_types",
-    "ArrowReader": "stages.readers.arrow_reader",
+    "ArrowReader": "stages.readers.columnar_readers",
     "Balance": "stages.packing.balance",
     "BatchStage": "stages.stage",
     "Batcher": "stages.batcher",
@@ -136,12 +133,12 @@ _PLACES = {
     "ItemRef": "stages.item_ref",
     "ItemStage": "stages.stage",
     "Join": "stages.readers.join",
-    "JsonlReader": "stages.readers.jsonl_reader",
+    "JsonlReader": "stages.readers.readers",
     "Lane": "core.lane",
     "Ledger": "run.given.ledger",
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
-    "ParquetReader": "stages.readers.parquet_reader",
+    "ParquetReader": "stages.readers.columnar_readers",
     "PassThrough": "stages.stage",
     "RecordReader": "stages.readers.reader",
     "RecordStore": "data.stores.record_store",
@@ -161,9 +158,9 @@ _PLACES = {
     "Stage": "stages.stage",
     "StateError": "errors",
     "StatefulDataset": "run.loader.stateful_dataset",
-    "TarShardReader": "stages.readers.tar_reader",
+    "TarShardReader": "stages.readers.readers",
     "TaskEncoder": "stages.task_encoder",
-    "TokenReader": "stages.readers.token_reader",
+    "TokenReader": "stages.readers.readers",
     "WorkerError": "errors",
     "as_ref": "stages.item_ref",
     "attention_cost": "stages.cost",

@@ -13,11 +13,15 @@ SavableError
 class SavableError(Exception):
     """Base of every error that this library raises about data, states and workers.
 
-    >>> try:
-    ...     sp.TarShardReader("shards/", sp.Lane(), split="test")
-    ... except sp.SavableError as error:
-    ...     print(type(error).__name__)
-    ShardError
+    Args:
+        message: What was expected, what was found, where, and what to do.
+
+    Example:
+        >>> try:
+        ...     sp.TarShardReader("shards/", sp.Lane(), split="test")
+        ... except sp.SavableError as error:
+        ...     print(type(error).__name__)
+        ShardError
     """
 
     def __init__(self, message: str = "") -> None:
@@ -25,40 +29,51 @@ class SavableError(Exception):
 
 
 class CheckpointMismatchError(SavableError):
-    """The state was saved by a run with other data, settings or stages; the message lists each differing field.
+    """The state was saved by a run with other data, settings or stages.
 
-    >>> reader = sp.TarShardReader("shards/", sp.Lane())
-    >>> try:
-    ...     sp.ShuffleBuffer(reader, size=10).restore_state(reader.save_state())
-    ... except sp.CheckpointMismatchError as error:
-    ...     print(str(error).split(":")[0])
-    this is no state of ShuffleBuffer
+    Args:
+        message: Lists each field that differs.
+
+    Example:
+        >>> reader = sp.TarShardReader("shards/", sp.Lane())
+        >>> try:
+        ...     sp.ShuffleBuffer(reader, size=10).restore_state(reader.save_state())
+        ... except sp.CheckpointMismatchError as error:
+        ...     print(str(error).split(":")[0])
+        this is no state of ShuffleBuffer
     """
 
 
 class StateError(SavableError):
     """The bytes or the dict are no state that this release can read: damaged, cut short, or of another version.
 
-    >>> try:
-    ...     sp.merge_states([{"model": 0}])
-    ... except sp.StateError as error:
-    ...     print(str(error).split(":")[0])
-    this is no state of a SavableLoader
+    Args:
+        message: What is wrong, and what to do.
+
+    Example:
+        >>> try:
+        ...     sp.merge_states([{"model": 0}])
+        ... except sp.StateError as error:
+        ...     print(str(error).split(":")[0])
+        this is no state of a SavableLoader
     """
 
 
 class ShardError(SavableError):
     """A shard or its index is missing, damaged, or changed since it was indexed.
 
-    `reason` says which in a few words, such as "missing shard" or, where nothing is at the path that was given, "no
-    such path"; skipped samples are counted under it.
+    Args:
+        message: What is wrong, with which shard, and what to do.
+        reason: What is wrong in a few words, such as "missing shard" or, where the given path does not exist, "no such
+            path"; skipped samples are counted under it.
 
-    >>> _ = Path("broken.tar").write_bytes(b"this is not a tar")
-    >>> try:
-    ...     sp.TarShardReader("broken.tar", sp.Lane())
-    ... except sp.ShardError as error:
-    ...     print(error.reason)
-    damaged shard
+    Example:
+        >>> _ = Path("broken.tar").write_bytes(b"this is not a tar")
+        >>> try:
+        ...     sp.TarShardReader("broken.tar", sp.Lane())
+        ... except sp.ShardError as error:
+        ...     print(error.reason)
+        damaged shard
     """
 
     def __init__(self, message: str = "", *, reason: str = "damaged shard") -> None:
@@ -69,32 +84,44 @@ class ShardError(SavableError):
 class RemoteError(SavableError):
     """A server that holds shards, or the cache on this machine, still failed after all retries; no fault of the data.
 
-    >>> issubclass(sp.RemoteError, sp.SavableError)
-    True
+    Args:
+        message: What failed, and what to do.
+
+    Example:
+        >>> issubclass(sp.RemoteError, sp.SavableError)
+        True
     """
 
 
 class EncodeError(SavableError):
-    """A method of a task encoder raised, or `encode` gave two results for one sample.
+    """A method of a task encoder raised, or `encode` returned two results for one sample.
 
-    The message names the stage, and the sample's shard, key and byte offset. `__cause__` is the encoder's own error.
+    `__cause__` is the encoder's own error.
 
-    >>> class Broken(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["caption"]
-    >>> try:
-    ...     next(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Broken()))
-    ... except sp.EncodeError as error:
-    ...     print(str(error).split(", byte")[0])
-    Broken.encode raised KeyError: 'caption'; stage Encode, shard 0.tar, key 's000000'
+    Args:
+        message: Names the stage, and the sample's shard, key and byte offset.
+
+    Example:
+        >>> class Broken(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["caption"]
+        >>> try:
+        ...     next(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Broken()))
+        ... except sp.EncodeError as error:
+        ...     print(str(error).split(", byte")[0])
+        Broken.encode raised KeyError: 'caption'; stage Encode, shard 0.tar, key 's000000'
     """
 
 
 class WorkerError(SavableError):
     """Worker processes died or exceeded `timeout` too often, or a stage raised an error of a foreign class in one.
 
-    The loader's state is whole: save it, or go on.
+    The loader's state is whole: save it, or continue.
 
-    >>> issubclass(sp.WorkerError, sp.SavableError)
-    True
+    Args:
+        message: What happened to which worker, and what to do.
+
+    Example:
+        >>> issubclass(sp.WorkerError, sp.SavableError)
+        True
     """

@@ -1,4 +1,4 @@
-"""For your tests: `assert_exact_resume`, which names the first difference, and the ranks of a run in one process."""
+"""For users' tests: `assert_exact_resume`, which names the first difference, and the ranks of a run in one process."""
 
 from __future__ import annotations
 
@@ -35,23 +35,39 @@ def assert_exact_resume(
     """Stop a pipeline after every step, resume it in fresh objects, and compare every byte of every batch.
 
     The uninterrupted run takes `steps` steps in one process, through the ends of epochs. From the state after each of
-    them a fresh run takes the next `after` batches. Then `chains` runs are stopped and resumed again and again,
-    every 0 to 3 steps, with a number of workers and ranks drawn from `workers` and `world_sizes`. States pass through
-    `torch.save` and `torch.load(weights_only=True)`. `tail` and `epoch_slots` are those of the loader. Returns the
-    number of resumes that were compared.
+    them a fresh run takes the next `after` batches. Then `chains` runs are stopped and resumed repeatedly, every 0 to 3
+    steps. States pass through `torch.save` and `torch.load(weights_only=True)`.
 
-    Take `steps` of at least twice `lanes`: what a lane keeps from one batch to the next shows in its second batch.
+    Args:
+        pipeline: The function that builds the stages of a lane.
+        seed: The seed of the run, and of the random cuts.
+        lanes: The number of lanes of the run.
+        steps: Steps of the uninterrupted run. Take at least twice `lanes`: what a lane keeps from one batch to the next
+            shows in its second batch.
+        workers: Numbers of worker processes that the chains draw from.
+        world_sizes: Numbers of ranks that they draw from.
+        chains: How many runs are stopped and resumed again and again.
+        after: Batches compared after each single resume.
+        multiprocessing_context: As for `SavableLoader`.
+        tail: As for `SavableLoader`.
+        epoch_slots: As for `SavableLoader`.
 
-    Raises AssertionError that names the first step, field and sample that differ, and ValueError for wrong settings.
+    Returns:
+        The number of resumes that were compared.
 
-    >>> class Numbers(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["id"]
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
-    >>> from savable_pipeline.testing import assert_exact_resume
-    >>> assert_exact_resume(pipeline, lanes=4, steps=8, chains=0)  # one resume at each step, and one at the end
-    9
+    Raises:
+        AssertionError: A batch differs; the message names the first step, field and sample.
+        ValueError: A setting is wrong.
+
+    Example:
+        >>> class Numbers(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+        >>> from savable_pipeline.testing import assert_exact_resume
+        >>> assert_exact_resume(pipeline, lanes=4, steps=8, chains=0)  # one resume at each step, and one at the end
+        9
     """
     settings = LoaderSettings(
         pipeline,
@@ -80,17 +96,17 @@ def assert_exact_resume(
 def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
     """Take the steps of all ranks of a run in this process: an epoch, or what is left of it.
 
-    The ranks of a finite run must agree on its end, for which loaders in processes of their own use torch.distributed.
-    Here they vote together. Between two steps each loader can be asked for its state, as after a batch of its own, and
-    the next call goes on as the next `iter()` of the loaders would. Where one rank raises, the others may stand behind
-    that step already: load a state into all of them then.
+    The ranks of a finite run must agree on its end, for which loaders in processes of their own use torch.distributed;
+    here they vote together. Between two steps each loader can be asked for its state, and the next call continues as
+    the next `iter()` of the loaders would. If one rank raises, others may already be after that step: then load a state
+    into all of them.
 
     Args:
         loaders: One of each rank, in the order of the ranks, made alike with `rank=` and `world_size=`.
 
-    Returns:
-        An iterator that gives, for each step, the list of the ranks' batches in the order of the ranks
-        (`sorted_by_slot` has them in that of the slots). Without end for an endless run without `epoch_slots`.
+    Yields:
+        For each step, the ranks' batches in the order of the ranks (`sorted_by_slot` sorts them by slot). There is no
+        end to an endless run without `epoch_slots`.
 
     Raises:
         ValueError: The loaders are not those of all ranks of one run, in their order and at the same place.
@@ -122,8 +138,10 @@ def steps_of_ranks(loaders: Sequence[SavableLoader]) -> Iterator[list[Any]]:
 def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
     places = {(run.position.epoch, run.position.slot) for run in map(iter, runs)}
     if len(places) > 1:
-        told = ", ".join(f"slot {slot} of epoch {epoch}" for epoch, slot in sorted(places))
-        raise ValueError(f"the ranks stand at different places, {told}: load one state into all of their loaders")
+        places_found = ", ".join(f"slot {slot} of epoch {epoch}" for epoch, slot in sorted(places))
+        raise ValueError(
+            f"the ranks stand at different places, {places_found}: load one state into all of their loaders"
+        )
     while runs[0].position.previous is None:
         yield _voted_step(runs)
     for run in runs:
@@ -131,7 +149,7 @@ def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
 
 
 class _Entry(NamedTuple):
-    """A batch of the stream, and where it stands in it."""
+    """A batch of the stream, and its place there."""
 
     epoch: int
     slot: int
@@ -153,9 +171,9 @@ def _entry(run: Run) -> _Entry:
 
 
 def _take_step(runs: Sequence[Run]) -> list[_Entry]:
-    """One step of the runs of all ranks, in this process: they vote together. The batches, in the order of the slots.
+    """Take one step of the runs of all ranks, which vote together. Returns the batches in the order of the slots.
 
-    At the end of an epoch the next one is begun.
+    At the end of an epoch, begin the next one.
     """
     taken = _voted_step([iter(run) for run in runs])
     at = runs[0].position.previous or runs[0].position  # after the step
@@ -221,17 +239,25 @@ def _chain(
 
 
 def sorted_by_slot(batches: list[Any], first: int) -> list[Any]:
-    """The batches of a step that began at slot `first`, one of each rank in the order of the ranks, by slot.
+    """Sort the batches of a step by slot.
 
-    >>> from savable_pipeline.testing import sorted_by_slot
-    >>> sorted_by_slot(["slot 6", "slot 4", "slot 5"], 4)  # of ranks 0, 1 and 2
-    ['slot 4', 'slot 5', 'slot 6']
+    Args:
+        batches: One of each rank, in the order of the ranks.
+        first: The slot at which the step began.
+
+    Returns:
+        The batches of slots `first`, `first + 1`, …
+
+    Example:
+        >>> from savable_pipeline.testing import sorted_by_slot
+        >>> sorted_by_slot(["slot 6", "slot 4", "slot 5"], 4)  # of ranks 0, 1 and 2
+        ['slot 4', 'slot 5', 'slot 6']
     """
     return [batches[(first + i) % len(batches)] for i in range(len(batches))]
 
 
 def _copy(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as a checkpoint file gives it back."""
+    """The state as it is read back from a checkpoint file."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -3,13 +3,13 @@
 ClassificationEncoder    an image and its class; MixUp and CutMix in batches
 CaptioningEncoder        an image and its caption
 ContrastiveEncoder       pairs of an image and a text
-ChatEncoder              conversations with images, of which the answers are learned
+ChatEncoder              conversations with images; the answers are learned
 InterleavedEncoder       documents with images between the texts
 LanguageModelingEncoder  text; with a prompt before it, or without
 
 Their arguments are `Tokenizer`; for a single image `SquareCrop`; for images among text `Vision`, with `NativeSize`,
-`Tiles` or `Buckets`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of what is not learned. What
-an encoder of your own may be made of as well lies in `task_encoders.parts`.
+`Tiles` or `Buckets`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of tokens that
+are not learned. `task_encoders.parts` has more parts for an encoder of your own.
 """
 
 from importlib import import_module
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from task_encoders.interleaved import InterleavedEncoder
     from task_encoders.language_modeling import LanguageModelingEncoder
     from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
-    from task_encoders.parts.conversation_formats import Message
+    from task_encoders.parts.data_formats import Message
     from task_encoders.parts.image_text_tokens import Vision
     from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
     from task_encoders.parts.square_crop import SquareCrop
@@ -59,7 +59,7 @@ _FILES = {
     "interleaved": ["InterleavedEncoder"],
     "language_modeling": ["LanguageModelingEncoder"],
     "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
-    "parts.conversation_formats": ["Message"],
+    "parts.data_formats": ["Message"],
     "parts.image_text_tokens": ["Vision"],
     "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "Tiles"],
     "parts.square_crop": ["SquareCrop"],

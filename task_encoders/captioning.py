@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.square_crop import MEAN, STD, SquareCrop
 from task_encoders.parts.token_packing import (
     batch_documents,
@@ -39,7 +39,7 @@ class CaptioningEncoder(TaskEncoder):
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
         caption: The field of the `json` part, where there is no `txt`.
-        multiple: Each caption of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for context
+        multiple: Each caption of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
 
     An item has `image`, uint8 (3, size, size), and `tokens` and `labels`, int64 (n,): a label is the next token, -100
@@ -55,18 +55,23 @@ class CaptioningEncoder(TaskEncoder):
     - `cu_seqlens`, int32 (captions and paddings + 1,), where each begins among the B * T tokens, and `max_seqlen`, int,
       for `flash_attn_varlen_func`.
 
-    A sample is skipped as "no image" or, without a caption or with an empty one, as "no text". Raises ValueError for a
-    setting out of its range and for a caption that is no text, UnicodeDecodeError and JSONDecodeError for a part that
-    cannot be decoded, and what Pillow raises for an image that cannot.
+    A sample is skipped as "no image" or, without a caption or with an empty one, as "no text".
 
-    ```python
-    from task_encoders import CaptioningEncoder
-    samples = sp.TarShardReader("shards/", sp.Lane())
-    items = sp.Encode(samples, CaptioningEncoder(image_size=32))
-    batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
-    batch["image"].shape[1:]   # torch.Size([3, 32, 32])
-    batch["tokens"].dtype      # torch.int64
-    ```
+    Raises:
+        ValueError: A setting is out of its range, or a caption is no text.
+        UnicodeDecodeError: A part is no UTF-8.
+        JSONDecodeError: A part is no JSON.
+        OSError: An image is damaged.
+
+    Example:
+        ```python
+        from task_encoders import CaptioningEncoder
+        samples = sp.TarShardReader("shards/", sp.Lane())
+        items = sp.Encode(samples, CaptioningEncoder(image_size=32))
+        batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
+        batch["image"].shape[1:]   # torch.Size([3, 32, 32])
+        batch["tokens"].dtype      # torch.int64
+        ```
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class CaptioningEncoder(TaskEncoder):
         self.caption = Field(f"json[{caption}]")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """One item, or `Skip`."""
+        """Return one item, or `Skip`."""
         image = self.crop.image(sample)  # floats, four times as large, only in a batch
         if image is None:
             return Skip("no image")

@@ -1,4 +1,4 @@
-"""`ChatEncoder`: conversations, with images anywhere in them, as tokens of which the answers are learned."""
+"""`ChatEncoder`: conversations, with images anywhere in them, as tokens; the answers are learned."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from PIL import Image
 
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
-from task_encoders.parts.conversation_formats import Message, parse_conversation
-from task_encoders.parts.image_text_encoder import MixedEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens, Vision
-from task_encoders.parts.sample_images import SampleImages
+from task_encoders.parts.data_formats import Message, parse_conversation
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision
+from task_encoders.parts.sample_parts import SampleImages
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
 class ChatEncoder(MixedEncoder):
     """Learns the answers of the assistant in a conversation, which may show images.
 
-    Conversations are JSON as LLaVA or OpenAI write them (parts/conversation_formats.py), with the images as parts of
+    Conversations are JSON as LLaVA or OpenAI write them (parts/data_formats.py), with the images as parts of
     the sample. Text is cut at images and where answers begin and end, and each piece is tokenized by itself, as it is
     when a model answers.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
-            SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
-            `bos` and `eos` are not added: the chat template writes what it wants.
+            SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all. `bos` and
+            `eos` are not added: the chat template adds its own.
         vision: How images become tokens. Without it, a conversation with images is an error.
         template: How messages become text: `ChatML`, `OwnTemplate`, or a `ChatTemplate` of yours. None takes the
             template of the tokenizer where it is one of `transformers`, else `ChatML()`.
         answers: "all" learns every answer, with the mark of its end; "last" the last one only. What comes after the
             last answer is left out.
-        max_length: The most tokens of a conversation, and the length of a batch's rows; None takes any, and rows are
-            as long as the longest.
+        max_length: The most tokens of a conversation, and the length of a batch's rows; None takes any, and rows are as
+            long as the longest.
         part: The part that holds the conversation.
-        multiple: Each conversation of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for
+        multiple: Each conversation of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for
             context parallelism over cp ranks. `length` counts the padding.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
@@ -50,17 +49,22 @@ class ChatEncoder(MixedEncoder):
     attention within tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
 
     A sample is skipped as "no json" (the name of `part`), "no answer" (none to learn), "special token in text" (it
-    would begin or end a message) or "longer than max_length". Raises ValueError that names the setting or the field at
-    fault, and what Pillow and json raise for damaged parts.
+    would begin or end a message) or "longer than max_length".
 
-    ```python
-    from task_encoders import ChatEncoder, NativeSize, Vision
-    encoder = ChatEncoder(vision=Vision(NativeSize(), token=300), max_length=128)
-    items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), encoder)
-    batch = next(sp.Batcher(items, size=2))
-    batch["tokens"].shape                   # torch.Size([2, 128])
-    int((batch["tokens"] == 300).sum())     # 8
-    ```
+    Raises:
+        ValueError: It names the setting or the field at fault.
+        JSONDecodeError: The conversation is no JSON.
+        OSError: An image is damaged.
+
+    Example:
+        ```python
+        from task_encoders import ChatEncoder, NativeSize, Vision
+        encoder = ChatEncoder(vision=Vision(NativeSize(), token=300), max_length=128)
+        items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), encoder)
+        batch = next(sp.Batcher(items, size=2))
+        batch["tokens"].shape                   # torch.Size([2, 128])
+        int((batch["tokens"] == 300).sum())     # 8
+        ```
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class ChatEncoder(MixedEncoder):
         self._special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """One item, or `Skip`."""
+        """Return one item, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
         messages = parse_conversation(sample.json(self.part), SampleImages(sample))
@@ -107,7 +111,7 @@ class ChatEncoder(MixedEncoder):
         return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
 
     def _spans(self, messages: Sequence[Message], learned: Sequence[int]) -> list[tuple[str, bool]]:
-        """The text of a conversation to its last learned answer, in turns what is given and what is learned."""
+        """The text of a conversation up to its last learned answer, in pieces, each with whether it is learned."""
         image = self.vision.text if self.vision else ""
         whole = self.template.render(messages[: learned[-1] + 1], image, answering=False)
         spans, done = [], 0

@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.square_crop import SquareCrop
 
 
@@ -24,20 +24,25 @@ class ClassificationEncoder(TaskEncoder):
         mixup: The parameter α of MixUp's Beta distribution (Zhang et al., 2018); 0 is without.
         cutmix: The same of CutMix (Yun et al., 2019). With both, one of the two is drawn for each batch.
 
-    An item has `image`, uint8 (3, size, size), and `label`, int. A batch of B items has `image`, float32
-    (B, 3, size, size), normalized, and `label`, int64 (B,); mixed, it is the share of each class, float32 (B, classes).
+    An item has `image`, uint8 (3, size, size), and `label`, int. A batch of B items has `image`, float32 (B, 3, size,
+    size), normalized, and `label`, int64 (B,); mixed, it is the share of each class, float32 (B, classes).
 
-    A sample is skipped as "no image", or as "no cls" (the name of `label`). Raises ValueError for a setting out of its
-    range and for a label that is not one of the classes, and what Pillow and json raise for damaged parts.
+    A sample is skipped as "no image", or as "no cls" (the name of `label`).
 
-    ```python
-    from task_encoders import ClassificationEncoder, SquareCrop
-    samples = sp.TarShardReader("shards/", sp.Lane())
-    encoder = ClassificationEncoder(10, crop=SquareCrop(32), mixup=0.2)
-    batch = next(sp.Batcher(sp.Encode(samples, encoder), size=4))
-    batch["image"].shape    # torch.Size([4, 3, 32, 32])
-    batch["label"].sum(1)   # tensor([1., 1., 1., 1.])
-    ```
+    Raises:
+        ValueError: A setting is out of its range, or a label is not one of the classes.
+        JSONDecodeError: A part is no JSON.
+        OSError: An image is damaged.
+
+    Example:
+        ```python
+        from task_encoders import ClassificationEncoder, SquareCrop
+        samples = sp.TarShardReader("shards/", sp.Lane())
+        encoder = ClassificationEncoder(10, crop=SquareCrop(32), mixup=0.2)
+        batch = next(sp.Batcher(sp.Encode(samples, encoder), size=4))
+        batch["image"].shape    # torch.Size([4, 3, 32, 32])
+        batch["label"].sum(1)   # tensor([1., 1., 1., 1.])
+        ```
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class ClassificationEncoder(TaskEncoder):
         self._mix = v2.RandomChoice(chosen) if chosen else None
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """One item, or `Skip`."""
+        """Return one item, or `Skip`."""
         image = self.crop.image(sample)
         if image is None:
             return Skip("no image")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.token_packing import pad_rows
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class ContrastiveEncoder(TaskEncoder):
-    """Tells which text of a batch belongs to which image (Radford et al.: CLIP, 2021).
+    """Learns which text of a batch belongs to which image (Radford et al.: CLIP, 2021).
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -22,24 +22,28 @@ class ContrastiveEncoder(TaskEncoder):
         text: The part that holds the text, or the field of a JSON part: "txt", "json[caption]". Where the field is a
             list of texts, one is drawn for each sample and epoch.
         crop: The size and augmentation of the images; by default `SquareCrop()`.
-        max_tokens: A longer text is cut to this many tokens, of which the last stays the text's own last one, since
-            models read it as the end.
+        max_tokens: A longer text is cut to this many tokens, but keeps the text's last token, which models read as the
+            end.
 
-    An item has `image`, uint8 (3, size, size), and `tokens`, int64 (n,). A batch of B pairs has `image`, float32
-    (B, 3, size, size), normalized; `tokens`, int64 (B, T), padded; and `lengths`, int64 (B,), the tokens of each text.
+    An item has `image`, uint8 (3, size, size), and `tokens`, int64 (n,). A batch of B pairs has `image`, float32 (B, 3,
+    size, size), normalized; `tokens`, int64 (B, T), padded; and `lengths`, int64 (B,), the tokens of each text.
 
-    A sample is skipped as "no image" or, without a text or with an empty one, as "no text". Raises ValueError for a
-    setting out of its range and for a field that is neither a text nor a list of texts, and what Pillow and json raise
-    for damaged parts.
+    A sample is skipped as "no image" or, without a text or with an empty one, as "no text".
 
-    ```python
-    from task_encoders import ContrastiveEncoder, SquareCrop
-    samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
-    batch = next(sp.Batcher(sp.Encode(samples, ContrastiveEncoder(crop=SquareCrop(32))), size=2))
-    batch["image"].shape    # torch.Size([2, 3, 32, 32])
-    batch["tokens"].shape   # torch.Size([2, 11])
-    batch["lengths"]        # tensor([11, 11])
-    ```
+    Raises:
+        ValueError: A setting is out of its range, or the field is neither a text nor a list of texts.
+        JSONDecodeError: A part is no JSON.
+        OSError: An image is damaged.
+
+    Example:
+        ```python
+        from task_encoders import ContrastiveEncoder, SquareCrop
+        samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
+        batch = next(sp.Batcher(sp.Encode(samples, ContrastiveEncoder(crop=SquareCrop(32))), size=2))
+        batch["image"].shape    # torch.Size([2, 3, 32, 32])
+        batch["tokens"].shape   # torch.Size([2, 11])
+        batch["lengths"]        # tensor([11, 11])
+        ```
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class ContrastiveEncoder(TaskEncoder):
         self.global_rng = self.crop.global_rng
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """One item, or `Skip`."""
+        """Return one item, or `Skip`."""
         image = self.crop.image(sample)
         if image is None:
             return Skip("no image")

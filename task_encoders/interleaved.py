@@ -7,10 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
-from task_encoders.parts.document_formats import parse_document
-from task_encoders.parts.image_text_encoder import MixedEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens, Vision, image_places
-from task_encoders.parts.sample_images import SampleImages
+from task_encoders.parts.data_formats import parse_document
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision, image_places
+from task_encoders.parts.sample_parts import SampleImages
 from task_encoders.parts.token_packing import with_target
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
@@ -18,7 +17,7 @@ from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 class InterleavedEncoder(MixedEncoder):
     """Predicts the text of a document that has images between its texts.
 
-    Documents are JSON as OBELICS or MMC4 write them (parts/document_formats.py), with the images as parts of the
+    Documents are JSON as OBELICS or MMC4 write them (parts/data_formats.py), with the images as parts of the
     sample. Each text is tokenized by itself, between the tokenizer's `bos` and `eos`.
 
     Args:
@@ -28,31 +27,36 @@ class InterleavedEncoder(MixedEncoder):
         max_length: The most tokens of an item, and the length of a batch's rows: a longer document becomes several
             items, cut anywhere but in an image. None does not cut, and rows are as long as the longest.
         part: The part that holds the document.
-        multiple: Each document of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for context
+        multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
-    int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each document
-    and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+    int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each document and
+    each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
-    An item also has `patches`, uint8 (p, 3, patch, patch); `grids`, int64 (tiles, 2), the rows and
-    columns of patches in each tile; and `tile_counts`, int64 (images,). A batch has `patches`, float32 and normalized,
-    `grids` and `tile_counts` of all rows in order; `image_counts`, int64 (B,), the images of each row; and for
-    attention within tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
+    An item also has `patches`, uint8 (p, 3, patch, patch); `grids`, int64 (tiles, 2), the rows and columns of patches
+    in each tile; and `tile_counts`, int64 (images,). A batch has `patches`, float32 and normalized, `grids` and
+    `tile_counts` of all rows in order; `image_counts`, int64 (B,), the images of each row; and for attention within
+    tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
 
     A sample is skipped as "no json" (the name of `part`), "empty", or "image longer than max_length"; an item of images
-    alone as "no target". Raises ValueError that names the setting or the field at fault, and what Pillow and json raise
-    for damaged parts.
+    alone as "no target".
 
-    ```python
-    from task_encoders import InterleavedEncoder, NativeSize, Vision
-    encoder = InterleavedEncoder(vision=Vision(NativeSize(), token=300))
-    items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), encoder)
-    batch = next(sp.Batcher(items, size=2))
-    batch["image_counts"]     # tensor([1, 1])
-    batch["patches"].shape    # torch.Size([32, 3, 14, 14])
-    ```
+    Raises:
+        ValueError: It names the setting or the field at fault.
+        JSONDecodeError: The document is no JSON.
+        OSError: An image is damaged.
+
+    Example:
+        ```python
+        from task_encoders import InterleavedEncoder, NativeSize, Vision
+        encoder = InterleavedEncoder(vision=Vision(NativeSize(), token=300))
+        items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), encoder)
+        batch = next(sp.Batcher(items, size=2))
+        batch["image_counts"]     # tensor([1, 1])
+        batch["patches"].shape    # torch.Size([32, 3, 14, 14])
+        ```
     """
 
     vision: Vision  # never without
@@ -69,7 +73,7 @@ class InterleavedEncoder(MixedEncoder):
         super().__init__(tokenizer, vision=vision, max_length=max_length, part=part, multiple=multiple)
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
-        """One item, an iterator of items for a long document, or `Skip`."""
+        """Return one item, an iterator of items for a long document, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
         document = parse_document(sample.json(self.part), SampleImages(sample))

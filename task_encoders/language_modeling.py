@@ -6,23 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.image_text_tokens import MixedTokens
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
+from task_encoders.parts.sample_parts import Field
 from task_encoders.parts.token_packing import (
-    batch_documents,
-    batch_tokens,
-    check_multiple,
     document,
-    is_packed,
     multiple_setting,
-    pack_tokens,
-    padded_length,
     with_target,
 )
-from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
-class LanguageModelingEncoder(TaskEncoder):
+class LanguageModelingEncoder(MixedEncoder):
     """Predicts the next token of a text, in packs or not.
 
     A document of more than `max_length` tokens becomes several items; the last label of one is the first token of the
@@ -36,7 +30,7 @@ class LanguageModelingEncoder(TaskEncoder):
         part: The part that holds the text, or the field of a JSON part: "txt", "json[text]".
         prompt: For fine-tuning, the part or field whose text comes before and is not learned. Each of the two is
             tokenized by itself, with `bos` before the prompt and `eos` behind the text.
-        multiple: Each document of a pack, and each row, is padded to a multiple of so many tokens: 2 · cp for context
+        multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
@@ -45,19 +39,24 @@ class LanguageModelingEncoder(TaskEncoder):
     each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
     A sample is skipped as "no txt" (the name of the part or the prompt), as "empty", and a piece of a long one with
-    nothing to learn as "no target". Raises ValueError for a setting out of its range, for a field that is no text and
-    for a pack longer than `max_length`, UnicodeDecodeError and JSONDecodeError for a damaged part.
+    nothing to learn as "no target".
 
-    ```python
-    from task_encoders import LanguageModelingEncoder
-    items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), LanguageModelingEncoder(max_length=64))
-    batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
-    batch["tokens"].shape                # torch.Size([2, 64])
-    int(batch["cu_seqlens"][-1])         # 128
-    ```
+    Raises:
+        ValueError: A setting is out of its range, a field is no text, or a pack is longer than `max_length`.
+        UnicodeDecodeError: A part is no UTF-8.
+        JSONDecodeError: A part is no JSON.
+
+    Example:
+        ```python
+        from task_encoders import LanguageModelingEncoder
+        items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), LanguageModelingEncoder(max_length=64))
+        batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
+        batch["tokens"].shape                # torch.Size([2, 64])
+        int(batch["cu_seqlens"][-1])         # 128
+        ```
     """
 
-    global_rng = False  # draws nothing
+    images = TaskEncoder.images  # none
 
     def __init__(
         self,
@@ -68,17 +67,12 @@ class LanguageModelingEncoder(TaskEncoder):
         prompt: str | None = None,
         multiple: int = 1,
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
-        check_multiple(multiple, max_length)
-        self.tokenizer = as_tokenizer(tokenizer)
-        self.multiple = multiple
-        self.max_length = max_length
+        super().__init__(tokenizer, vision=None, max_length=max_length, part=part, multiple=multiple)
         self.text = Field(part)
         self.prompt = None if prompt is None else Field(prompt)
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
-        """One item, an iterator of items for a long document, or `Skip`."""
+        """Return one item, an iterator of items for a long document, or `Skip`."""
         text = self.text.read_text(sample)
         if text is None:
             return Skip(f"no {self.text.name}")
@@ -96,27 +90,9 @@ class LanguageModelingEncoder(TaskEncoder):
             return item if self.prompt is None else with_target(item)
         return self._cut(item, length, self.max_length)
 
-    def length(self, item: dict[str, Any]) -> int:
-        """The number of tokens, with the padding to a multiple."""
-        return padded_length(len(item["tokens"]), self.multiple)
-
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """The tokens `start` to `stop - 1` of an item, as an item; the last label is the token after."""
         return {name: tensor[start:stop] for name, tensor in item.items()}
-
-    def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """One pack, T tokens in all.
-
-        `tokens`, `labels`, `position_ids`, int64 (T,); `cu_seqlens`, int32 (items + 1,); `max_seqlen`, int.
-        """
-        return pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
-
-    def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """A batch of B packs, or of B items, each a row of its own."""
-        if not is_packed(items):
-            return batch_documents(items, pad=self.tokenizer.pad, length=self.max_length, multiple=self.multiple)
-        packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
-        return batch_tokens(packs, pad=self.tokenizer.pad, length=self.max_length)
 
     def settings(self) -> dict[str, Any]:
         """The tokenizer's identity and special ids, and every other argument."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import io
-import json
 import signal
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.shards import write_numbered_shards, write_tar
+
+__all__ = ["MakeShards", "write_numbered_shards", "write_tar"]
+
 # Whoever starts the tests in the background may have Ctrl-C ignored; then so have the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine may be busy with other things: no example is too slow.
 settings.register_profile("untimed", deadline=None)
+settings.register_profile("long", deadline=None, max_examples=2000)  # `--hypothesis-profile long`: twenty times as many
 settings.load_profile("untimed")
 
 MakeShards = Callable[..., Path]
@@ -41,26 +43,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    """A plain ustar tar with these members, in order."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, payload in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(payload)
-            tar.addfile(info, io.BytesIO(payload))
-
-
-def write_numbered_shards(folder: Path, sizes: list[int], **extra: Any) -> None:
-    """JSON samples `{"id": n}` with n counting through, `sizes[i]` of them in shard i."""
-    n = 0
-    for shard, size in enumerate(sizes):
-        numbered = range(n, n + size)
-        members = [(f"s{i:06d}.json", json.dumps({"id": i, **extra}).encode()) for i in numbered]
-        write_tar(folder / f"{shard:04d}.tar", members)
-        n += size
 
 
 @pytest.fixture

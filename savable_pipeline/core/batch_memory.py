@@ -2,8 +2,8 @@
 
     encoder ── stack(images) ──▶ a tensor in a shared segment ── its place in the segment ──▶ trainer
 
-Other tensors of a batch are made in the worker's own memory and then copied; their values are the same. Items may lie
-in the shared memory, too, if `empty` or `Sample.array` made them: `stack` joins neighbouring ones without a copy.
+Other tensors of a batch are made in the worker's own memory and then copied; their values are the same. Items may be in
+the shared memory, too, if `empty` or `Sample.array` made them: `stack` joins neighbouring ones without a copy.
 """
 
 from __future__ import annotations
@@ -46,14 +46,19 @@ def empty_bytes(size: int) -> NDArray[np.uint8]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor of this shape and dtype, to fill as a part of an item or a batch.
+    """Make an uninitialised CPU tensor, to fill as a part of an item or a batch.
 
-    In a worker it lies in the shared memory of the next batch, if there is room, so that it reaches the trainer without
-    a copy; elsewhere it is as `torch.empty(shape, dtype=dtype)`.
+    In a worker it is in the shared memory of the next batch, if there is room, so that it reaches the trainer without a
+    copy; elsewhere it is `torch.empty(shape, dtype=dtype)`.
 
-    >>> ids = sp.empty((2, 3), torch.int64).fill_(7)  # int64 (2, 3)
-    >>> ids.tolist()
-    [[7, 7, 7], [7, 7, 7]]
+    Args:
+        shape: The length of each dimension.
+        dtype: The type of the elements.
+
+    Example:
+        >>> ids = sp.empty((2, 3), torch.int64).fill_(7)  # int64 (2, 3)
+        >>> ids.tolist()
+        [[7, 7, 7], [7, 7, 7]]
     """
     import torch
 
@@ -68,14 +73,21 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`torch.stack(tensors)`: one tensor (n, …) of n tensors of one shape; in a worker, in a batch's shared memory.
+    """Stack n tensors of one shape to one tensor (n, …), as `torch.stack`; in a worker, in a batch's shared memory.
 
-    Tensors that lie side by side there already (see `empty` and `Sample.array`) are not copied: the result views them.
-    Raises RuntimeError if shapes differ.
+    Tensors that are already side by side there (see `empty` and `Sample.array`) are not copied: the result is a view of
+    them.
 
-    >>> sp.stack([torch.tensor([1, 2]), torch.tensor([3, 4])])  # int64 (2, 2)
-    tensor([[1, 2],
-            [3, 4]])
+    Args:
+        tensors: At least one tensor.
+
+    Raises:
+        RuntimeError: Their shapes differ.
+
+    Example:
+        >>> sp.stack([torch.tensor([1, 2]), torch.tensor([3, 4])])  # int64 (2, 2)
+        tensor([[1, 2],
+                [3, 4]])
     """
     import torch
 
@@ -95,7 +107,7 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _side_by_side(tensors: Sequence[torch.Tensor]) -> memoryview | None:
-    """The memory of these tensors, of one shape and dtype, if they lie end to end in the next batch's; else None."""
+    """The memory of these tensors of one shape and dtype, if they are end to end in the next batch's; else None."""
     start, size = tensors[0].data_ptr(), tensors[0].numel() * tensors[0].element_size()
     if _memory is None or not size or tensors[-1].data_ptr() != start + (len(tensors) - 1) * size:
         return None

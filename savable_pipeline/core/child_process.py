@@ -60,12 +60,12 @@ class ChildProcess:
         self._end = weakref.finalize(self, _end, self.connection, self.process, self.owner)
 
     def kill(self) -> None:
-        """End the process; `connection.recv` then raises EOFError."""
+        """Kill the process; `connection.recv` then raises EOFError."""
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """End the process and close the connection; in a fork of the owner, only close the inherited connection."""
+        """Kill the process and close the connection; in a fork of the owner, only close the inherited connection."""
         self._end()
 
 

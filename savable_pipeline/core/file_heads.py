@@ -1,4 +1,4 @@
-"""What the first bytes of a file say that its name does not: that it is compressed, or text in UTF-16."""
+"""Detects by the first bytes of a file what its name may hide: compression, or text in UTF-16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAGICS = {
 }
 _BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # with the mark of its first block: a text may begin with BZh
 _PROGRAMS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
-_FIRST = 64  # bytes by which an encoding is told
+_FIRST = 64  # bytes that show an encoding
 HEAD = 512  # bytes that are enough for all of this
 
 
@@ -33,7 +33,7 @@ def text_fault(head: bytes, name: str) -> str:
 
     >>> from savable_pipeline.core.file_heads import text_fault
     >>> text_fault("a".encode("utf-16"), "a.jsonl")
-    'text in UTF-16, where UTF-8 is read; `iconv -f UTF-16 -t UTF-8 a.jsonl > NEW` writes it anew'
+    'text in UTF-16, where UTF-8 is read; `iconv -f UTF-16 -t UTF-8 a.jsonl > NEW` converts it'
     """
     packed = compression_of(head)
     if packed:
@@ -43,12 +43,12 @@ def text_fault(head: bytes, name: str) -> str:
         )
     encoding = _encoding_of(head[:_FIRST])
     if encoding:
-        return f"text in {encoding}, where UTF-8 is read; `iconv -f {encoding} -t UTF-8 {name} > NEW` writes it anew"
+        return f"text in {encoding}, where UTF-8 is read; `iconv -f {encoding} -t UTF-8 {name} > NEW` converts it"
     return ""
 
 
 def _encoding_of(head: bytes) -> str:
-    """UTF-16 or UTF-32, by a byte order mark or by where zeros lie between the bytes of ASCII; else ""."""
+    """UTF-16 or UTF-32, by a byte order mark or by the zeros between bytes of ASCII; else ""."""
     encoding = json.detect_encoding(head)
     if encoding.startswith("utf-8") or "\0" in head[: len(head) // 4 * 4].decode(encoding, "replace"):
         return ""

@@ -1,4 +1,4 @@
-"""Why some items cannot be stacked to a batch: the field in which two of them differ, or that holds no numbers."""
+"""Finds why items cannot be stacked to a batch: the field in which two of them differ, or that holds no numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ItemDifference(NamedTuple):
 
 
 class DifferingItemsError(ValueError):
-    """Items that cannot be stacked; `items` are the numbers of those that show it."""
+    """Items that cannot be stacked; `items` are the numbers of two that show why."""
 
     def __init__(self, message: str, items: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -53,13 +53,13 @@ def _first_found(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> Item
 
 
 def _differing(items: Sequence[Any], field: str, describe: Callable[[Any], str]) -> ItemDifference | None:
-    told = [describe(item) for item in items]
-    other = next((number for number, text in enumerate(told) if text != told[0]), None)
+    shown = [describe(item) for item in items]
+    other = next((number for number, text in enumerate(shown) if text != shown[0]), None)
     if other is None:
         return None
     where = f" in {field}" if field else ""
     return ItemDifference(
-        f"items differ{where}: item 0 has {told[0]}, item {other} has {told[other]}; give equal ones, or write a "
-        "batch(items, rng) that pads",
+        f"items differ{where}: item 0 has {shown[0]}, item {other} has {shown[other]}; make them "
+        "equal, or write a batch(items, rng) that pads",
         (0, other),
     )

@@ -11,7 +11,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """What people know it by."""
+        """The name shown to people."""
 
 
 J = TypeVar("J", bound=Named)
@@ -21,8 +21,16 @@ R = TypeVar("R")
 class Engine(Protocol):
     """Runs a function of a module on many jobs, each at least once: a job whose machine is lost is run again.
 
-    A machine that was taken for lost may go on for a while, so two runs of one job may overlap.
+    A machine taken for lost may keep running for a while, so two runs of one job may overlap.
     """
 
     def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
-        """The jobs and their results, in the order in which they come. Raises what a job raised, and `WorkerError`."""
+        """Yield the jobs and their results, in the order in which they finish.
+
+        Args:
+            function: A function of a module; it is called with each job.
+            jobs: The jobs.
+
+        Raises:
+            WorkerError: A machine was lost too often; what a job raised is raised as well.
+        """

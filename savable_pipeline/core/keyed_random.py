@@ -66,8 +66,8 @@ def permutation(key: int, n: int) -> NDArray[np.int64]:
 def sorted_order(drawn: Words) -> NDArray[np.int64]:
     """The order in which words sort, equal ones as they come: int64 of the same shape.
 
-    Of many, each is sorted with its number in place of its lowest bits, which takes half as long; unless two are equal
-    in all others, as two of a million random ones are once in thirty times.
+    Many words are sorted with their numbers in place of the lowest bits, which takes half as long; unless two are equal
+    in all other bits, which happens once in thirty times for a million random words.
     """
     count = len(drawn)
     if count >= _MANY:
@@ -81,7 +81,7 @@ def sorted_order(drawn: Words) -> NDArray[np.int64]:
 
 
 class Bijection:
-    """A random permutation of 0 … n-1 of which any part can be computed without the rest, for n up to 2**62.
+    """A random permutation of 0 … n-1, any part of which can be computed without the rest, for n up to 2**62.
 
     For small n it is a table. For large n it is a Feistel network over the bits of n-1, applied repeatedly until the
     result is below n, less than twice on average (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002).

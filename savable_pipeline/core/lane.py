@@ -15,17 +15,34 @@ Cuts: TypeAlias = dict[str, int]  # by the reader's branch: the unit in which th
 
 
 class Lane:
-    """Lane `index` of `count` lanes, in a run with this `seed`, in pass number `epoch` over the data.
+    """One of the logical workers of a run, for which a pipeline function builds its stages.
 
-    A pipeline function gets a lane and builds its stages for it. All random numbers of a run are keyed by the lane or
-    by the sample, so a lane gives the same batches in any process on any machine. The loader passes the keyword
-    arguments; without a loader, `sp.Lane()` is enough. Raises ValueError unless 0 ≤ index < count.
+    All random numbers of a run are keyed by the lane or by the sample, so a lane yields the same batches in any process
+    on any machine. The loader passes the keyword arguments; without a loader, `sp.Lane()` is enough.
 
-    >>> lane = sp.Lane(index=2, count=96, seed=7)
-    >>> lane
-    Lane(2 of 96, seed=7)
-    >>> next(sp.TarShardReader("shards/", lane)).key == next(sp.TarShardReader("shards/", lane)).key
-    True
+    Args:
+        index: The number of the lane, 0 … count - 1.
+        count: The number of lanes of the run.
+        seed: The seed of the run.
+        epoch: The number of the pass over the data.
+        shared: Values shared by all lanes of a process, see `shared()`. None: of this lane alone.
+        status: Memory where stages record what they work on, for the report of a crash.
+        pad: Whether batches are padded with rows that do not count, and continue after the lane's end.
+        growth: The number of shards read in each epoch, by reader, where shards were added. None: none were.
+        cuts: The unit of the lanes' shares in a pass begun by other lanes, by reader. None: their own.
+        subset_order: The version of the order by which readers draw a subset. None: the newest.
+        downloads: Whether readers may download ahead.
+        pinned: The shards of the run, by dataset. None: none yet.
+
+    Raises:
+        ValueError: `index` is not in 0 … count - 1.
+
+    Example:
+        >>> lane = sp.Lane(index=2, count=96, seed=7)
+        >>> lane
+        Lane(2 of 96, seed=7)
+        >>> next(sp.TarShardReader("shards/", lane)).key == next(sp.TarShardReader("shards/", lane)).key
+        True
     """
 
     def __init__(
@@ -45,15 +62,15 @@ class Lane:
         pinned: PinnedShards | None = None,
     ) -> None:
         if not 0 <= index < count:
-            raise ValueError(f"a lane's index must lie in 0 … count-1; got index {index}, count {count}")
+            raise ValueError(f"a lane's index must be in 0 … count-1; got index {index}, count {count}")
         self.index = index
         self.count = count
         self.seed = seed
         self.epoch = epoch
         self.status = status  # where stages record what they work on, for a report of a crash (see status_page.py)
-        self.unused: int | None = None  # samples that readers gave since the last batch; None without a loader
-        self.pad = pad  # whether batches are padded with rows that do not count, and go on after the lane's end
-        self.growth: Growth = growth or {}  # with how many shards readers read each epoch, where shards were added
+        self.unused: int | None = None  # samples read since the last batch; None without a loader
+        self.pad = pad  # whether batches are padded with rows that do not count, and continue after the lane's end
+        self.growth: Growth = growth or {}  # the number of shards read in each epoch, where shards were added
         self.cuts: Cuts = cuts or {}  # of a pass that other lanes began before, perhaps with other settings
         self.subset_order = subset_order  # by which readers draw a subset; None: by this release's
         self.downloads = downloads  # whether readers may download ahead; not in a lane that is only looked at
@@ -66,33 +83,50 @@ class Lane:
         return f"Lane({self.index} of {self.count}, seed={self.seed})"
 
     def key(self, *parts: int | str) -> int:
-        """A 64-bit key of random numbers, derived from this lane, its pass and `parts`."""
+        """Return a 64-bit key of random numbers, derived from this lane, its pass and `parts`.
+
+        Args:
+            *parts: What distinguishes the key from the lane's others.
+        """
         return derive_key(self.seed, "lane", self.index, self.epoch, *parts)
 
     def rng(self, name: str) -> Rng:
-        """The lane's own sequence of random numbers called `name`; its position is saved with the lane.
+        """Return the lane's own sequence of random numbers of this name, whose position is saved with the lane.
 
         Its `.numpy`, `.torch` and `.python` raise ValueError: a state cannot hold their positions.
 
-        >>> sp.Lane(seed=7).rng("mixup").integers(10) == sp.Lane(seed=7).rng("mixup").integers(10)
-        True
+        Args:
+            name: The name of the sequence; each has a key of its own.
+
+        Example:
+            >>> sp.Lane(seed=7).rng("mixup").integers(10) == sp.Lane(seed=7).rng("mixup").integers(10)
+            True
         """
         if name not in self._rngs:
             self._rngs[name] = Rng(self.key("rng", name), draws=self._restored.get(name, 0), counted=True)
         return self._rngs[name]
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """The value of `make()` for `key`, made once for all lanes of a process that have the same `shared` dict."""
+        """Return a value that is made once for all lanes of a process.
+
+        Args:
+            key: Identifies the value among the lanes with the same `shared` dict.
+            make: Makes the value when it is first asked for.
+        """
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]  # type: ignore[no-any-return]
 
     def save_state(self) -> dict[str, int]:
-        """The number of words drawn from each named sequence. The reader saves this with its own position."""
+        """Return the number of words drawn from each named sequence. The reader saves this with its own position."""
         return {**self._restored, **{name: rng.draws for name, rng in self._rngs.items()}}
 
     def restore_state(self, state: dict[str, int]) -> None:
-        """Return each named sequence to its saved position."""
+        """Return each named sequence to its saved position.
+
+        Args:
+            state: What `save_state` returned.
+        """
         self._restored = dict(state)
         for name, rng in self._rngs.items():
             rng.draws = state.get(name, 0)

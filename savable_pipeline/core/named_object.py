@@ -18,11 +18,11 @@ from savable_pipeline.errors import SavableError
 
 _NAME = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
-_importing: list[str] = []  # what a command imports at this moment
+_importing: list[str] = []  # what a command is importing
 
 
 def refuse_while_importing() -> None:
-    """Raise `SavableError` while a command imports a user's file, which must not train."""
+    """Raise `SavableError` while a command imports a user's file, which must not start to train."""
     if _importing:
         guard = 'if __name__ == "__main__":'
         raise SavableError(

@@ -22,7 +22,7 @@ def check_on_error(stage: str, on_error: OnError) -> None:
     """Raise ValueError unless `on_error` is "raise", "skip", or a function."""
     if on_error not in ("raise", "skip") and not callable(on_error):
         raise ValueError(
-            f"{stage}: on_error must be 'raise', 'skip', or a function of the error that gives True to skip: "
+            f"{stage}: on_error must be 'raise', 'skip', or a function of the error that returns True to skip: "
             f"{on_error!r}"
         )
 

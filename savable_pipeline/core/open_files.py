@@ -1,7 +1,7 @@
-"""The descriptors that a process keeps open for its datasets: bounded together, and closed when there is none left.
+"""The descriptors that a process keeps open for its datasets: limited together, and closed when none is left.
 
-Half of what the system permits a process (`ulimit -n`) is for all its datasets; the other half is for its encoders, its
-workers and whatever else it does. A process that has run out of descriptors has a fault of its environment, never of
+Half of what the system permits a process (`ulimit -n`) is for all its datasets; the other half is for its encoders and
+workers and for other uses. A process that has run out of descriptors has a fault of its environment, never of
 its data: no policy skips a sample because of it.
 """
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 class Keeper(Protocol):
-    """Something that keeps descriptors open, which it can open again."""
+    """Keeps descriptors open, and can open each again."""
 
     def __len__(self) -> int: ...
     def close_oldest(self) -> None:
-        """Closes the descriptor that has been open for longest; there is one."""
+        """Close the descriptor that has been open for longest; there is at least one."""
 
 
 _keepers: list[weakref.ref[Keeper]] = []
 
 
 def register(keeper: Keeper) -> None:
-    """Counts the descriptors of `keeper`, as long as it lives, among those of the process."""
+    """Count the descriptors of `keeper`, as long as it exists, among those of the process."""
     _keepers[:] = [known for known in _keepers if known() is not None]
     _keepers.append(weakref.ref(keeper))
 
@@ -42,7 +42,7 @@ def most_kept() -> int:
 
 
 def keep_below(limit: int) -> None:
-    """Closes descriptors, of whoever keeps the most, until all together keep at most `limit`."""
+    """Close descriptors, of the keeper that has the most, until all together keep at most `limit`."""
     keepers = [keeper for known in _keepers if (keeper := known()) is not None]
     excess = sum(map(len, keepers)) - limit
     for _ in range(excess):
@@ -55,7 +55,7 @@ def is_out_of_handles(error: BaseException) -> bool:
 
 
 def with_handles(act: Callable[[], T]) -> T:
-    """What `act` returns; if it runs out of descriptors, those that datasets keep are closed, and it is tried again.
+    """Return what `act` returns; if it runs out of descriptors, close those of datasets and try again.
 
     Raises `SavableError` if there is none to close, and what `act` raises.
     """

@@ -1,7 +1,7 @@
 """Whether this process may be killed: a worker is started again where it was, a trainer's own process is not.
 
-Reading behind the end of a file that is memory-mapped, since it was cut short meanwhile, kills the process (SIGBUS).
-So users' files are mapped in processes that are replaced, and read elsewhere.
+Reading behind the end of a memory-mapped file that was cut short kills the process (SIGBUS). So users' files are mapped
+only in processes that are replaced, and read elsewhere.
 """
 
 from __future__ import annotations

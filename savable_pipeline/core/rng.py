@@ -29,18 +29,23 @@ _KINDS = ("numpy", "torch", "python")  # their keys are words -1, -2 and -3
 
 
 class Rng(msgspec.Struct, gc=False, eq=False):
-    """Random numbers that depend on a key alone, on every machine. A call of an encoder gets one, keyed by the run's
-    seed and the sample, pack or batch that the call makes.
+    """Random numbers that depend on a key alone, on every machine: `sp.Rng(7)`.
 
-    The words are those of SplitMix64 (see core/keyed_random.py) with the key `xxh3_64(parts, seed=base)`; `draws`
-    counts the words drawn so far. `.numpy`, `.torch` and `.python` are generators of each kind with keys derived from
-    it; their numbers may change with a release of their library.
+    Each call of an encoder gets one, keyed by the run's seed and the sample, pack or batch that the call makes. The
+    words are those of SplitMix64 with the key `xxh3_64(parts, seed=base)`. `.numpy`, `.torch` and `.python` are
+    generators of each kind with keys derived from this one; their numbers may change with a release of their library.
 
-    >>> rng = sp.Rng(7)
-    >>> rng.integers(10), round(rng.random(), 3), rng.permutation(4)
-    (9, 0.205, [1, 2, 3, 0])
-    >>> sp.Rng(7).integers(10)  # the same key, the same numbers
-    9
+    Attributes:
+        parts: Three integers that distinguish the key, beside the base.
+        draws: The number of words already drawn.
+        counted: Whether this is a sequence of a lane, whose state holds `draws` alone.
+
+    Example:
+        >>> rng = sp.Rng(7)
+        >>> rng.integers(10), round(rng.random(), 3), rng.permutation(4)
+        (9, 0.205, [1, 2, 3, 0])
+        >>> sp.Rng(7).integers(10)  # the same key, the same numbers
+        9
     """
 
     _base: int
@@ -48,16 +53,20 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     draws: int = 0
     _key: int | None = None
     _made: dict[str, Any] | None = None  # the generators of NumPy, torch and Python, once they are asked for
-    counted: bool = False  # whether this is a sequence of a lane, of which a state holds `draws` alone
+    counted: bool = False  # whether this is a sequence of a lane, whose state holds `draws` alone
 
     def rekey(self, parts: tuple[int, int, int]) -> None:
-        """Start again with the key of `(base, *parts)`."""
+        """Start again with another key.
+
+        Args:
+            parts: The new key is that of `(base, *parts)`.
+        """
         self.parts = parts
         self.draws = 0
         self._key = self._made = None
 
     def restarted(self) -> Rng:
-        """A new generator with the same key, before its first draw."""
+        """Return a new generator with the same key, before its first draw."""
         return Rng(self._base, self.parts)
 
     @property
@@ -68,19 +77,23 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         return self._key
 
     def bits(self) -> int:
-        """64 random bits, as an int."""
+        """Draw 64 random bits, as an int."""
         drawn = word(self.key, self.draws)
         self.draws += 1
         return drawn
 
     def random(self) -> float:
-        """A float in [0, 1), a multiple of 2**-53."""
+        """Draw a float in [0, 1), a multiple of 2**-53."""
         return (self.bits() >> 11) * 2.0**-53
 
     def integers(self, n: int) -> int:
-        """An integer in [0, n), without bias (Lemire: Fast Random Integer Generation in an Interval, 2019).
+        """Draw an integer in [0, n), without bias (Lemire: Fast Random Integer Generation in an Interval, 2019).
 
-        Raises ValueError unless 1 ≤ n ≤ 2**64.
+        Args:
+            n: The bound, 1 … 2**64.
+
+        Raises:
+            ValueError: `n` is out of this range.
         """
         n = index(n)  # NumPy's integers would overflow
         if not 0 < n <= 1 << 64:
@@ -93,19 +106,40 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         return product >> 64
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """A float between `low` and `high`, uniformly distributed."""
+        """Draw a uniformly distributed float.
+
+        Args:
+            low: The lower bound.
+            high: The upper bound.
+        """
         return low + (high - low) * self.random()
 
     def normal(self, mean: float = 0.0, std: float = 1.0) -> float:
-        """A normally distributed float: the quantile of a uniform draw (Wichura: Algorithm AS 241, 1988)."""
+        """Draw a normally distributed float: the quantile of a uniform draw (Wichura: Algorithm AS 241, 1988).
+
+        Args:
+            mean: The mean of the distribution.
+            std: Its standard deviation.
+        """
         return mean + std * _normal_quantile(((self.bits() >> 12) + 0.5) * 2.0**-52)
 
     def choice(self, items: Sequence[T]) -> T:
-        """One of `items`, each with the same probability. Raises ValueError if there are none."""
+        """Draw one of the items, each with the same probability.
+
+        Args:
+            items: At least one item.
+
+        Raises:
+            ValueError: There are none.
+        """
         return items[self.integers(len(items))]
 
     def permutation(self, n: int) -> list[int]:
-        """The integers 0 … n-1 in random order (Fisher and Yates; Durstenfeld: Algorithm 235, 1964)."""
+        """Return the integers 0 … n-1 in random order (Fisher and Yates; Durstenfeld: Algorithm 235, 1964).
+
+        Args:
+            n: How many integers.
+        """
         order = list(range(n))
         for i in range(n - 1, 0, -1):
             j = self.integers(i + 1)

@@ -1,4 +1,4 @@
-"""`SavedCount`: a number in a state, within what the arithmetic of orders and random numbers takes."""
+"""`SavedCount`: a number in a state, within the range of the arithmetic of orders and random numbers."""
 
 from __future__ import annotations
 

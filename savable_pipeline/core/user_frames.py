@@ -1,4 +1,4 @@
-"""Tracebacks that begin at the user's own code: how it was called is of no use to who mends it."""
+"""Tracebacks that begin at the user's own code: our frames above it do not help to find the fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ErrorType = TypeVar("ErrorType", bound=BaseException)
 
 
 def from_user_code(error: ErrorType) -> ErrorType:
-    """The error without the frames of this package that its traceback begins with; the deepest frame stays."""
+    """Return the error without this package's frames at the start of its traceback; the deepest frame stays."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next

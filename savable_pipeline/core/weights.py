@@ -12,7 +12,7 @@ Weight: TypeAlias = int | float | str | Fraction | Decimal
 
 
 def integer_weights(weights: Mapping[str, Weight]) -> dict[str, int]:
-    """Weights as integers without a common factor: {"a": 0.7, "b": 0.3} gives {"a": 7, "b": 3}.
+    """Weights as integers without a common factor: {"a": 0.7, "b": 0.3} becomes {"a": 7, "b": 3}.
 
     Raises ValueError for a weight that is no number of at least 0, and where none is above 0.
     """

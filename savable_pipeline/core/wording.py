@@ -10,7 +10,7 @@ NAMES_SHOWN = 5
 
 
 def human_bytes(size: float) -> str:
-    """A size in decimal units, as drives are sold: 1536 gives "1.5 kB"."""
+    """A size in decimal units, as drives are sold: 1536 is "1.5 kB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

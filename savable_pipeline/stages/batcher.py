@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.pipeline import leaves_out_excluded
+from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import Stage, State, parse_state
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
@@ -27,27 +29,34 @@ class _BatcherState(msgspec.Struct):
 
 
 class Batcher(EncoderBatches):
-    """Gives batches: `encoder.batch(items, rng)` of `size` items or packs each.
+    """Yields batches: `encoder.batch(items, rng)` of `size` items or packs each.
 
-    The last batch of a finite source may be smaller; `drop_last=True` drops it. `encoder=None` takes the encoder
-    upstream; without one, a batch is the list of its samples.
+    With `SavableLoader(tail="pad")` every batch has `size` rows and, beside the encoder's keys, "valid": bool (size,),
+    False for filler rows, which repeat an item.
 
-    With `SavableLoader(tail="pad")` every batch has `size` rows and, beside the encoder's keys, a key "valid": bool
-    (size,), False for rows that only fill up the batch; these repeat an item.
+    Args:
+        source: A stage of items, packs or samples.
+        size: Items or packs of a batch.
+        drop_last: Drop a finite source's last batch if it is smaller. None: False.
+        encoder: Makes the batches. None: the encoder upstream; without one, a batch is the list of its samples.
 
-    Raises ValueError if `size` is below 1, `EncodeError` if `encoder.batch` raises or, to pad, returns no dict.
+    Raises:
+        ValueError: `size` is below 1.
+        EncodeError: `encoder.batch` raised or, to pad, returned no dict.
 
-    >>> class Ids(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return {"id": sample.json()["id"]}
-    >>> batches = sp.Batcher(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids()), size=3)
-    >>> next(batches)  # int64 (3,), by torch's default_collate
-    {'id': tensor([0, 1, 2])}
-    >>> batches.ref  # (number of the batch, ref of each item)
-    (0, (0, 0, 0), (1, 0, 0), (2, 0, 0))
+    Example:
+        >>> class Ids(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return {"id": sample.json()["id"]}
+        >>> batches = sp.Batcher(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids()), size=3)
+        >>> next(batches)  # int64 (3,), by torch's default_collate
+        {'id': tensor([0, 1, 2])}
+        >>> batches.ref  # (number of the batch, ref of each item)
+        (0, (0, 0, 0), (1, 0, 0), (2, 0, 0))
     """
 
     leaves_out_excluded = True
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"size": SettingRule(field="batch_size")}
 
     def __init__(
         self, source: Stage, *, size: int, drop_last: bool | None = None, encoder: TaskEncoder | None = None
@@ -117,11 +126,11 @@ class Batcher(EncoderBatches):
 
     @cached_property
     def _is_first_to_leave_out(self) -> bool:
-        """Whether the source gives excluded samples too: there is no `Encode` after a reader that excludes some."""
+        """Whether the source yields excluded samples too: there is no `Encode` after a reader that excludes some."""
         return not leaves_out_excluded(self.source)
 
     def _without_these(self, items: list[Any], refs: list[ItemRef]) -> tuple[list[Any], list[ItemRef]]:
-        """The things that are not made of an excluded sample; the others are counted."""
+        """Drop items made from excluded samples, counting them."""
         excluded = self.info.excluded
         found = [next((index for index in sample_indices(ref) if index in excluded), None) for ref in refs]
         for index in found:

@@ -32,42 +32,45 @@ class _BucketState(msgspec.Struct):
 
 
 class BucketBatcher(EncoderBatches):
-    """Gives batches of items of similar length: `encoder.batch(items, rng)` of items from one bucket.
+    """Yields batches of items of similar length, or of one group: `encoder.batch(items, rng)` of one bucket's items.
 
-    `bounds` are the greatest lengths of the buckets, in tokens, ascending: [64, 256] makes buckets of 0 … 64 and
-    65 … 256 tokens. A batch has `size` items, or a list of sizes has one for each bucket; or, with `max_tokens`, as
-    many as fit when each is padded to the bucket's bound. Items go into their bucket as they come, and a bucket with
-    enough of them gives a batch. When a finite source ends, each bucket gives its rest, the shortest bucket first,
-    unless `drop_last`. Items longer than the last bound are left out and counted.
+    A bucket with enough items yields a batch; at the end of a finite source each bucket yields its rest, the shortest
+    bucket first. With `SavableLoader(tail="pad")` a batch has all rows of its bucket and, beside the encoder's keys,
+    "valid": bool (rows,), False for filler rows, which repeat an item.
 
-    Only items of one group share a batch: `group` is a function of an item, or the name of a method of the encoder,
-    that gives an int, a str, None or a tuple of these, and depends on the item alone. Each group has buckets of its
-    own; without `bounds` one, of any length. `size` may be a mapping from the group to its size or sizes. The
-    fingerprint keeps the function's name, and `settings()` of an object.
+    Args:
+        source: A stage of items.
+        bounds: The greatest length of each bucket, in tokens, ascending: [64, 256] makes buckets of 0 … 64 and 65 …
+            256. Longer items are left out and counted. Without bounds there is one bucket, of any length.
+        size: Items of a batch; or a list with one size for each bucket; or a mapping from each group to either.
+        max_tokens: In place of `size`: as many items as fit when each is padded to the bucket's bound.
+        group: Only items of one group share a batch: a function of an item, or the name of a method of the encoder,
+            that returns an int, a str, None or a tuple of these, and depends on the item alone. The fingerprint keeps
+            the function's name, and `settings()` of an object.
+        drop_last: Drop these rests. None: False.
+        encoder: Measures items and makes the batches. None: the encoder upstream.
 
-    With `SavableLoader(tail="pad")` every batch has the rows of its bucket and, beside the encoder's keys, a key
-    "valid": bool (rows,), False for rows that only fill up the batch; these repeat an item.
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: `encoder.length`, `encoder.batch` or `group` raised, a group has no size, or very many items in a
+            row were left out.
+        CheckpointMismatchError: An item made again after a resume belongs to another bucket.
 
-    `encoder=None` takes the encoder upstream.
-
-    Raises ValueError for wrong settings, `EncodeError` if `encoder.length`, `encoder.batch` or `group` raises, a group
-    has no size, or a very long row of items is left out, `CheckpointMismatchError` if an item made again after a resume
-    belongs to another bucket.
-
-    >>> class Captions(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return "a" * (sample.json()["id"] % 4)
-    ...     def odd(self, item):
-    ...         return len(item) % 2
-    ...     def batch(self, items, rng):
-    ...         return items
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
-    >>> batches = sp.BucketBatcher(items, bounds=[1, 3], size=2)
-    >>> next(batches), next(batches)
-    (['', 'a'], ['aa', 'aaa'])
-    >>> batches = sp.BucketBatcher(items, group="odd", size={0: 2, 1: 3})
-    >>> next(batches), next(batches)
-    (['', 'aa'], ['a', 'aaa', 'a'])
+    Example:
+        >>> class Captions(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return "a" * (sample.json()["id"] % 4)
+        ...     def odd(self, item):
+        ...         return len(item) % 2
+        ...     def batch(self, items, rng):
+        ...         return items
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
+        >>> batches = sp.BucketBatcher(items, bounds=[1, 3], size=2)
+        >>> next(batches), next(batches)
+        (['', 'a'], ['aa', 'aaa'])
+        >>> batches = sp.BucketBatcher(items, group="odd", size={0: 2, 1: 3})
+        >>> next(batches), next(batches)
+        (['', 'aa'], ['a', 'aaa', 'a'])
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class BucketBatcher(EncoderBatches):
         self._let_go(self._due())
 
     def _due(self) -> _Key:
-        """The bucket that gives the next batch, whose items are made. Raises StopIteration if there is none."""
+        """The bucket of the next batch, whose items are made. Raises StopIteration if there is none."""
         key = self._next_bucket()
         if key is None:
             raise StopIteration
@@ -151,7 +154,7 @@ class BucketBatcher(EncoderBatches):
         return self._next_bucket() is not None
 
     def _fill(self) -> _Key | None:
-        """The bucket that gives the next batch; None at the end."""
+        """The bucket of the next batch; None at the end."""
         full = [key for key, held in self._buckets.items() if len(held) >= self._size(key)]
         if full:
             return min(full, key=_number)
@@ -197,7 +200,7 @@ class BucketBatcher(EncoderBatches):
         if self._row_of_skips >= max_empty_samples(self.info.population):
             raise EncodeError(
                 f"BucketBatcher(bounds={self.bounds}): {self._row_of_skips} items in a row were longer than the last; "
-                "this data will never give a batch"
+                "this data will never make a batch"
             )
 
     def _make(self, key: _Key, i: int) -> bool:
@@ -210,7 +213,7 @@ class BucketBatcher(EncoderBatches):
             return True
         if found is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(
-                f"BucketBatcher of {self.lane}: the item {ref} lay in {_shown(key)}; made again it belongs to "
+                f"BucketBatcher of {self.lane}: the item {ref} was in {_shown(key)}; made again it belongs to "
                 f"{_shown(found)}: {self._calls.encoder_name} or the data changed since the state was saved, or its "
                 "result depends on more than the sample and `rng`"
             )

@@ -68,7 +68,7 @@ class BucketSizes:
 
 
 def plain_group(group: Any) -> Group:
-    """A group as a state gives it back. Raises ValueError for what is not an int, a str, None, or a tuple of these."""
+    """A group as a state returns it. Raises ValueError unless it is an int, a str, None, or a tuple of these."""
     if group is None or isinstance(group, str):
         return group
     if isinstance(group, list | tuple):

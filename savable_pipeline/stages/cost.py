@@ -1,4 +1,4 @@
-"""What a pack costs to train on: the sum, over its documents, of an integer function of length and images.
+"""The cost of a pack in training: the sum, over its documents, of an integer function of length and images.
 
 `Balance` uses the order of these numbers, `OnlinePacker(max_cost=)` their sums. Only integers: an order must not depend
 on how a library rounds.
@@ -44,15 +44,25 @@ class _AttentionCost:
 
 
 def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
-    """The cost of a document of n tokens in a transformer of this hidden size: n² + 6 · `hidden` · n, an int.
+    """Return a function for the cost of a document of n tokens in a transformer: n² + 6 · `hidden` · n, an int.
 
-    n² stands for attention within the document, the rest for the layers' matrices. `per_image` is added for each image,
-    in the same unit: that of one pair of tokens. The result is a function of a document's length and number of images;
-    write your own of these two for another model. Raises ValueError unless `hidden` is at least 1 and `per_image` 0.
+    n² stands for attention within the document, the rest for the layers' matrices. For another model write a function
+    of your own of a document's length and number of images.
 
-    >>> cost = sp.attention_cost(hidden=2048)
-    >>> cost(1000, 0), cost(2000, 0)
-    (13288000, 28576000)
+    Args:
+        hidden: The hidden size of the model, at least 1.
+        per_image: Added for each image, in the unit of one pair of tokens.
+
+    Returns:
+        The function `cost(length, images)`.
+
+    Raises:
+        ValueError: `hidden` is below 1, or `per_image` below 0.
+
+    Example:
+        >>> cost = sp.attention_cost(hidden=2048)
+        >>> cost(1000, 0), cost(2000, 0)
+        (13288000, 28576000)
     """
     if index(hidden) < 1 or index(per_image) < 0:
         raise ValueError(f"attention_cost: hidden is at least 1 and per_image at least 0, not {hidden}, {per_image}")
@@ -60,7 +70,7 @@ def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
 
 
 class Costing:
-    """Calls the cost function of one stage. Raises ValueError for what is no function, `EncodeError` if it fails."""
+    """Calls the cost function of one stage. Raises ValueError unless it is a function, `EncodeError` if it fails."""
 
     def __init__(self, stage: str, cost: Cost) -> None:
         if not callable(cost):
@@ -73,7 +83,7 @@ class Costing:
 
     @property
     def name(self) -> str:
-        """The function as a saved state names it."""
+        """The function's name in a saved state."""
         if isinstance(self._cost, _AttentionCost):
             return str(self._cost)
         return str(getattr(self._cost, "__qualname__", type(self._cost).__qualname__))

@@ -42,31 +42,37 @@ class _EncodeState(msgspec.Struct):
 
 
 class Encode(ItemStage):
-    """Gives items: `encoder.encode(sample, rng)` of each sample of its source.
+    """Yields items: `encoder.encode(sample, rng)` of each sample of its source.
 
     A sample becomes one item, none (`Skip`), or several (an iterator of items). Skipped samples are counted by reason.
+    After an error the next call tries the same sample again.
 
-    `on_error` decides about a sample for which the encoder raises: "raise", "skip", or a function that gets the
-    `EncodeError` (its `__cause__` is the encoder's own error) and returns True to skip; the function must depend on the
-    sample alone. For shards that cannot be read, the reader's `on_error` decides. The run ends if a lane skips more
-    than `max_errors` samples because of errors: an int is a count, a float a share of the lane's samples so far (up to
-    100 errors are never too large a share).
+    Args:
+        source: A stage of samples.
+        encoder: Makes the items.
+        on_error: For a sample whose encoding raises: "raise", "skip", or a function of the `EncodeError` (its
+            `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. Shards that
+            cannot be read are the reader's `on_error`.
+        max_errors: Most samples that a lane may skip because of errors: an int is a count, a float a share of its
+            samples so far, of which 100 are never too many.
+        check: Share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure; the same after a
+            resume.
 
-    `check` is the share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure. A resumed run
-    checks the same samples.
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: The encoder raised, too many samples were skipped, or the two results of a check differ; it names
+            shard, key and byte offset.
 
-    Raises `EncodeError`, with shard, key and byte offset, if the encoder raises, if too many samples are skipped, or if
-    the two results of a check differ. The next call tries the same sample again. Raises ValueError for wrong settings.
-
-    >>> class Ids(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         number = sample.json()["id"]
-    ...         return number if number % 2 else sp.Skip("even")
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids())
-    >>> next(items), next(items), items.counts["skipped/even"]
-    (1, 3, 2)
-    >>> items.ref, items.fetch(items.ref)  # (index, epoch, part), and the same item made again
-    ((3, 0, 0), 3)
+    Example:
+        >>> class Ids(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         number = sample.json()["id"]
+        ...         return number if number % 2 else sp.Skip("even")
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids())
+        >>> next(items), next(items), items.counts["skipped/even"]
+        (1, 3, 2)
+        >>> items.ref, items.fetch(items.ref)  # (index, epoch, part), and the same item made again
+        ((3, 0, 0), 3)
     """
 
     source: SampleStage
@@ -204,7 +210,14 @@ class Encode(ItemStage):
         return True
 
     def exchange(self, change: Callable[[EncodeCall], EncodeCall]) -> EncodeCall:
-        """Replace what makes items of samples by `change` of it, as to time it; returns what it was."""
+        """Replace the function that makes items of samples, such as by one that measures it.
+
+        Args:
+            change: Returns the new function from the present one.
+
+        Returns:
+            The function before.
+        """
         before = self._encode
         self._encode = change(before)
         return before

@@ -36,7 +36,7 @@ class EncoderBatches(BatchStage):
     """Base of stages whose batches are `encoder.batch(items, rng)`; a subclass chooses the items of the next batch.
 
     `encoder=None` takes the encoder upstream; if there is none, a batch is the list of its samples. Where the run pads,
-    batches are filled up with an item of their own, and `filler` gives those of a lane that has no more.
+    batches are filled up with an item of their own, and `filler` makes those of a lane that has no more.
     """
 
     ref: ItemRef = ()
@@ -114,7 +114,7 @@ class EncoderBatches(BatchStage):
                 item = self.source.fetch(ref)
                 if type(item) is not Skip and self._rows_of(item):
                     return item
-        raise EncodeError(f"tail='pad': none of the first {_TRIED} samples gives an item to pad a batch of {self.lane}")
+        raise EncodeError(f"tail='pad': none of the first {_TRIED} samples makes an item to pad a batch of {self.lane}")
 
     def _marked(self, batch: Any, valid: int, size: int) -> Any:
         """The batch with the key "valid": the first `valid` rows count."""

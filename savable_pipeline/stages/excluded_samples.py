@@ -29,7 +29,7 @@ class ExcludedSamples:
 
     @classmethod
     def of_reader(cls, tag: int, numbers: frozenset[int]) -> ExcludedSamples:
-        """Those of one reader."""
+        """The exclusions of one reader."""
         return cls({tag: numbers} if numbers else {})
 
     def __bool__(self) -> bool:
@@ -43,7 +43,7 @@ class ExcludedSamples:
         return untagged(index) in self.numbers.get(tag_of(index), ())
 
     def left_of(self, ref: ItemRef) -> ItemRef | None:
-        """The ref of what is left of an item or a pack without these samples; None if nothing is.
+        """The ref of an item or a pack without these samples; None if nothing is left.
 
         The ref of a user's own stage, of another form than in item_ref.py, is left whole or not at all.
         """

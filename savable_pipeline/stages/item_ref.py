@@ -1,4 +1,4 @@
-"""`ItemRef`: nested tuples of integers that say where an item, a pack or a batch comes from.
+"""`ItemRef`: nested tuples of integers that identify the origin of an item, a pack or a batch.
 
 item      (index, epoch, part)         its sample's index in the dataset and epoch; the part's number in a fan-out
 cut item  (ItemRef, start, stop)       the tokens from start to stop - 1 of an item
@@ -20,12 +20,17 @@ MISSING: Any = object()  # stands for an item that is made again from its ref wh
 
 
 def as_ref(ref: Any) -> ItemRef:
-    """A ref as nested tuples, from the nested lists that a saved state holds.
+    """Convert a ref to nested tuples, from the nested lists of a saved state.
 
-    Raises `CheckpointMismatchError` for anything but numbers in lists.
+    Args:
+        ref: The ref, as lists or tuples.
 
-    >>> sp.as_ref([[3, 0, 0], 0, 16])  # tokens 0 to 15 of the item of sample 3
-    ((3, 0, 0), 0, 16)
+    Raises:
+        CheckpointMismatchError: It is anything but numbers in lists.
+
+    Example:
+        >>> sp.as_ref([[3, 0, 0], 0, 16])  # tokens 0 to 15 of the item of sample 3
+        ((3, 0, 0), 0, 16)
     """
     if not isinstance(ref, list | tuple) or not ref:
         raise CheckpointMismatchError(f"the state has {ref!r} where the ref of an item should be: numbers in lists")

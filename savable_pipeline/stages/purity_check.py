@@ -44,7 +44,7 @@ class PurityCheck:
         return made
 
     def _parts(self, sample: Sample, made: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
-        """The parts of `made`, each compared with one of `other`; the caller keys `rng` anew before each part."""
+        """The parts of `made`, each compared with one of `other`; the caller sets the key of `rng` before each part."""
         if not hasattr(other, "__next__"):
             raise self._differs(sample, f"an iterator at first, {type(other).__name__} then")
         while True:

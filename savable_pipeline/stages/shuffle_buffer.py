@@ -1,4 +1,4 @@
-"""`ShuffleBuffer`: gives samples or items in random order from a buffer whose state is refs alone."""
+"""`ShuffleBuffer`: yields samples or items in random order from a buffer whose state is refs alone."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ _MAX_HELD_BYTES = 1 << 30
 
 
 class ShuffleBuffer(Stage):
-    """Gives samples in random order: of `size` held refs a random one, which the next of its source replaces.
+    """Yields samples in random order: a random one of `size` held refs, which the source's next one replaces.
 
-    When a finite source ends, the rest of the buffer follows in random order. Draw n is word n of a key of the lane,
-    one draw per ref, so that the order does not depend on the number of refs taken at a time. A held ref takes 12
-    bytes, in memory and in a state. Raises ValueError if `size` is below 1.
+    At the end of a finite source the rest of the buffer follows in random order. Draw n is word n of a key of the lane,
+    one draw per ref, so that the order does not depend on how many refs are taken at a time. A held ref takes 12 bytes,
+    in memory and in a state. After `Encode` it shuffles items, such as the consecutive pieces of one document.
 
-    After `Encode` it shuffles items: the consecutive pieces of one document, say, that a fan-out or a packer's
-    `too_long="split"` makes. The buffers and open packs of a process together hold at most `max_held_bytes` bytes of
-    items (None: 1 GiB); an item beyond that, or after a restore, is made again when it is given.
+    Args:
+        source: A stage of samples, or of items.
+        size: Refs held in the buffer.
+        max_held_bytes: Only for items: most bytes of items in all buffers and open packs of a process; items beyond
+            that, or after a restore, are made again. None: 1 GiB.
 
-    >>> samples = sp.ShuffleBuffer(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), size=100)
-    >>> len({sample.key for sample in samples})  # each of the 400 samples once
-    400
-    >>> len(samples.save_state()["refs"])  # the buffer is empty at the end
-    0
+    Raises:
+        ValueError: `size` is below 1, or `max_held_bytes` is given for samples.
+
+    Example:
+        >>> samples = sp.ShuffleBuffer(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), size=100)
+        >>> len({sample.key for sample in samples})  # each of the 400 samples once
+        400
+        >>> len(samples.save_state()["refs"])  # the buffer is empty at the end
+        0
     """
 
     ref: ItemRef = ()
@@ -73,7 +79,7 @@ class ShuffleBuffer(Stage):
         return {"size": self.size}
 
     def _count_kept(self, n: int) -> None:
-        """Tell the lane that `n` more are in the buffer: they are not wasted."""
+        """Add `n` to the refs that the lane knows to be in the buffer: they are not wasted."""
         if self.lane.unused is not None:
             self.lane.unused -= n
 
@@ -122,8 +128,9 @@ class _BufferOfSamples(ShuffleBuffer, SampleStage):
     def _exchange(self, fresh: RefArray) -> RefArray:
         """Put each ref of `fresh` in turn into a random slot and return the refs that were there.
 
-        A slot drawn twice gives, the second time, the ref that the first draw put there. Sorting the draws brings equal
-        slots side by side: draws 5 2 5 give the ref in slot 5, the one in slot 2, and the first of `fresh`.
+        A slot drawn twice yields, the second time, the ref that the first draw put there. Sorting the draws brings
+        equal
+        slots side by side: draws 5 2 5 yield the ref in slot 5, the one in slot 2, and the first of `fresh`.
         """
         slots = below(words(self._key, self._draws, len(fresh)), self.size)
         self._draws += len(fresh)
@@ -136,7 +143,7 @@ class _BufferOfSamples(ShuffleBuffer, SampleStage):
         return given
 
     def _drain(self, n: int) -> RefArray:
-        """Give up to `n` of the remaining refs: a random slot each time, into which the last filled one moves."""
+        """Return up to `n` of the remaining refs: a random slot each time, into which the last filled one moves."""
         given = np.empty(min(n, self._filled), REF)
         for i in range(len(given)):
             slot = (word(self._key, self._draws) >> 32) * self._filled >> 32
@@ -201,7 +208,7 @@ class _BufferOfItems(ShuffleBuffer, ItemStage):
         return items[0]
 
     def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
-        """The next item and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
+        """The next item and its ref; none only at the end. After an error of the source, the next call tries again."""
         while True:
             self._fill()
             if not self._held:

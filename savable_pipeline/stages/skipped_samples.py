@@ -59,7 +59,7 @@ class SkippedSamples:
         self.errors = 0  # samples left out because of an error
         self.avoided: dict[tuple[int, int], str] = {}  # (index, epoch) of samples not to be tried again → reason
         self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason
-        self._row = 0  # samples in a row that gave no item
+        self._row = 0  # samples in a row without an item
         self._given = 0  # items that had been given when the row began
         self._counted: list[str] = []  # names of counters raised since the last `begin`
 

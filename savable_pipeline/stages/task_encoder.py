@@ -10,14 +10,18 @@ from savable_pipeline.data.dataset.sample import Sample
 
 
 class Skip:
-    """Returned by `TaskEncoder.encode` in place of an item: leave this sample out, and count it under `reason`.
+    """Returned by `TaskEncoder.encode` in place of an item: leaves the sample out, and counts it.
 
-    >>> class Large(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["id"] if sample.json()["id"] >= 5 else sp.Skip("small")
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Large())
-    >>> next(items), items.counts["skipped/small"]
-    (5, 5)
+    Args:
+        reason: The name of the count.
+
+    Example:
+        >>> class Large(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"] if sample.json()["id"] >= 5 else sp.Skip("small")
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Large())
+        >>> next(items), items.counts["skipped/small"]
+        (5, 5)
     """
 
     __slots__ = ("reason",)
@@ -32,21 +36,22 @@ class Skip:
 class TaskEncoder:
     """Turns samples into items, items into packs, and items or packs into batches. Derive your own and write `encode`.
 
-    Each method must be pure: its result may depend on its arguments, the encoder's settings and random numbers drawn
-    during the call, and on nothing else. Draw random numbers from `rng`, which is keyed by the run's seed and the
-    sample, pack or batch that the call makes. Python's `random`, `numpy.random` and `torch` are seeded for the call,
-    too, so that existing transforms that draw from them resume exactly; that costs about 7 µs a call, and `global_rng`
-    turns it off. An error that a method raises becomes an `EncodeError`, which says in which stage and for which data.
+    Each method must be pure: its result depends only on its arguments, the encoder's settings and random numbers drawn
+    during the call. Draw these from `rng`, which is keyed by the run's seed and the sample, pack or batch. Python's
+    `random`, `numpy.random` and `torch` are seeded for the call too, so that existing transforms resume exactly; that
+    costs about 7 µs a call, and `global_rng` turns it off. An error of a method becomes an `EncodeError` that names the
+    stage and the data.
 
-    >>> class Crops(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         left, top = rng.integers(5), rng.integers(5)
-    ...         pixels = np.asarray(sample.image())[top : top + 4, left : left + 4]
-    ...         return {"pixels": torch.tensor(pixels), "id": sample.json()["id"]}
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(seed=7), shuffle=False), Crops())
-    >>> batch = next(sp.Batcher(items, size=2))
-    >>> batch["pixels"].shape, batch["id"]
-    (torch.Size([2, 4, 4, 3]), tensor([0, 1]))
+    Example:
+        >>> class Crops(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         left, top = rng.integers(5), rng.integers(5)
+        ...         pixels = np.asarray(sample.image())[top : top + 4, left : left + 4]
+        ...         return {"pixels": torch.tensor(pixels), "id": sample.json()["id"]}
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(seed=7), shuffle=False), Crops())
+        >>> batch = next(sp.Batcher(items, size=2))
+        >>> batch["pixels"].shape, batch["id"]
+        (torch.Size([2, 4, 4, 3]), tensor([0, 1]))
     """
 
     global_rng: bool | tuple[str, ...] = True
@@ -56,98 +61,147 @@ class TaskEncoder:
     """Set it True if `encode` makes exactly one item of every sample: a finite loader then knows its length."""
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
-        """One item; or `Skip(reason)`; or an iterator of items (an object with `__next__`; a list is one item).
+        """Make an item of a sample.
 
-        An item is any value but None. If `encode` raises, `Encode(on_error=)` decides whether to skip the sample.
+        Args:
+            sample: The sample, whose parts are read when asked for.
+            rng: Random numbers of this call.
 
-        >>> class Captions(sp.TaskEncoder):
-        ...     def encode(self, sample, rng):
-        ...         return sample.text().encode()
-        >>> type(Captions().encode(next(sp.TarShardReader("shards/", sp.Lane())), sp.Rng(0)))
-        <class 'bytes'>
+        Returns:
+            One item, any value but None; or `Skip(reason)`; or an iterator of items (an object with `__next__`; a list
+            is one item). If it raises, `Encode(on_error=)` decides whether to skip the sample.
+
+        Example:
+            >>> class Captions(sp.TaskEncoder):
+            ...     def encode(self, sample, rng):
+            ...         return sample.text().encode()
+            >>> type(Captions().encode(next(sp.TarShardReader("shards/", sp.Lane())), sp.Rng(0)))
+            <class 'bytes'>
         """
         raise NotImplementedError(f"{type(self).__name__} has no encode(sample, rng)")
 
     def length(self, item: Any) -> int:
-        """The length of an item in tokens, an int; by default `len(item)`. Called by `OnlinePacker`, `BucketBatcher`
-        and a `Blend` by tokens.
+        """Return the length of an item in tokens, by default `len(item)`.
 
-        >>> sp.TaskEncoder().length([5, 3, 8])
-        3
+        `OnlinePacker`, `BucketBatcher` and a `Blend` by tokens call it.
+
+        Args:
+            item: What `encode` made.
+
+        Example:
+            >>> sp.TaskEncoder().length([5, 3, 8])
+            3
         """
         return len(item)
 
     def images(self, item: Any) -> int:
-        """The number of images of an item, by default 0. Called by `OnlinePacker` and `Balance`.
+        """Return the number of images of an item, by default 0: for `OnlinePacker` and `Balance`.
 
-        >>> sp.TaskEncoder().images([5, 3, 8])
-        0
+        Args:
+            item: What `encode` made.
+
+        Example:
+            >>> sp.TaskEncoder().images([5, 3, 8])
+            0
         """
         return 0
 
     def length_of(self, sample: Sample) -> int | None:
-        """What `length` will be of the item that `encode` makes of this sample, told without encoding; None: unknown.
+        """Return, without encoding, what `length` will be of the sample's item; by default None.
 
         Write it where it is cheap, from the size of a text or the header of an image: `OnlinePacker` then places
-        samples by it, and encodes them when their pack is given, once, however many packs are held. It must be None for
-        a sample that `encode` skips or makes several items of. Another length than the item's is an `EncodeError`.
+        samples by it, and encodes them once, when their pack is due, however many packs are held. A length other than
+        the item's is an `EncodeError`.
 
-        >>> class Texts(sp.TaskEncoder):
-        ...     def encode(self, sample, rng):
-        ...         return list(sample["txt"])
-        ...     def length_of(self, sample):
-        ...         return len(sample["txt"])
-        >>> sample = next(sp.TarShardReader("shards/", sp.Lane()))
-        >>> Texts().length_of(sample) == Texts().length(Texts().encode(sample, sp.Rng(0)))
-        True
+        Args:
+            sample: The sample that would be encoded.
+
+        Returns:
+            The length in tokens; None if it is unknown, or if `encode` skips the sample or makes several items of it.
+
+        Example:
+            >>> class Texts(sp.TaskEncoder):
+            ...     def encode(self, sample, rng):
+            ...         return list(sample["txt"])
+            ...     def length_of(self, sample):
+            ...         return len(sample["txt"])
+            >>> sample = next(sp.TarShardReader("shards/", sp.Lane()))
+            >>> Texts().length_of(sample) == Texts().length(Texts().encode(sample, sp.Rng(0)))
+            True
         """
         return None
 
     def images_of(self, sample: Sample) -> int:
-        """What `images` will be of the item of a sample with a `length_of`; an encoder with `images` needs it for that.
+        """Return what `images` will be of the sample's item: needed beside `length_of` where `images` is not 0.
 
-        >>> class Pictures(sp.TaskEncoder):
-        ...     def images_of(self, sample):
-        ...         return sum(part in sample for part in ("png", "2.png"))
-        >>> Pictures().images_of(next(sp.TarShardReader("shards/", sp.Lane())))
-        1
+        Args:
+            sample: The sample that would be encoded.
+
+        Example:
+            >>> class Pictures(sp.TaskEncoder):
+            ...     def images_of(self, sample):
+            ...         return sum(part in sample for part in ("png", "2.png"))
+            >>> Pictures().images_of(next(sp.TarShardReader("shards/", sp.Lane())))
+            1
         """
         return 0
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
-        """An item of the tokens `start` to `stop - 1` of `item`, with length `stop - start`; by default a slice.
+        """Cut an item, by default by a slice: for `OnlinePacker`, where it truncates or splits items.
 
-        Called by `OnlinePacker` where it truncates or splits items.
+        Args:
+            item: What `encode` made.
+            start: The first token of the part.
+            stop: The token after its last.
 
-        >>> sp.TaskEncoder().cut([5, 3, 8], 1, 3)
-        [3, 8]
+        Returns:
+            An item of length `stop - start`.
+
+        Example:
+            >>> sp.TaskEncoder().cut([5, 3, 8], 1, 3)
+            [3, 8]
         """
         return item[start:stop]
 
     def pack(self, items: list[Any], rng: Rng) -> Any:
-        """One pack made of several items, in order, or `Skip(reason)`. Called by `OnlinePacker`; there is no default.
+        """Make a pack of several items, for `OnlinePacker`. There is no default.
 
-        >>> class Tokens(sp.TaskEncoder):
-        ...     def pack(self, items, rng):
-        ...         return [token for item in items for token in item]
-        >>> Tokens().pack([[5, 3], [8]], sp.Rng(0))
-        [5, 3, 8]
+        Args:
+            items: The items, in order.
+            rng: Random numbers of this call.
+
+        Returns:
+            The pack, or `Skip(reason)`.
+
+        Example:
+            >>> class Tokens(sp.TaskEncoder):
+            ...     def pack(self, items, rng):
+            ...         return [token for item in items for token in item]
+            >>> Tokens().pack([[5, 3], [8]], sp.Rng(0))
+            [5, 3, 8]
         """
         raise NotImplementedError(f"{type(self).__name__} has no pack(items, rng); OnlinePacker needs one")
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """A batch of items or packs; by default as torch's `default_collate`, which stacks tensors of equal shape.
+        """Make a batch, by default as torch's `default_collate`, which stacks tensors of equal shape.
 
-        >>> sp.TaskEncoder().batch([{"id": 3}, {"id": 8}], sp.Rng(0))  # int64 (2,)
-        {'id': tensor([3, 8])}
+        Args:
+            items: Items or packs, in order.
+            rng: Random numbers of this call.
+
+        Example:
+            >>> sp.TaskEncoder().batch([{"id": 3}, {"id": 8}], sp.Rng(0))  # int64 (2,)
+            {'id': tensor([3, 8])}
         """
         return collate(items)
 
     def settings(self) -> dict[str, Any]:
-        """Every setting that changes the items, packs or batches, as plain values: a saved state must agree on them.
+        """Return every setting that changes the items, packs or batches, as plain values: a saved state must agree on
+        them.
 
-        >>> sp.TaskEncoder().settings()
-        {}
+        Example:
+            >>> sp.TaskEncoder().settings()
+            {}
         """
         return {}
 

@@ -1,16 +1,14 @@
-"""The loader in the trainers that people have: one file a trainer, which alone imports that trainer's library.
+"""The loader in common trainers: one file a trainer, which alone imports that trainer's library.
 
-    whole.py        `Whole`: what all of them stand on. The state of all ranks, at the batch that was trained on last
-    ahead.py        how far a trainer has fetched beyond what it trained on
-    left_at.py      finds who else moves the loader
+    whole.py        `Whole`, which all of them use: the state of all ranks after the batch last trained on
+    checks.py       how far a trainer is ahead, what else moves the loader, what it evaluates on
     forms.py        a state as JSON, or as arrays, for checkpoints that hold nothing else
     rescue.py       a checkpoint that holds the lanes of one rank only
-    hf.py           Hugging Face Trainer, and those that derive from it
+    hf.py           Hugging Face Trainer, and classes derived from it
     accelerate.py   Accelerate
     fabric.py       Lightning Fabric
     lightning.py    Lightning Trainer
-    lightning_step.py   where it is in a step, and its counts
-    put_off.py      signals that have it save wait for a step's end
+    lightning_step.py   the trainer's place in a step, its counts; delays signals that save until it has ended
     deepspeed.py    DeepSpeed
     composer.py     Composer
     torchtitan.py   torchtitan

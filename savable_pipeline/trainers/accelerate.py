@@ -12,28 +12,35 @@ from savable_pipeline.trainers.whole import Whole
 
 
 def prepare(accelerator: Accelerator, loader: SavableLoader) -> Whole:
-    """The loader's batches on the accelerator's device, and its state in the accelerator's checkpoints.
+    """Wrap a loader for Accelerate: batches on its device, the loader's state in its checkpoints.
 
-    `accelerator.save_state` then saves the lanes of all ranks after the batch taken last, and `load_state` goes on
-    there, on any number of ranks. Call it once a loader, in the place of `accelerator.prepare`. Make the loader after
-    the `Accelerator`, which begins torch.distributed.
+    Call it once for each loader, in place of `accelerator.prepare`. `accelerator.save_state` then saves the lanes of
+    all ranks after the batch taken last, and `load_state` continues there on any number of ranks.
 
-    ```python
-    from accelerate import Accelerator
-    from savable_pipeline.trainers.accelerate import prepare
+    Args:
+        accelerator: The accelerator of the run.
+        loader: Made after the `Accelerator`, which starts torch.distributed.
 
-    accelerator = Accelerator(cpu=True)
+    Returns:
+        The batches to train on, already registered for checkpointing.
 
-    class Labels(sp.TaskEncoder):
-        def encode(self, sample, rng):
-            return int(sample["cls"])
+    Example:
+        ```python
+        from accelerate import Accelerator
+        from savable_pipeline.trainers.accelerate import prepare
 
-    def pipeline(lane):
-        return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+        accelerator = Accelerator(cpu=True)
 
-    batches = prepare(accelerator, sp.SavableLoader(pipeline, seed=7))
-    len(next(iter(batches)))  # 4
-    ```
+        class Labels(sp.TaskEncoder):
+            def encode(self, sample, rng):
+                return int(sample["cls"])
+
+        def pipeline(lane):
+            return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+
+        batches = prepare(accelerator, sp.SavableLoader(pipeline, seed=7))
+        len(next(iter(batches)))  # 4
+        ```
     """
     place = partial(send_to_device, device=accelerator.device, non_blocking=True)
     whole = Whole(loader, place=place)

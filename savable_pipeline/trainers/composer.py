@@ -1,8 +1,8 @@
 """The loader in Composer: `SavableData` is the data to train on and a callback; `eval_data` the data to evaluate on.
 
-Composer asks callbacks for their state on every rank, and keeps that of rank 0. To go on in mid-epoch it *spins*: it
-takes the batches of the epoch again and throws them away, unless its `dataset_resumption` says that the data goes on by
-itself. It transforms each batch that it trains on, and none that it spins over, which is how the two are told apart.
+Composer asks callbacks for their state on every rank, and keeps that of rank 0. To continue in mid-epoch it *spins*: it
+takes the batches of the epoch again and throws them away, unless its `dataset_resumption` says that the data continues
+by itself. It transforms each batch that it trains on, and none that it spins over; that is how we distinguish the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from composer.loggers import Logger
 
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.evaluation import check_restarts
+from savable_pipeline.trainers.checks import restarting
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
 from savable_pipeline.trainers.whole import Whole
 
@@ -24,25 +24,30 @@ from savable_pipeline.trainers.whole import Whole
 class SavableData(Callback):  # type: ignore[misc]
     """The batches to train on, and the callback that saves where they are.
 
-    `spec` is the `train_dataloader` of Composer's `Trainer`, and this object is among its `callbacks`.
+    `spec` is the `train_dataloader` of Composer's `Trainer`, and this object is among its `callbacks`. Each checkpoint
+    holds the lanes of all ranks after the batch last trained on; `load_path` continues there on any number of ranks,
+    and Composer does not spin.
 
-    Each checkpoint holds the lanes of all ranks after the batch that was trained on last; `load_path` goes on there, on
-    any number of ranks, and Composer does not spin. `batch_size` is the number of rows of a batch, which Composer must
-    know beforehand; with `device_train_microbatch_size` it is cut as `micro_batches` does, packs rightly, and `shared`
-    is as there. Make the loader after `composer.utils.dist.initialize_dist`.
+    Args:
+        loader: Made after `composer.utils.dist.initialize_dist`.
+        batch_size: Rows of a batch, which Composer must know beforehand. With `device_train_microbatch_size` a batch is
+            cut by `micro_batches`.
+        shared: Fields that every micro-batch gets whole, as for `micro_batches`.
 
-    The run ends with `SavableError` at the batch if the trainer skips batches or lacks the callback, and with
-    `StateError` at its start if the checkpoint was saved without the data.
+    Raises:
+        SavableError: At a batch: the trainer skipped batches, or this object is not among its callbacks.
+        StateError: At the start of a resumed run: the checkpoint was saved without the data.
 
-    ```python
-    from savable_pipeline.trainers.composer import SavableData
+    Example:
+        ```python
+        from savable_pipeline.trainers.composer import SavableData
 
-    def pipeline(lane):
-        return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+        def pipeline(lane):
+            return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
 
-    data = SavableData(sp.SavableLoader(pipeline, seed=7), batch_size=4)
-    data.state_dict()["slot"]  # 0
-    ```
+        data = SavableData(sp.SavableLoader(pipeline, seed=7), batch_size=4)
+        data.state_dict()["slot"]  # 0
+        ```
     """
 
     def __init__(self, loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> None:
@@ -64,9 +69,17 @@ class SavableData(Callback):  # type: ignore[misc]
         return batch
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Have Composer go on without spinning. Raises `StateError` for a resumed run without a state of the data.
+        """Make Composer continue without spinning; Composer calls it.
 
-        A checkpoint at the last batch of an epoch says that Composer is in it, and the data at the start of the next.
+        A checkpoint at the last batch of an epoch has Composer still in that epoch, and the data at the start of the
+        next.
+
+        Args:
+            state: Composer's state of the run.
+            logger: Not used.
+
+        Raises:
+            StateError: The run is resumed from a checkpoint without a state of the data.
         """
         if int(state.timestamp.batch) and not (self._restored or self._begun):
             raise StateError(
@@ -79,35 +92,56 @@ class SavableData(Callback):  # type: ignore[misc]
         self._called = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the data; Composer asks for it. Collective."""
+        """Return the state of the data. Collective: Composer calls it on every rank."""
         return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; Composer calls it."""
+        """Continue from a saved state; Composer calls it.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self._batches.load_state_dict(state)
         self._restored = True
 
     def close(self, state: State, logger: Logger) -> None:
-        """End the workers; Composer calls it when the trainer is closed."""
+        """Stop the workers; Composer calls it when the trainer is closed.
+
+        Args:
+            state: Not used.
+            logger: Not used.
+        """
         self._batches.close()
 
 
 def eval_data(loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> DataSpec:
-    """What Composer's `Trainer` takes as `eval_dataloader`. Raises ValueError for a loader without on_iter="restart".
+    """Wrap a loader as the `eval_dataloader` of Composer's `Trainer`.
 
-    ```python
-    import torch
+    Args:
+        loader: A loader made with `on_iter="restart"`.
+        batch_size: Rows of a batch.
+        shared: Fields that every micro-batch gets whole, as for `micro_batches`.
 
-    from savable_pipeline.trainers.composer import eval_data
+    Returns:
+        The data specification that Composer takes.
 
-    def pipeline(lane):
-        return sp.Batcher(sp.TarShardReader("shards/", lane, epochs=1, shuffle=False), size=4)
+    Raises:
+        ValueError: The loader was made without `on_iter="restart"`.
 
-    data = eval_data(sp.SavableLoader(pipeline, seed=7, on_iter="restart", tail="pad"), batch_size=4)
-    data.get_num_samples_in_batch({"id": torch.arange(4)})  # 4
-    ```
+    Example:
+        ```python
+        import torch
+
+        from savable_pipeline.trainers.composer import eval_data
+
+        def pipeline(lane):
+            return sp.Batcher(sp.TarShardReader("shards/", lane, epochs=1, shuffle=False), size=4)
+
+        data = eval_data(sp.SavableLoader(pipeline, seed=7, on_iter="restart", tail="pad"), batch_size=4)
+        data.get_num_samples_in_batch({"id": torch.arange(4)})  # 4
+        ```
     """
-    check_restarts(loader)
+    restarting(loader)
     return _spec(_Sized(loader, batch_size), shared)
 
 
@@ -125,7 +159,7 @@ class _Sized(Whole):
         self._over = False
 
     def end_pass_if_over(self) -> None:
-        """Where the loader stands at the start of an epoch, the next pass, of the one before, has no batch left."""
+        """Mark the pass as over if the loader stands at the start of an epoch: Composer is still in the one before."""
         slot, slots = self._run.position.slot, self._run.settings.epoch_slots
         self._over = not (slot % slots if slots else slot)
 

@@ -1,12 +1,12 @@
-"""Batches cut along their tokens for context parallelism, each rank's share of the work of causal attention alike.
+"""Batches cut along their tokens for context parallelism, with the same share of causal attention's work on each rank.
 
 A document of 8 tokens over 2 ranks is cut into 4 pieces, and a rank gets one from each side (a zigzag): its first
-tokens look at few before them, its last ones at many.
+tokens attend to few tokens before them, its last ones to many.
 
     tokens   0 1 │ 2 3 │ 4 5 │ 6 7
     rank       0     1     1     0       rank 0: 0 1 6 7       rank 1: 2 3 4 5
 
-So each document, and the padding of each row, is a multiple of 2 · ranks tokens: the encoders' `multiple=` sees to it.
+So each document, and the padding of each row, must be a multiple of 2 · ranks tokens: set `multiple=` of the encoder.
 """
 
 from __future__ import annotations
@@ -19,19 +19,29 @@ if TYPE_CHECKING:
 
 
 def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tensor:
-    """The tokens of rank `rank` of `size`: their places among the B · T of the batch, int64 (B · T / size,), in order.
+    """Return the indices of a rank's tokens among the B · T tokens of a batch.
 
-    Documents are what `cu_seqlens` says; without it each row is one. Raises ValueError for a document whose tokens are
-    no multiple of 2 · size.
+    Args:
+        batch: A batch with `tokens` of shape (B, T). `cu_seqlens` says where documents begin; without it each row is
+            one.
+        rank: This rank among those that share the batch, from 0.
+        size: The number of ranks that share it.
 
-    >>> from savable_pipeline.trainers.context_parallel import context_index
-    >>> context_index({"tokens": torch.zeros(1, 8)}, 0, 2).tolist()
-    [0, 1, 6, 7]
+    Returns:
+        int64 (B · T / size,), in increasing order within each document.
+
+    Raises:
+        ValueError: `rank` is not in 0 … size - 1, or the length of a document is no multiple of 2 · size.
+
+    Example:
+        >>> from savable_pipeline.trainers.context_parallel import context_index
+        >>> context_index({"tokens": torch.zeros(1, 8)}, 0, 2).tolist()
+        [0, 1, 6, 7]
     """
     import torch
 
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} does not lie in 0 … {size - 1}")
+        raise ValueError(f"rank {rank} is not in 0 … {size - 1}")
     tokens = batch["tokens"]
     borders = _borders(tokens, batch.get("cu_seqlens"))
     lengths = borders.diff()
@@ -44,22 +54,34 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
     document = torch.arange(len(own), device=tokens.device).repeat_interleave(own)
     place = torch.arange(len(document), device=tokens.device) - (borders[:-1] // size)[document]
     piece = piece[document]
-    second = place >= piece  # of the pieces numbered `rank` and 2 · size - 1 - `rank`; the first lies before it here
+    second = place >= piece  # of the pieces numbered `rank` and 2 · size - 1 - `rank`; the first is before it here
     return borders[document] + place + piece * torch.where(second, 2 * size - 2 - rank, rank)
 
 
 def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The part of rank `rank` of the `size` that share a batch: itself a batch, of (B, T / size) tokens.
+    """Cut a rank's part out of a batch: again a batch, with tokens of shape (B, T / size).
 
-    Every field of shape (B, T, …) is cut as `context_index` says; `position_ids` stay those in the document. Then
-    `cu_seqlens` says where the documents' parts begin, and `max_seqlen` is the longest of these; `size` times as much
-    is that of the whole. Other fields, such as images, are those of the whole. Raises what `context_index` raises.
+    Every field of shape (B, T, …) is cut as `context_index` says; `position_ids` remain positions in the document.
+    `cu_seqlens` then says where the parts of documents begin, and `max_seqlen` is the longest part: that of the whole
+    is `size` times as long. Other fields, such as images, stay whole.
 
-    >>> from savable_pipeline.trainers.context_parallel import cut_context
-    >>> batch = {"tokens": torch.arange(12).view(1, 12), "cu_seqlens": torch.tensor([0, 8, 12]), "max_seqlen": 8}
-    >>> part = cut_context(batch, 1, 2)
-    >>> part["tokens"].tolist(), part["cu_seqlens"].tolist(), part["max_seqlen"]
-    ([[2, 3, 4, 5, 9, 10]], [0, 4, 6], 4)
+    Args:
+        batch: A batch with `tokens` of shape (B, T).
+        rank: This rank among those that share the batch, from 0.
+        size: The number of ranks that share it.
+
+    Returns:
+        The rank's part.
+
+    Raises:
+        ValueError: As for `context_index`.
+
+    Example:
+        >>> from savable_pipeline.trainers.context_parallel import cut_context
+        >>> batch = {"tokens": torch.arange(12).view(1, 12), "cu_seqlens": torch.tensor([0, 8, 12]), "max_seqlen": 8}
+        >>> part = cut_context(batch, 1, 2)
+        >>> part["tokens"].tolist(), part["cu_seqlens"].tolist(), part["max_seqlen"]
+        ([[2, 3, 4, 5, 9, 10]], [0, 4, 6], 4)
     """
     index = context_index(batch, rank, size)
     rows, length = batch["tokens"].shape
@@ -72,14 +94,22 @@ def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
 
 
 def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole batch, from the parts of all ranks in their order: undoes `cut_context`.
+    """Join the parts of all ranks to the whole batch: the inverse of `cut_context`.
 
-    Raises ValueError for no parts, or parts of different batches.
+    Args:
+        parts: The parts of all ranks, in the order of the ranks.
 
-    >>> from savable_pipeline.trainers.context_parallel import cut_context, join_context
-    >>> batch = {"tokens": torch.arange(8).view(1, 8)}
-    >>> join_context([cut_context(batch, rank, 2) for rank in (0, 1)])
-    {'tokens': tensor([[0, 1, 2, 3, 4, 5, 6, 7]])}
+    Returns:
+        The whole batch.
+
+    Raises:
+        ValueError: There are no parts, or they are of different batches.
+
+    Example:
+        >>> from savable_pipeline.trainers.context_parallel import cut_context, join_context
+        >>> batch = {"tokens": torch.arange(8).view(1, 8)}
+        >>> join_context([cut_context(batch, rank, 2) for rank in (0, 1)])
+        {'tokens': tensor([[0, 1, 2, 3, 4, 5, 6, 7]])}
     """
     import torch
 
@@ -112,5 +142,5 @@ def _borders(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Ten
 
 
 def _is_of_tokens(value: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether a field has something for each token."""
+    """Whether a field has a value for each token."""
     return getattr(value, "ndim", 0) >= 2 and value.shape[:2] == batch["tokens"].shape

@@ -11,37 +11,44 @@ from savable_pipeline.trainers.whole import Whole
 
 
 def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> Whole:
-    """The loader's batches on the engine's device; in the place of `training_data=` of `deepspeed.initialize`.
+    """Wrap a loader for DeepSpeed, in place of `training_data=` of `deepspeed.initialize`.
 
-    `engine.save_checkpoint(folder, client_state={"data": batches.state_dict()})`, on every rank, then saves the lanes
-    of all ranks after the batch taken last; `batches.load_state_dict(client_state["data"])` goes on there, on any
-    number of ranks, with what `engine.load_checkpoint` gives. Its `state_dict()` raises `SavableError` between two
-    steps, where the gradients of some micro-batches would be lost. Make the loader after `deepspeed.initialize`, which
-    begins torch.distributed.
+    `engine.save_checkpoint(folder, client_state={"data": batches.state_dict()})`, on every rank, saves the lanes of all
+    ranks after the batch taken last. `batches.load_state_dict(client_state["data"])`, with what
+    `engine.load_checkpoint` returned, continues there on any number of ranks.
 
-    ```python
-    from types import SimpleNamespace
+    Args:
+        engine: The engine of the run, from `deepspeed.initialize`.
+        loader: Made after `deepspeed.initialize`, which starts torch.distributed.
 
-    from savable_pipeline.trainers.deepspeed import prepare
+    Returns:
+        The batches to train on, on the engine's device. Their `state_dict()` raises `SavableError` between two steps of
+        the optimizer, where the gradients of some micro-batches would be lost.
 
-    engine = SimpleNamespace(device="cpu", micro_steps=0, gradient_accumulation_steps=lambda: 1)  # deepspeed.initialize
+    Example:
+        ```python
+        from types import SimpleNamespace
 
-    class Labels(sp.TaskEncoder):
-        def encode(self, sample, rng):
-            return int(sample["cls"])
+        from savable_pipeline.trainers.deepspeed import prepare
 
-    def pipeline(lane):
-        return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+        engine = SimpleNamespace(device="cpu", micro_steps=0, gradient_accumulation_steps=lambda: 1)
 
-    batches = prepare(engine, sp.SavableLoader(pipeline, seed=7))
-    len(next(iter(batches)))  # 4
-    ```
+        class Labels(sp.TaskEncoder):
+            def encode(self, sample, rng):
+                return int(sample["cls"])
+
+        def pipeline(lane):
+            return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+
+        batches = prepare(engine, sp.SavableLoader(pipeline, seed=7))
+        len(next(iter(batches)))  # 4
+        ```
     """
     return _BetweenSteps(engine, loader)
 
 
 class _BetweenSteps(Whole):
-    """Saved only where the engine holds no gradients, which are not in its checkpoints."""
+    """Saves only where the engine holds no gradients, which its checkpoints do not contain."""
 
     def __init__(self, engine: DeepSpeedEngine, loader: SavableLoader) -> None:
         super().__init__(
@@ -50,7 +57,7 @@ class _BetweenSteps(Whole):
         self._engine = engine
 
     def check(self) -> None:
-        """Raise `SavableError` too if the engine has stepped over part of a global batch."""
+        """Raise `SavableError` also if the engine has taken only part of a global batch."""
         super().check()
         steps = self._engine.gradient_accumulation_steps()
         if done := self._engine.micro_steps % steps:

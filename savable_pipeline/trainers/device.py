@@ -1,10 +1,10 @@
-"""`OnDevice`: the batches of a loader on the device that trains, each moved while the step before is at work.
+"""`OnDevice`: the batches of a loader on the device that trains, each moved during the step before.
 
     loader ── next ──▶ page-locked memory ── copy, on a stream of its own ──▶ GPU ── waits for that copy ──▶ trainer
                                                                                └ one batch ahead
 
-The loader is a batch further than the trainer then. A state is that of the trainer: the position after the batch that
-it was given last, which is kept beside the batches.
+The loader is then one batch further than the trainer. A saved state is the trainer's: the position after the batch
+that it was given last, kept beside the batches.
 """
 
 from __future__ import annotations
@@ -27,30 +27,35 @@ _AHEAD = 1
 
 
 class OnDevice:
-    """The batches of `loader` with their tensors on `device`, moved one batch ahead of the trainer.
+    """Wraps a loader so that its batches arrive on a device, moved one batch ahead of the trainer.
 
-    On a GPU, tensors go through page-locked memory (the loader's, if it has `pin_memory=True`) by copies that wait for
-    nothing, on a stream of their own; the trainer's stream waits for those of the batch that it is given. On other
-    devices they are moved when they come; on the CPU they stay where they are. What is no tensor stays as it is, in
-    containers of the same kinds.
+    It takes the loader's place for iterating, saving and loading: `state_dict()` is the state after the batch that the
+    *trainer* was given last. Use the loader through it alone: while one batch is ahead, the loader's own saving,
+    loading and skipping raise `SavableError`. An error of the loader is raised where its batch would have come, not one
+    batch early.
 
-    It takes the loader's place for iterating, saving and loading: `state_dict()` is after the batch that the *trainer*
-    was given last. `lag` counts batches that the trainer itself is ahead. Use the loader through it alone: while it is
-    a batch ahead, the loader's own saving, loading and skipping raise `SavableError`. An error of the loader is raised
-    where its batch would have come, not one batch early.
+    On a GPU, tensors go through page-locked memory (the loader's, with `pin_memory=True`) by asynchronous copies on a
+    stream of their own; the trainer's stream waits for those of its batch. On other devices they are moved when they
+    are taken; on the CPU they stay where they are. Values that are no tensors stay unchanged, in containers of the same
+    kinds.
 
-    >>> from savable_pipeline.trainers.device import OnDevice
-    >>> class Numbers(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return {"id": sample.json()["id"]}
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
-    >>> batches = OnDevice(sp.SavableLoader(pipeline, seed=7), "cpu")
-    >>> first, state, second = next(batches), batches.state_dict(), next(batches)  # {"id": int64 (4,)}
-    >>> again = sp.SavableLoader(pipeline, seed=7)  # the state is a loader's
-    >>> again.load_state_dict(state)
-    >>> bool((next(again)["id"] == second["id"]).all())
-    True
+    Args:
+        loader: The loader to wrap.
+        device: Where the tensors go, such as "cuda:0".
+
+    Example:
+        >>> from savable_pipeline.trainers.device import OnDevice
+        >>> class Numbers(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return {"id": sample.json()["id"]}
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+        >>> batches = OnDevice(sp.SavableLoader(pipeline, seed=7), "cpu")
+        >>> first, state, second = next(batches), batches.state_dict(), next(batches)  # {"id": int64 (4,)}
+        >>> again = sp.SavableLoader(pipeline, seed=7)  # the state is a loader's
+        >>> again.load_state_dict(state)
+        >>> bool((next(again)["id"] == second["id"]).all())
+        True
     """
 
     def __init__(self, loader: SavableLoader, device: str | torch.device) -> None:
@@ -61,16 +66,16 @@ class OnDevice:
         self._move = _mover(self.device)
         self._run = run_of(loader)
         self._run.check_nothing_held()
-        self._stand = _Stand(_Place(self._run.position))
+        self._stand = _Stand(_Standing(self._run.position))
         self._run.held_ahead = self._stand.holds
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
 
     @property
-    def _place(self) -> _Place:
+    def _place(self) -> _Standing:
         return self._stand.place
 
     @_place.setter
-    def _place(self, place: _Place) -> None:
+    def _place(self, place: _Standing) -> None:
         self._stand.place = place
 
     @property
@@ -80,13 +85,13 @@ class OnDevice:
 
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run)
-        if settings_of(self.loader).on_iter == "restart":  # the first pass after a load goes on
-            self._place = _Place(self._place.given)
+        if settings_of(self.loader).on_iter == "restart":  # the first pass after a load continues
+            self._place = _Standing(self._place.given)
         if not self._place.held:
             self._failed = None
             self._run.take_back(self._place.given)
             iter(self.loader)
-            self._place = _Place(self._run.position)
+            self._place = _Standing(self._run.position)
         return self
 
     def __next__(self) -> Any:
@@ -94,15 +99,15 @@ class OnDevice:
         if not self._place.held:
             failed, self._failed = self._failed, None
             assert failed is not None
-            self._place = _Place(self._run.position)
+            self._place = _Standing(self._run.position)
             raise failed
         (moved, given), *held = self._place.held
         batch = moved.ready()
-        self._place = _Place(given, tuple(held))  # last: whatever is interrupted before has given nothing
+        self._place = _Standing(given, tuple(held))  # last: an interrupt before this has given nothing
         return batch
 
     def _take(self, number: int) -> None:
-        """Hold so many batches, unless the loader ends or fails before."""
+        """Take batches until `number` are held, or the loader ends or fails."""
         if self._failed is None:
             self._run.take_back(self._place.last)  # what came when the last taking was interrupted
         while len(self._place.held) < number and self._failed is None:
@@ -116,7 +121,7 @@ class OnDevice:
             moved.begin()
 
     def __len__(self) -> int:
-        """As `len(loader)`: batches of an epoch."""
+        """The number of batches in an epoch, as `len(loader)`."""
         return len(self.loader)
 
     def __bool__(self) -> bool:
@@ -124,23 +129,31 @@ class OnDevice:
 
     @property
     def dataset(self) -> Any:
-        """Raises AttributeError, as that of the loader."""
+        """Raises AttributeError, as for the loader."""
         refuse_dataset()
 
     def skip(self, slots: int) -> None:
-        """Pass over the next `slots` slots after the batch given last, as `SavableLoader.skip`."""
+        """Pass over the next slots after the batch given last, as `SavableLoader.skip`.
+
+        Args:
+            slots: How many slots, of all ranks together.
+        """
         ended = not self._place.held and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
         self._run.take_back(self._place.given)
-        self._place, self._failed = _Place(self._run.position), self._failed if ended else None
+        self._place, self._failed = _Standing(self._run.position), self._failed if ended else None
         self.loader.skip(slots)
-        self._place = _Place(self._run.position)
+        self._place = _Standing(self._run.position)
 
     def trace(self, *, lag: int = 0) -> Trace:
-        """The samples of the batch given last, or `lag` batches before, as `SavableLoader.trace`."""
+        """Return the samples of the batch given last, as `SavableLoader.trace`.
+
+        Args:
+            lag: How many batches before that one; 0 is the batch given last.
+        """
         return self.loader.trace(lag=lag + len(self._place.held))
 
     def close(self) -> None:
-        """As `loader.close()`: iterating again goes on after the batch given last."""
+        """Stop the workers, as `loader.close()`; iterating again continues after the batch given last."""
         self.loader.close()
 
     def __enter__(self) -> OnDevice:
@@ -152,28 +165,46 @@ class OnDevice:
     # Saving and restoring.
 
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
-        """Where this rank is after the batch given last, or `lag` batches before: as `SavableLoader.state_dict`."""
+        """Return where this rank is after the batch given last, as `SavableLoader.state_dict`.
+
+        Args:
+            lag: Batches that the trainer itself is ahead: the state is that many batches earlier.
+        """
         return self._run.state_at(self._place.given, lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Go on from where `state` was saved, as `SavableLoader.load_state_dict`; what was moved ahead is dropped."""
+        """Continue from a saved state, as `SavableLoader.load_state_dict`; a batch moved ahead is dropped.
+
+        Args:
+            state: A state of this loader, or of any other of the same run.
+            allow: Names of fields that may differ from the saved ones.
+        """
         self._run.load_state_dict(state, allow)
-        self._place, self._failed = _Place(self._run.position), None
+        self._place, self._failed = _Standing(self._run.position), None
 
     def save_state(self) -> dict[str, Any]:
         """The same as `state_dict()`."""
         return self.state_dict()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """The same as `load_state_dict(state)`."""
+        """The same as `load_state_dict(state)`.
+
+        Args:
+            state: As for `load_state_dict`.
+        """
         self.load_state_dict(state)
 
     def global_state_dict(self, group: dist.ProcessGroup | None = None, *, lag: int = 0) -> dict[str, Any]:
-        """The state with the lanes of all ranks, on each of them. Collective."""
+        """Return the state with the lanes of all ranks, on each of them. Collective.
+
+        Args:
+            group: The process group of the data-parallel ranks; None: that of the loader.
+            lag: As for `state_dict`.
+        """
         return self._run.global_state(group, position=self._place.given, lag=lag)
 
 
-class _Place(NamedTuple):
+class _Standing(NamedTuple):
     """Where the trainer stands, in one value: an interrupt finds it as it was before a step or as it is after."""
 
     given: Position  # of the loader, after the batch given last
@@ -184,19 +215,19 @@ class _Place(NamedTuple):
         """Of the loader, after the last batch that is held or given."""
         return self.held[-1][1] if self.held else self.given
 
-    def holding(self, moved: _Moved, after: Position) -> _Place:
+    def holding(self, moved: _Moved, after: Position) -> _Standing:
         """With one more batch."""
         return self._replace(held=(*self.held, (moved, after)))
 
 
 class _Stand:
-    """A place that the loader's run can look at without holding the `OnDevice`."""
+    """A place that the loader's run can look at without a reference to the `OnDevice`."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _Standing) -> None:
         self.place = place
 
     def holds(self) -> bool:
-        """Whether batches are held that are not given yet."""
+        """Whether batches are held that have not been given yet."""
         return bool(self.place.held)
 
 
@@ -223,7 +254,7 @@ class _Moved:
 
 
 def _mover(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
-    """What begins to move a batch to a device; that gives a function that returns the batch once it may be used."""
+    """Return the function that starts moving a batch to a device, and returns one that waits for the moved batch."""
     if device.type == "cuda":
         return _CudaCopies(device).begin
     return lambda batch: partial(_identity, tensors_changed(batch, lambda tensor: tensor.to(device)))
@@ -243,7 +274,7 @@ class _CudaCopies:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, batch: Any) -> Callable[[], Any]:
-        """Queue the copies of a batch, and a mark behind them."""
+        """Queue the copies of a batch, and an event behind them."""
         import torch
 
         with torch.cuda.stream(self._stream):
@@ -256,7 +287,7 @@ class _CudaCopies:
         return pinned.to(self._device, non_blocking=True)
 
     def _ready(self, batch: Any, done: torch.cuda.Event) -> Any:
-        """The batch for the current stream, which waits for its copies and keeps its memory while it is at work."""
+        """Make the current stream wait for the copies, and keep the batch's memory while that stream uses it."""
         import torch
 
         current = torch.cuda.current_stream(self._device)
@@ -270,7 +301,15 @@ class _CudaCopies:
 
 
 def tensors_changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A batch with `change(tensor)` in place of each tensor, in containers of the same kinds."""
+    """Apply a function to each tensor of a batch, in containers of the same kinds.
+
+    Args:
+        value: A batch, or a part of one.
+        change: Returns what replaces a tensor.
+
+    Returns:
+        The batch with the new tensors.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""`complete_state`: the state of all lanes where some ranks have died, for the ranks that keep running.
+"""`complete_state`: the state of all lanes when some ranks have died, for the ranks that keep running.
 
-Each survivor has its own lanes at the slot that all of them have come to. Those of the dead are in the last state that
-all ranks gathered. They pass over to the same slot, which is integers for most stages:
+Each survivor has its own lanes at the slot that all of them have reached. The lanes of dead ranks are in the last state
+that all ranks gathered. They advance to the same slot, which is integer work for most stages:
 
     slot      last = 24               30 = where the survivors are
     rank 0    lanes 0 3 6 9  ────────▶ at hand
@@ -39,31 +39,41 @@ def complete_state(
     *,
     lanes: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """The state of the slot at which the `survivors` are, with the lanes that none of them has.
+    """Complete the survivors' state with the lanes that none of them has.
 
-    `survivors` are their states, all of one slot: `state_dict()`, or with `lag=1` of a rank that took a batch on which
-    none has trained. `last` is an earlier state of the same run with all lanes, from `global_state_dict()` or a
-    checkpoint. The lanes that are missing are taken from there and pass over to the survivors' slot, in this process,
-    by the pipeline of `loader`, which itself stays where it is. `lanes` limits that to the lanes that are needed:
-    `range(rank, loader's lanes, world_size)` for the rank that loads the state.
+    Missing lanes are taken from `last` and advanced to the survivors' slot in this process. That takes as long as
+    `skip` over the batches since `last`: stages before `Encode` only count, but a packer needs the lengths of its
+    items, so these are encoded again.
 
-    It takes as long as `skip` over the batches since `last`: the stages before `Encode` count on, a packer needs the
-    lengths of its items, so that these are encoded again.
+    Args:
+        loader: A loader of the run; its pipeline does the work, and it stays where it is.
+        survivors: The survivors' states, all at one slot: `state_dict()`, or with `lag=1` for a rank that took a batch
+            on which none has trained.
+        last: An earlier state of the same run with all lanes, from `global_state_dict()` or a checkpoint.
+        lanes: The lanes that are needed, such as `range(rank, lanes of the loader, world_size)` for the rank that loads
+            the state. None: all.
 
-    Raises `CheckpointMismatchError` for survivors at different slots, for another run, and for a `last` that is later
-    than the survivors or lacks lanes; `StateError` for a damaged state; ValueError for no survivor.
+    Returns:
+        The state at the survivors' slot.
 
-    >>> from savable_pipeline.trainers.elastic import complete_state
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-    >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
-    >>> last = sp.merge_states(rank.state_dict() for rank in ranks)
-    >>> given = [next(rank) for rank in ranks]
-    >>> state = complete_state(ranks[0], [ranks[0].state_dict()], last)  # rank 1 is gone
-    >>> alone = sp.SavableLoader(pipeline, seed=7, lanes=4, rank=0, world_size=1)
-    >>> alone.load_state_dict(state)
-    >>> state["slot"], bool(next(alone)[0].key == next(ranks[0])[0].key)
-    (2, True)
+    Raises:
+        CheckpointMismatchError: The survivors are at different slots, a state is of another run, or `last` is later
+            than the survivors or lacks lanes.
+        StateError: A state is damaged.
+        ValueError: There is no survivor.
+
+    Example:
+        >>> from savable_pipeline.trainers.elastic import complete_state
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> last = sp.merge_states(rank.state_dict() for rank in ranks)
+        >>> given = [next(rank) for rank in ranks]
+        >>> state = complete_state(ranks[0], [ranks[0].state_dict()], last)  # rank 1 is gone
+        >>> alone = sp.SavableLoader(pipeline, seed=7, lanes=4, rank=0, world_size=1)
+        >>> alone.load_state_dict(state)
+        >>> state["slot"], bool(next(alone)[0].key == next(ranks[0])[0].key)
+        (2, True)
     """
     state = merge_states(survivors)
     check_flat(last)
@@ -86,7 +96,7 @@ def complete_state(
 def _passed_over(
     loader: SavableLoader, missing: list[int], last: Mapping[str, Any], growth: Growth, epoch: int, slot: int
 ) -> dict[str, bytes]:
-    """The states of these lanes at a slot, by their names."""
+    """The states of these lanes at a slot, by name."""
     if not missing:
         return {}
     local = LocalLanes(settings_of(loader).job, missing[0], run_of(loader).local.pinned)
@@ -99,7 +109,9 @@ def _passed_over(
 
 
 def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], growth: Growth, epoch: int, slot: int) -> bytes:
-    """The state of a lane at a slot, from the last one, or from the start of the epoch if that is of one before."""
+    """The state of a lane at a slot, from its last one, or from the start of the epoch if that one is of an earlier
+    epoch.
+    """
     lanes = last["lanes"]
     done, raw = 0, fresh_lane(lane, epoch, growth, local.subset_order)
     if last["epoch"] == epoch:

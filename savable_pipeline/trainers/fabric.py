@@ -9,27 +9,35 @@ from savable_pipeline.trainers.whole import Whole
 
 
 def prepare(fabric: Fabric, loader: SavableLoader) -> Whole:
-    """The loader's batches on Fabric's device; in the place of `fabric.setup_dataloaders`, which takes no other loader.
+    """Wrap a loader for Fabric, in place of `fabric.setup_dataloaders`, which takes no other loader: batches on its
+    device.
 
-    In `fabric.save(path, {"model": model, "data": batches})` it saves the lanes of all ranks after the batch taken
-    last; `fabric.load(path, {…})` goes on there, on any number of ranks. Make the loader after `fabric.launch()`, which
-    begins torch.distributed.
+    Name it in `fabric.save(path, {"model": model, "data": batches})`, which saves the lanes of all ranks after the
+    batch taken last; `fabric.load(path, {…})` continues there on any number of ranks.
 
-    ```python
-    from lightning.fabric import Fabric
-    from savable_pipeline.trainers.fabric import prepare
+    Args:
+        fabric: The Fabric of the run.
+        loader: Made after `fabric.launch()`, which starts torch.distributed.
 
-    fabric = Fabric(accelerator="cpu")
+    Returns:
+        The batches to train on.
 
-    class Labels(sp.TaskEncoder):
-        def encode(self, sample, rng):
-            return int(sample["cls"])
+    Example:
+        ```python
+        from lightning.fabric import Fabric
+        from savable_pipeline.trainers.fabric import prepare
 
-    def pipeline(lane):
-        return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+        fabric = Fabric(accelerator="cpu")
 
-    batches = prepare(fabric, sp.SavableLoader(pipeline, seed=7))
-    len(next(iter(batches)))  # 4
-    ```
+        class Labels(sp.TaskEncoder):
+            def encode(self, sample, rng):
+                return int(sample["cls"])
+
+        def pipeline(lane):
+            return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
+
+        batches = prepare(fabric, sp.SavableLoader(pipeline, seed=7))
+        len(next(iter(batches)))  # 4
+        ```
     """
     return Whole(loader, place=fabric.to_device)

@@ -21,15 +21,23 @@ _BYTES = "base64:"
 
 
 def to_json(state: Mapping[str, Any]) -> dict[str, int | str]:
-    """The state as a dict that `json.dumps` takes: bytes become text, a third longer.
+    """Convert a state to a dict that `json.dumps` takes: bytes become text, a third longer.
 
-    Raises `StateError` if `state` is none of a `SavableLoader`.
+    Args:
+        state: A state of a `SavableLoader`.
 
-    >>> import json
-    >>> from savable_pipeline.trainers.forms import from_json, to_json
-    >>> state = sp.SavableLoader(lambda lane: sp.TarShardReader("shards/", lane), seed=7).state_dict()
-    >>> from_json(json.loads(json.dumps(to_json(state)))) == state
-    True
+    Returns:
+        The same names, with int and str values.
+
+    Raises:
+        StateError: `state` is not a state of a `SavableLoader`.
+
+    Example:
+        >>> import json
+        >>> from savable_pipeline.trainers.forms import from_json, to_json
+        >>> state = sp.SavableLoader(lambda lane: sp.TarShardReader("shards/", lane), seed=7).state_dict()
+        >>> from_json(json.loads(json.dumps(to_json(state)))) == state
+        True
     """
     check_flat(state)
     return {name: _text(value) if isinstance(value, bytes) else value for name, value in state.items()}
@@ -40,14 +48,24 @@ def _text(value: bytes) -> str:
 
 
 def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that `to_json` made `saved` of. Raises `StateError` if it is damaged.
+    """Convert back what `to_json` returned.
 
-    >>> from savable_pipeline.trainers.forms import from_json
-    >>> try:
-    ...     from_json({"slot": 3})
-    ... except sp.StateError as error:
-    ...     print(str(error).split(":")[0])
-    this is no state of a SavableLoader
+    Args:
+        saved: The dict, as `json.loads` returns it.
+
+    Returns:
+        The state.
+
+    Raises:
+        StateError: It is damaged.
+
+    Example:
+        >>> from savable_pipeline.trainers.forms import from_json
+        >>> try:
+        ...     from_json({"slot": 3})
+        ... except sp.StateError as error:
+        ...     print(str(error).split(":")[0])
+        this is no state of a SavableLoader
     """
     check_flat(saved)
     return {name: _bytes(value, name) if isinstance(value, str) else value for name, value in saved.items()}
@@ -64,17 +82,26 @@ def _bytes(text: str, name: str) -> bytes:
 
 
 def to_arrays(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """The state as arrays, as Orbax and Grain's handlers save them: int64 () for a number, uint8 (bytes,) for bytes.
+    """Convert a state to arrays, as Orbax and Grain's handlers save them.
 
-    The lengths change from one state to the next: restore by what was saved, not by the shapes of a state at hand.
-    Raises `StateError` if `state` is none of a `SavableLoader`.
+    Their lengths change from one state to the next: restore by the saved shapes, not by those of a state at hand.
 
-    >>> from savable_pipeline.trainers.forms import from_arrays, to_arrays
-    >>> state = sp.SavableLoader(lambda lane: sp.TarShardReader("shards/", lane), seed=7).state_dict()
-    >>> to_arrays(state)["lane_00000"].dtype
-    dtype('uint8')
-    >>> from_arrays(to_arrays(state)) == state
-    True
+    Args:
+        state: A state of a `SavableLoader`.
+
+    Returns:
+        int64 () for a number, uint8 (bytes,) for bytes.
+
+    Raises:
+        StateError: `state` is not a state of a `SavableLoader`.
+
+    Example:
+        >>> from savable_pipeline.trainers.forms import from_arrays, to_arrays
+        >>> state = sp.SavableLoader(lambda lane: sp.TarShardReader("shards/", lane), seed=7).state_dict()
+        >>> to_arrays(state)["lane_00000"].dtype
+        dtype('uint8')
+        >>> from_arrays(to_arrays(state)) == state
+        True
     """
     check_flat(state)
     return {
@@ -84,16 +111,24 @@ def to_arrays(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def from_arrays(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that `to_arrays` made `saved` of: arrays of NumPy, torch (on the CPU) or JAX.
+    """Convert back what `to_arrays` returned.
 
-    Raises `StateError` if it is damaged.
+    Args:
+        saved: Arrays of NumPy, torch (on the CPU) or JAX.
 
-    >>> from savable_pipeline.trainers.forms import from_arrays
-    >>> try:
-    ...     from_arrays({"slot": np.zeros(2)})
-    ... except sp.StateError as error:
-    ...     print(str(error).split(",")[0])
-    slot: float64 (2
+    Returns:
+        The state.
+
+    Raises:
+        StateError: It is damaged.
+
+    Example:
+        >>> from savable_pipeline.trainers.forms import from_arrays
+        >>> try:
+        ...     from_arrays({"slot": np.zeros(2)})
+        ... except sp.StateError as error:
+        ...     print(str(error).split(",")[0])
+        slot: float64 (2
     """
     state = {name: _value(np.asarray(array), name) for name, array in saved.items()}
     check_flat(state)

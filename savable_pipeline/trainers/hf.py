@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.evaluation import check_restarts
+from savable_pipeline.trainers.checks import length_of, restarting
 from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
 from savable_pipeline.trainers.whole import Whole
 
@@ -24,13 +24,20 @@ log = logging.getLogger(__name__)
 
 
 class SavableData:
-    """A mixin that gives a `Trainer` its batches: `class MyTrainer(SavableData, SFTTrainer)`.
+    """A mixin that supplies a `Trainer` with batches: `class MyTrainer(SavableData, SFTTrainer)`.
 
-    `train_loader` is a `SavableLoader`, `eval_loader` one with `on_iter="restart"` or a dict of them by name; make them
-    after the `TrainingArguments`, which begin torch.distributed. Each checkpoint holds the lanes of all ranks;
-    `train(resume_from_checkpoint=…)` goes on there, on any number of ranks.
-    Raises ValueError for arguments under which a resumed run would be another: without `ignore_data_skip=True` the
-    trainer would skip batches that the state has passed already.
+    Each checkpoint holds the lanes of all ranks; `train(resume_from_checkpoint=…)` continues there on any number of
+    ranks. `TrainingArguments` needs `ignore_data_skip=True`: otherwise the trainer would skip batches that the state
+    has already passed.
+
+    Args:
+        *args: Arguments of the trainer.
+        train_loader: The batches to train on; make it after the `TrainingArguments`, which start torch.distributed.
+        eval_loader: A loader made with `on_iter="restart"`, or a dict of them by name.
+        **kwargs: Arguments of the trainer.
+
+    Raises:
+        ValueError: With these arguments a resumed run would see other batches.
     """
 
     args: Any
@@ -62,28 +69,46 @@ class SavableData:
             self.add_callback(counter)  # type: ignore[attr-defined]
 
     def get_train_dataloader(self) -> Any:
-        """The batches to train on."""
+        """Return the batches to train on."""
         return self._batches if self._batches is not None else super().get_train_dataloader()  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of one step of the optimizer, which are fetched before any is trained on."""
+        """Return the batches of one step of the optimizer, which are fetched before any is trained on.
+
+        Args:
+            *args: As for the trainer.
+            **kwargs: As for the trainer.
+        """
         batches, *rest = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         if self._batches is not None:
             self._counter.begun += len(batches)
         return batches, *rest
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The loader to evaluate on: `eval_dataset`, or that under this name, or the one that was given."""
+        """Return the loader to evaluate on.
+
+        Args:
+            eval_dataset: A loader, or the name of one; None: the `eval_loader` of the constructor.
+        """
         found = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         found = self.eval_dataset if found is None else found
         return _evaluated(found) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The loader that `predict` was given."""
+        """Return the loader that `predict` was given.
+
+        Args:
+            test_dataset: A loader made with `on_iter="restart"`, or what the trainer takes.
+        """
         return _evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the state of the data, then the model: a checkpoint with a model in it has both."""
+        """Save the state of the data, then the model: a checkpoint that has a model has both.
+
+        Args:
+            output_dir: The folder of the checkpoint.
+            _internal_call: Whether the trainer calls it for a checkpoint.
+        """
         if _internal_call and output_dir is not None and self._batches is not None:
             try:
                 state = self._batches.state_dict()
@@ -96,9 +121,16 @@ class SavableData:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint on if one is named; True means the newest that is whole.
+        """Train, from a checkpoint on if one is named.
 
-        Raises `StateError` for a checkpoint that is not whole, or lacks the state of the data.
+        Args:
+            resume_from_checkpoint: The folder of a checkpoint; True: the newest that is complete; None or False: from
+                the start.
+            *args: As for the trainer.
+            **kwargs: As for the trainer.
+
+        Raises:
+            StateError: The checkpoint is incomplete, or lacks the state of the data.
         """
         found = resume_from_checkpoint
         max_steps = self.args.max_steps
@@ -116,13 +148,20 @@ class SavableData:
 
 
 class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
-    """Hugging Face's `Trainer`, on loaders of savable_pipeline; arguments as of `SavableData`.
+    """Hugging Face's `Trainer`, on loaders of savable_pipeline.
 
-    ```python
-    from savable_pipeline.trainers.hf import SavableTrainer
+    Args:
+        *args: Arguments of the trainer.
+        train_loader: The batches to train on; make it after the `TrainingArguments`, which start torch.distributed.
+        eval_loader: A loader made with `on_iter="restart"`, or a dict of them by name.
+        **kwargs: Arguments of the trainer.
 
-    SavableTrainer.__mro__[1].__name__  # 'SavableData'
-    ```
+    Example:
+        ```python
+        from savable_pipeline.trainers.hf import SavableTrainer
+
+        SavableTrainer.__mro__[1].__name__  # 'SavableData'
+        ```
     """
 
 
@@ -153,8 +192,8 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
 def _check_arguments(args: Any, eval_loader: Any) -> None:
     if not args.ignore_data_skip:
         raise ValueError(
-            "TrainingArguments needs ignore_data_skip=True: the state of the loader says where to go on, and skipping "
-            "beside it would leave batches out"
+            "TrainingArguments needs ignore_data_skip=True: the state of the loader says where to continue, so that "
+            "skipping batches as well would leave some out"
         )
     if args.deepspeed and getattr(args, "enable_jit_checkpoint", False):
         raise ValueError(
@@ -163,21 +202,21 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True begins again with smaller batches; the pipeline makes the batches")
-    check_restarts(eval_loader)
+    restarting(eval_loader)
 
 
 def _evaluated(given: Any) -> SavableLoader | None:
-    """A loader to evaluate on, if it is one of ours. Raises ValueError for one that goes on where it was broken off."""
-    check_restarts(given)
-    return given if isinstance(given, SavableLoader) else None
+    """The given loader, if it is a `SavableLoader`. Raises ValueError for one that does not restart each evaluation."""
+    found = restarting(given)
+    return found if isinstance(found, SavableLoader) else None
 
 
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
-    """Name the callbacks whose counts a checkpoint holds, and the trainer does not restore unless it is told to."""
+    """Warn of callbacks whose counts a checkpoint holds, but the trainer restores only on request."""
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
     if names and not args.restore_callback_states_from_checkpoint:
         log.warning(
-            "the resumed run may end at another step: %s begins anew (EarlyStoppingCallback forgets its patience) "
+            "the resumed run may end at another step: %s starts again (EarlyStoppingCallback forgets its patience) "
             "unless TrainingArguments has restore_callback_states_from_checkpoint=True",
             ", ".join(names),
         )
@@ -191,12 +230,9 @@ def _check_accumulation(args: Any, batches: Whole) -> None:
             f"gradient_accumulation_steps={steps}: a checkpoint takes back at most {MAX_LAG} batches that the "
             "optimizer has not stepped on. Accumulate fewer, larger batches"
         )
-    try:
-        length = len(batches)
-    except TypeError:
-        return
+    length = length_of(batches)
     in_mid_epoch = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
-    if length % steps and in_mid_epoch:
+    if length and length % steps and in_mid_epoch:
         raise ValueError(
             f"an epoch has {length} batches, which gradient_accumulation_steps={steps} does not divide: resumed in "
             "mid-epoch, the trainer would leave out its last step. Take a number that divides, save_strategy='epoch' "
@@ -205,20 +241,21 @@ def _check_accumulation(args: Any, batches: Whole) -> None:
 
 
 def _check_steps(waiting: int, steps: int) -> None:
-    """Raise ValueError where so many batches wait at an epoch's end that no epoch is long enough for a step."""
+    """Raise ValueError if so many batches wait at an epoch's end that no epoch is long enough for a step."""
     if waiting >= steps:
         raise ValueError(
             f"the optimizer has not stepped on the last {waiting} batches, and never would: the trainer counts the "
-            f"gradient_accumulation_steps={steps} of a step anew in each epoch, and an epoch has fewer batches. "
+            f"gradient_accumulation_steps={steps} of a step again in each epoch, and an epoch has fewer batches. "
             "Accumulate fewer, or take an endless pipeline (epochs=None)"
         )
 
 
 def _last_step(args: Any, batches: Whole, trainer_state: Path) -> int:
-    """`max_steps` for `num_train_epochs` of a run that other ranks began: the trainer takes all steps for its own.
+    """`max_steps` for `num_train_epochs` of a run begun on another number of ranks: the trainer counts all steps as its
+    own.
 
     3 epochs of 18 slots, begun by one rank, are 8 steps of one slot and 23 of two: 31, where the trainer would stop at
-    27. On as many ranks as before it is what it was given.
+    27. On the same number of ranks as before, it is `args.max_steps`.
     """
     given = batches.given_of_epoch if args.max_steps <= 0 and trainer_state.exists() else None
     if given is None:

@@ -1,4 +1,4 @@
-"""Which checkpoints of Hugging Face's `Trainer` are whole: the state of the data is written first, the trainer's last.
+"""Complete checkpoints of Hugging Face's `Trainer`: the state of the data is written first, the trainer's last.
 
 checkpoint-4/   savable_loader.json   model   optimizer   trainer_state.json
 checkpoint-8/   savable_loader.json   model                                     the run was killed here: passed over
@@ -26,23 +26,39 @@ log = logging.getLogger(__name__)
 
 
 def begin(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of the data into the folder of a checkpoint, of which the trainer writes the rest behind it."""
+    """Write the state of the data into the folder of a checkpoint, before the trainer writes the rest.
+
+    Args:
+        folder: The folder of the checkpoint; made if it does not exist.
+        state: The state with the lanes of all ranks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of one that was saved here before
     replace_file(folder / DATA_FILE, [json.dumps(to_json(state)).encode()], sync=True)
 
 
 def take_away(folder: Path) -> None:
-    """Remove a folder that the trainer made for a checkpoint, if nothing was saved in it."""
+    """Remove a folder that the trainer made for a checkpoint, if nothing was saved in it.
+
+    Args:
+        folder: The folder of the checkpoint.
+    """
     with suppress(OSError):
         (folder / _BEGUN).unlink(missing_ok=True)
         folder.rmdir()
 
 
 def newest_whole(output_dir: Path) -> Path | None:
-    """The newest checkpoint that was saved to its end; a warning names newer ones. None if there is none at all.
+    """Find the newest complete checkpoint, with a warning that names newer ones.
 
-    Raises `StateError` if none is whole.
+    Args:
+        output_dir: The trainer's folder, of `checkpoint-…` folders.
+
+    Returns:
+        Its folder, or None if there is no checkpoint at all.
+
+    Raises:
+        StateError: There are checkpoints, but none is complete.
     """
     numbered = {int(path.name[11:]): path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()}
     passed_over: list[str] = []
@@ -59,7 +75,17 @@ def newest_whole(output_dir: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state of the data in a checkpoint. Raises `StateError` if the checkpoint is not whole."""
+    """Read the state of the data in a checkpoint.
+
+    Args:
+        folder: The folder of the checkpoint.
+
+    Returns:
+        The state with the lanes of all ranks.
+
+    Raises:
+        StateError: The checkpoint is incomplete.
+    """
     if lacks := _lacks(folder):
         raise StateError(
             f"{folder} is not whole: its {lacks}. Resume from another (resume_from_checkpoint=True takes the newest "
@@ -73,7 +99,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _lacks(folder: Path) -> str | None:
-    """What a checkpoint lacks, in words that follow "whose"; None if it is whole."""
+    """What a checkpoint lacks, in words that follow "whose"; None if it is complete."""
     if not (folder / DATA_FILE).exists():
         return f"{DATA_FILE} is not there: it was saved without SavableTrainer, or a save ended before it began"
     try:

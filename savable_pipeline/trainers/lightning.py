@@ -1,8 +1,9 @@
-"""The loader in Lightning's `Trainer`: `SavableDataModule` makes it where it may be made, and counts with the trainer.
+"""The loader in Lightning's `Trainer`: `SavableDataModule` makes it in each process, and follows the trainer's counts.
 
-Lightning asks what `train_dataloader()` gave for its state, on every rank, and keeps that of rank 0. Where the loader
-has no length it fetches one batch ahead, except behind an epoch's last one; where it has one, none. From a checkpoint
-of an epoch's end it does not load that state again: the DataModule does, from every one.
+Lightning asks what `train_dataloader()` returned for its state, on every rank, and keeps that of rank 0. Where the
+loader
+has no length it fetches one batch ahead, except after an epoch's last one; where it has one, none. From a checkpoint
+of an epoch's end it does not load that state again: the DataModule does, from every checkpoint.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.evaluation import check_restarts, each
-from savable_pipeline.trainers.lightning_step import Step
-from savable_pipeline.trainers.put_off import PutOff
+from savable_pipeline.trainers.checks import each, length_of, restarting
+from savable_pipeline.trainers.lightning_step import PutOff, Step
 from savable_pipeline.trainers.whole import Whole
 
 log = logging.getLogger(__name__)
@@ -31,25 +31,34 @@ _AHEAD = 1  # batches that Lightning fetches before it trains on one, where it d
 
 
 class SavableDataModule(LightningDataModule):  # type: ignore[misc]
-    """Makes the loaders of a run in each of its processes, and has the trainer's checkpoints hold the data's state.
+    """Makes the loaders of a run in each of its processes, and saves the data's state in the trainer's checkpoints.
 
-    `train`, `val`, `test` and `predict` are functions that make a `SavableLoader`, or a list or dict of them (not
-    `train`). They are called once in each process, after torch.distributed has begun: so `ddp`, `ddp_spawn` and
-    `ddp_fork` give each rank its own batches (functions for `ddp_spawn` must be picklable). Loaders for evaluation must
-    have `on_iter="restart"`, so that neither a sanity check nor a limit on batches takes any from the next evaluation:
-    otherwise ValueError. `fit` raises `StateError` where the trainer goes on behind its first batch and the checkpoint
-    holds no state of the loader, and ValueError for `accumulate_grad_batches` over 16 with what is fetched ahead.
+    Each function is called once in each process, after torch.distributed has started: so `ddp`, `ddp_spawn` and
+    `ddp_fork` give each rank its own batches. Another trainer on the same DataModule continues after the batch that the
+    last one trained on. Loaders for evaluation need `on_iter="restart"`, so that neither a sanity check nor a limit on
+    batches takes any from the next evaluation.
 
-    Another trainer on the same DataModule goes on behind the batch that the last one trained on.
+    Args:
+        train: Makes the `SavableLoader` to train on. For `ddp_spawn` all functions must be picklable.
+        val: Makes the loader to validate on, or a list or dict of them.
+        test: The same for `trainer.test`.
+        predict: The same for `trainer.predict`.
 
-    ```python
-    from savable_pipeline.trainers.lightning import SavableDataModule
+    Raises:
+        ValueError: A loader for evaluation was made without `on_iter="restart"`, or `accumulate_grad_batches`, with the
+            batches fetched ahead, is above 16.
+        StateError: In `fit`: the trainer continues after its first batch, but the checkpoint has no state of the
+            loader.
 
-    def train() -> sp.SavableLoader:
-        return sp.SavableLoader(lambda lane: sp.Batcher(sp.TarShardReader("shards/", lane), size=4), seed=7)
+    Example:
+        ```python
+        from savable_pipeline.trainers.lightning import SavableDataModule
 
-    SavableDataModule(train).val_dataloader()  # []
-    ```
+        def train() -> sp.SavableLoader:
+            return sp.SavableLoader(lambda lane: sp.Batcher(sp.TarShardReader("shards/", lane), size=4), seed=7)
+
+        SavableDataModule(train).val_dataloader()  # []
+        ```
     """
 
     def __init__(
@@ -66,43 +75,53 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         self._checkpoints = _Checkpoints(self, partial(self._loaders, "train"))  # picklable, for `ddp_spawn`
 
     def _loaders(self, name: str) -> Any:
-        """What the function under this name makes; [] without one."""
+        """What the function of this name makes; [] without one."""
         if name not in self._made:
             make = self._makers[name]
             self._made[name] = [] if make is None else make()
         return self._made[name]
 
     def setup(self, stage: str) -> None:
-        """Have the trainer's checkpoints give and take the state. Whoever overrides it calls it."""
+        """Take part in the trainer's checkpoints. An override must call it.
+
+        Args:
+            stage: What the trainer is about to do: "fit", "validate", "test" or "predict".
+        """
         if stage == "fit":
             self._checkpoints.begin(self.trainer)
 
     def train_dataloader(self) -> _Batches:
-        """The batches to train on, with the state that goes into the trainer's checkpoints."""
+        """Return the batches to train on, with the state that goes into the trainer's checkpoints."""
         return self._checkpoints.batches(self.trainer)
 
     def val_dataloader(self) -> Any:
-        """The loaders to validate on."""
-        return _restarting(self._loaders("val"))
+        """Return the loaders to validate on."""
+        return restarting(self._loaders("val"))
 
     def test_dataloader(self) -> Any:
-        """The loaders to test on."""
-        return _restarting(self._loaders("test"))
+        """Return the loaders to test on."""
+        return restarting(self._loaders("test"))
 
     def predict_dataloader(self) -> Any:
-        """The loaders to predict for."""
-        return _restarting(self._loaders("predict"))
+        """Return the loaders to predict for."""
+        return restarting(self._loaders("predict"))
 
     def teardown(self, stage: str) -> None:
-        """End the workers."""
+        """Stop the workers.
+
+        Args:
+            stage: What the trainer has done.
+        """
         for made in self._made.values():
             for loader in each(made):
                 loader.close()
 
 
 class _Batches(Whole):
-    """What `trainer` trains on. Has it count an epoch that other ranks began as if these had begun it: it ends by that
-    count."""
+    """The batches that `trainer` trains on.
+
+    An epoch begun on other ranks is counted as if these ranks had begun it: it ends by that count.
+    """
 
     def __init__(self, loader: SavableLoader, trainer: Any) -> None:
         self.trainer = trainer
@@ -125,10 +144,10 @@ class _Batches(Whole):
                 self.put_off.run()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict()  # for Lightning, to which another `Whole` gives none
+        return super().state_dict()  # for Lightning, which gets none from another `Whole`
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lightning calls it too, where it goes on in an epoch: that changes nothing."""
+        """Lightning also calls it where it continues in an epoch: that changes nothing."""
         super().load_state_dict(state)
         given, counted = self.given_of_epoch, self._of_epoch
         if given is None or not self._whole_epochs or not counted.ready:
@@ -139,13 +158,13 @@ class _Batches(Whole):
 
 
 class _Checkpoints(Callback):  # type: ignore[misc]
-    """Puts the state into a trainer's checkpoints and takes it out of them, at any moment of a step."""
+    """Adds the state to a trainer's checkpoints and reads it from them, at any moment of a step."""
 
     def __init__(self, data: SavableDataModule, make: Callable[[], SavableLoader]) -> None:
         self._data = data
         self._make = make
         self._batches: _Batches | None = None
-        self._state: Mapping[str, Any] | None = None  # of the checkpoint that a trainer goes on from
+        self._state: Mapping[str, Any] | None = None  # of the checkpoint that a trainer resumes from
         self._stepping = -1  # the trainer's steps before the last one that its optimizer began
 
     def begin(self, trainer: Any) -> None:
@@ -155,7 +174,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
             trainer.callbacks.append(self)
 
     def batches(self, trainer: Any) -> _Batches:
-        """What the trainer trains on, behind the state of its checkpoint if there is one."""
+        """What the trainer trains on, after the state of its checkpoint if it has one."""
         if self._batches is None or self._batches.trainer is not trainer:
             made = _Batches(self._make(), trainer)
             if self._batches is not None:
@@ -222,7 +241,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_untrained(trainer: Any) -> None:
-    """Raise `StateError` if a trainer has trained, for which a fresh loader would begin anew."""
+    """Raise `StateError` if a trainer has already trained, for which a fresh loader would start again."""
     begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready
     if begun:
         raise StateError(
@@ -237,19 +256,11 @@ def _most_ahead(trainer: Any, batches: Any) -> int:
     """How many batches the trainer fetches ahead of one that it trains on."""
     takes_iterator = "dataloader_iter" in signature(trainer.lightning_module.training_step).parameters
     limited = isinstance(trainer.limit_train_batches, int)
-    return 0 if (limited or _has_length(batches)) and not takes_iterator else _AHEAD
-
-
-def _has_length(batches: Any) -> bool:
-    try:
-        len(batches)
-    except TypeError:
-        return False
-    return True
+    return 0 if (limited or length_of(batches) is not None) and not takes_iterator else _AHEAD
 
 
 def _check_accumulation(trainer: Any, ahead: int) -> None:
-    """Raise ValueError where more batches lie between two steps of the optimizer than can be taken back."""
+    """Raise ValueError if there are more batches between two steps of the optimizer than can be taken back."""
     schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
     steps = max([trainer.accumulate_grad_batches, *(n for each in schedulers for n in each.scheduling.values())])
     if steps + ahead > MAX_LAG:
@@ -257,9 +268,3 @@ def _check_accumulation(trainer: Any, ahead: int) -> None:
             f"accumulate_grad_batches={steps} with {ahead} batches fetched ahead: a checkpoint takes back at most "
             f"{MAX_LAG} batches that the optimizer has not stepped on. Accumulate fewer, larger batches"
         )
-
-
-def _restarting(made: Any) -> Any:
-    """What was made. Raises ValueError for a loader that goes on where an evaluation was broken off."""
-    check_restarts(made)
-    return made

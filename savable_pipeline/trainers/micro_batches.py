@@ -1,10 +1,11 @@
-"""`split`: a batch in micro-batches of whole rows, which put together are the batch; packs and images are cut rightly.
+"""`split`: cuts a batch into micro-batches of whole rows, which together are the batch; packs and images are cut
+correctly.
 
-What a batch may hold, so that it can be cut; each is there only where it is needed:
+Fields that a batch may have to be cut; each is required only where its kind of data occurs:
 
     of B rows             any tensor or list: `tokens`, `labels`, `position_ids`, `lengths`, `valid`, …
     of packs              `cu_seqlens`, where segments begin among the B · T tokens; `max_seqlen`, the longest
-    of several samples    `sample_rows`, the row that each sample lies in, and `sample_ids`: the loader's `ids=True`
+    of several samples    `sample_rows`, the row of each sample, and `sample_ids`: the loader's `ids=True`
     of images             `image_counts`, of B rows; `image`, and `image_index` into it
     of images in patches  `tile_counts` of the images; `grids` of the tiles; `patches`; `patch_cu_seqlens`,
                           `patch_max_seqlen`
@@ -25,14 +26,21 @@ _BY_COUNTS = {"image": "image_counts", "tile_counts": "image_counts", "grids": "
 
 
 def rows(batch: Any) -> int:
-    """The number B of rows of a batch, those that only fill it up (`valid`) among them.
+    """Return the number B of rows of a batch, counting rows that only fill it up (`valid`).
 
-    It is that of `tokens` or, without it, what all tensors have as their first dimension. Raises ValueError where they
-    differ.
+    Args:
+        batch: A dict of fields, or anything with a length.
 
-    >>> from savable_pipeline.trainers.micro_batches import rows
-    >>> rows({"tokens": torch.zeros(2, 5), "cu_seqlens": torch.tensor([0, 3, 5, 10])})
-    2
+    Returns:
+        The length of `tokens` or, without it, the first dimension of all tensors.
+
+    Raises:
+        ValueError: The tensors differ in their first dimension.
+
+    Example:
+        >>> from savable_pipeline.trainers.micro_batches import rows
+        >>> rows({"tokens": torch.zeros(2, 5), "cu_seqlens": torch.tensor([0, 3, 5, 10])})
+        2
     """
     import torch
 
@@ -49,24 +57,34 @@ def rows(batch: Any) -> int:
     }
     if len(set(sizes.values())) != 1:
         shown = ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "no field is a tensor with rows"
-        raise ValueError(f"the number of rows of this batch cannot be told: {shown}")
+        raise ValueError(f"the number of rows of this batch is not known: {shown}")
     return next(iter(sizes.values()))
 
 
 def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """A batch of B rows as `n` batches of consecutive rows, whose numbers of rows differ by at most 1.
+    """Split a batch into `n` batches of consecutive rows, whose numbers of rows differ by at most 1.
 
-    Every part is what the encoder would have made of its rows, as long as the whole: `cu_seqlens` begins at 0, and
-    `max_seqlen`, `image_index` and the images are those of its rows. `shared` names fields that each part gets as they
-    are. Raises ValueError for fewer rows than `n`, and for a field that is neither shared nor known nor of B rows.
+    Every part is what the encoder would have made of its rows, with rows as long as those of the whole: `cu_seqlens`
+    begins at 0, and `max_seqlen`, `image_index` and the images are those of its rows. The loss of the batch is the sum
+    over the parts of summed losses, divided by the targets of the whole batch; the mean of the parts' means is another
+    number.
 
-    The loss of the batch is the sum over the parts of summed losses, divided by the targets of the whole batch; the
-    mean of the parts' means is another number.
+    Args:
+        batch: A batch of B rows.
+        n: The number of parts, 1 to B.
+        shared: Names of fields that every part gets whole.
 
-    >>> from savable_pipeline.trainers.micro_batches import split
-    >>> batch = {"tokens": torch.arange(8).view(2, 4), "cu_seqlens": torch.tensor([0, 3, 4, 8]), "max_seqlen": 4}
-    >>> [(part["cu_seqlens"].tolist(), part["max_seqlen"]) for part in split(batch, 2)]
-    [([0, 3, 4], 3), ([0, 4], 4)]
+    Returns:
+        The parts, in order.
+
+    Raises:
+        ValueError: There are fewer rows than `n`, or a field is neither shared nor known nor of B rows.
+
+    Example:
+        >>> from savable_pipeline.trainers.micro_batches import split
+        >>> batch = {"tokens": torch.arange(8).view(2, 4), "cu_seqlens": torch.tensor([0, 3, 4, 8]), "max_seqlen": 4}
+        >>> [(part["cu_seqlens"].tolist(), part["max_seqlen"]) for part in split(batch, 2)]
+        [([0, 3, 4], 3), ([0, 4], 4)]
     """
     whole = rows(batch)
     if not 1 <= n <= whole:
@@ -76,15 +94,23 @@ def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> li
 
 
 def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """A batch as batches of `size` rows, a whole number, the last one with those that are left.
+    """Split a batch into batches of `size` rows, the last one with the rest: Composer's `split_batch=`.
 
-    This is what Composer calls as `split_batch=`.
+    Args:
+        batch: A batch of B rows.
+        size: Rows of a part: a whole number, at least 1.
+        shared: Names of fields that every part gets whole.
 
-    Raises what `split` raises.
+    Returns:
+        The parts, in order.
 
-    >>> from savable_pipeline.trainers.micro_batches import micro_batches
-    >>> [len(part["id"]) for part in micro_batches({"id": torch.arange(5)}, 2)]
-    [2, 2, 1]
+    Raises:
+        ValueError: As for `split`.
+
+    Example:
+        >>> from savable_pipeline.trainers.micro_batches import micro_batches
+        >>> [len(part["id"]) for part in micro_batches({"id": torch.arange(5)}, 2)]
+        [2, 2, 1]
     """
     whole = rows(batch)
     if size < 1 or int(size) != size:
@@ -96,14 +122,14 @@ def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[s
     whole, kept, spans = rows(batch), set(shared), _Counted(batch)
     return [
         {
-            name: value if name in kept else _part(batch, name, _Rows(start, stop, whole), spans)
+            name: value if name in kept else _part(batch, name, _RowSpan(start, stop, whole), spans)
             for name, value in batch.items()
         }
         for start, stop in pairwise(borders)
     ]
 
 
-class _Rows(NamedTuple):
+class _RowSpan(NamedTuple):
     """The rows `start` to `stop - 1` of `whole` ones."""
 
     start: int
@@ -117,13 +143,13 @@ class _Counted:
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self._batch = batch
 
-    def span(self, counts: str, rows: _Rows) -> tuple[int, int]:
-        """The first, and the first no more, of what is counted by this field, of these rows."""
+    def span(self, counts: str, rows: _RowSpan) -> tuple[int, int]:
+        """The range, start and end, of these rows' elements among those that this field counts."""
         start, stop = self.span("image_counts", rows) if counts == "tile_counts" else (rows.start, rows.stop)
         return self._sums(self._batch[counts], start, stop)
 
-    def patches(self, rows: _Rows) -> tuple[int, int]:
-        """The first patch, and the first no more, of these rows."""
+    def patches(self, rows: _RowSpan) -> tuple[int, int]:
+        """The range, start and end, of these rows' patches."""
         return self._sums(self._batch["grids"].prod(1), *self.span("tile_counts", rows))
 
     @staticmethod
@@ -132,8 +158,8 @@ class _Counted:
         return before, before + within
 
 
-def _part(batch: Mapping[str, Any], name: str, rows: _Rows, counted: _Counted) -> Any:
-    """What a field is of these rows."""
+def _part(batch: Mapping[str, Any], name: str, rows: _RowSpan, counted: _Counted) -> Any:
+    """A field of these rows."""
     value = batch[name]
     if name == "cu_seqlens":
         return _boundaries(value, *_tokens(batch, rows), name)
@@ -154,8 +180,8 @@ def _part(batch: Mapping[str, Any], name: str, rows: _Rows, counted: _Counted) -
     return _of_rows(name, value, rows)
 
 
-def _tokens(batch: Mapping[str, Any], rows: _Rows) -> tuple[int, int]:
-    """The first token, and the first no more, of these rows among the B · T of all."""
+def _tokens(batch: Mapping[str, Any], rows: _RowSpan) -> tuple[int, int]:
+    """The range, start and end, of these rows' tokens among all B · T."""
     length = batch["tokens"].shape[1]
     return rows.start * length, rows.stop * length
 
@@ -171,7 +197,7 @@ def _boundaries(whole: torch.Tensor, start: int, stop: int, name: str) -> torch.
     """The boundaries of the segments from `start` to `stop`, counted from 0."""
     own = whole[(whole >= start) & (whole <= stop)]
     if not len(own) or int(own[0]) != start or int(own[-1]) != stop:
-        raise ValueError(f"{name} has no boundary at {start} or at {stop}, where rows begin: segments lie in one row")
+        raise ValueError(f"{name} has no boundary at {start} or at {stop}, where rows begin: a segment is in one row")
     return own - start
 
 
@@ -181,7 +207,7 @@ def _longest(boundaries: torch.Tensor, like: Any) -> Any:
     return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest
 
 
-def _of_rows(name: str, value: Any, rows: _Rows) -> Any:
+def _of_rows(name: str, value: Any, rows: _RowSpan) -> Any:
     import torch
 
     sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)

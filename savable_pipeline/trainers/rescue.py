@@ -1,4 +1,4 @@
-"""`rescue`: goes on from a checkpoint that holds the lanes of one rank only, because a trainer kept no more."""
+"""`rescue`: continues from a checkpoint that holds the lanes of one rank only, because a trainer kept no more."""
 
 from __future__ import annotations
 
@@ -14,28 +14,35 @@ from savable_pipeline.run.state.state_dict import check_flat, common_growth, lan
 
 
 def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Take a fresh loader of one rank to where a `state` without all lanes was saved, and give the whole state.
+    """Rebuild the whole state from one that lacks lanes, by passing over the epoch again.
 
-    Run it in one process, with a loader made with `rank=0, world_size=1` and the settings of the run; put what it gives
-    in the place of `state` in the checkpoint, and resume as ever, on any number of ranks.
+    Run it in one process; put the result in the place of `state` in the checkpoint, and resume as usual, on any number
+    of ranks. Every lane passes over its batches from the start of the epoch: samples are read and, where the pipeline
+    packs or filters, encoded again; no batch is made. An endless run is one epoch from its first batch on, so that it
+    takes about as long as loading took in the run; more `num_workers` share the work. Samples that lanes missing in
+    `state` had skipped for a fault of the environment (`on_error`) are not known, and would come again.
 
-    The price: every lane passes over its batches from the start of the epoch. Samples are read and, where the pipeline
-    packs or filters, encoded again; no batch is made. An endless run is one epoch from its first batch on: then it
-    takes about as long as the data of the run took. More `num_workers` share it. What lanes that are not in `state`
-    skipped for a fault of the environment (`on_error`) is not known, and would come again.
+    Args:
+        loader: A fresh loader made with `rank=0, world_size=1` and the settings of the run.
+        state: A state of the run with the lanes of one rank or more, which are compared with the result.
 
-    Lanes that `state` does hold are compared with what was passed over. Raises `CheckpointMismatchError` if one
-    differs, or the state is of a run with other settings, `StateError` if it is damaged, ValueError if the loader is
-    one of several ranks.
+    Returns:
+        The state with all lanes, where `state` was saved.
 
-    >>> from savable_pipeline.trainers.rescue import rescue
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-    >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
-    >>> _ = [next(rank) for rank in ranks]
-    >>> kept = ranks[0].state_dict()  # of rank 0 only
-    >>> rescue(sp.SavableLoader(pipeline, seed=7, lanes=4), kept) == sp.merge_states(r.state_dict() for r in ranks)
-    True
+    Raises:
+        CheckpointMismatchError: A lane of `state` differs from the result, or it is of a run with other settings.
+        StateError: `state` is damaged.
+        ValueError: The loader is one of several ranks.
+
+    Example:
+        >>> from savable_pipeline.trainers.rescue import rescue
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+        >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> _ = [next(rank) for rank in ranks]
+        >>> kept = ranks[0].state_dict()  # of rank 0 only
+        >>> rescue(sp.SavableLoader(pipeline, seed=7, lanes=4), kept) == sp.merge_states(r.state_dict() for r in ranks)
+        True
     """
     check_flat(state)
     fresh = loader.state_dict()
@@ -53,7 +60,7 @@ def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _start(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs in a state at the start of the epoch of `state`, of the same run."""
+    """The fields that differ in a state at the start of the epoch of `state`, of the same run."""
     epoch = state["epoch"]
     kept = [unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in lane_numbers(state)]
     growth = common_growth(kept) or UNSET
@@ -62,7 +69,7 @@ def _start(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(found: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` unless `found` stands where `state` does, in all lanes that this holds."""
+    """Raise `CheckpointMismatchError` unless `found` is at the place of `state`, in all lanes that `state` holds."""
     if (found["epoch"], found["slot"]) != (state["epoch"], state["slot"]):
         raise CheckpointMismatchError(
             f"the state is at slot {state['slot']} of epoch {state['epoch']}, but the epoch ends before: it came to "

@@ -1,6 +1,7 @@
-"""The loader in torchtitan: `SavableDataLoader.Config` stands where its trainer's config has a dataloader.
+"""The loader in torchtitan: `SavableDataLoader.Config` takes the place of the dataloader in its trainer's config.
 
-Each data-parallel rank saves its own lanes, under keys of their own, into torchtitan's checkpoint; any number goes on.
+Each data-parallel rank saves its own lanes in torchtitan's checkpoint, under keys of its own; any number of ranks
+resumes.
 """
 
 from __future__ import annotations
@@ -17,18 +18,25 @@ from savable_pipeline.run.loader.savable_loader import SavableLoader
 
 
 def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What torchtitan's trainer takes: `input`, int64 (B, T), and `positions` of the same shape, beside the labels.
+    """Convert a batch to what torchtitan's trainer takes.
 
-    The trainer gives the model every other field that is there as an argument, so only these two pass.
+    The trainer passes every other field to the model as an argument, so only these pass.
 
-    ```python
-    import torch
+    Args:
+        batch: A batch with `tokens` and `labels`, and optionally `position_ids`, of shape (B, T).
 
-    from savable_pipeline.trainers.torchtitan import inputs_and_labels
+    Returns:
+        A dict of `input`, int64 (B, T), and `positions` of the same shape, and the labels.
 
-    inputs, labels = inputs_and_labels({"tokens": torch.tensor([[1, 2]]), "labels": torch.tensor([[2, -100]])})
-    list(inputs)  # ['input']
-    ```
+    Example:
+        ```python
+        import torch
+
+        from savable_pipeline.trainers.torchtitan import inputs_and_labels
+
+        inputs, labels = inputs_and_labels({"tokens": torch.tensor([[1, 2]]), "labels": torch.tensor([[2, -100]])})
+        list(inputs)  # ['input']
+        ```
     """
     inputs = {"input": batch["tokens"]}
     if "position_ids" in batch:
@@ -37,36 +45,48 @@ def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor]
 
 
 class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
-    """The batches of the loader that `make` makes, as torchtitan's trainer takes them, and its state.
+    """The batches of a loader as torchtitan's trainer takes them, and its state.
 
-    `Config(make=…)` is the `dataloader` of a `Trainer.Config` or a `Validator.Config`. `make` is called in each process
-    with the keywords `rank` and `world_size`, of data parallelism, which go into the `SavableLoader`, and `tokenizer`,
-    `seq_len`, `local_batch_size` and `infinite`. `convert` makes a batch what the trainer takes: a dict with `input`,
-    and the labels. The trainer asks for one pass: make an endless loader (`epochs=None`) to train on.
-    Raises TypeError if `make` gives something else than a `SavableLoader`.
+    `Config(make=…)` is the `dataloader` of a `Trainer.Config` or a `Validator.Config`. The trainer asks for one pass:
+    make an endless loader (`epochs=None`) to train on.
 
-    ```python
-    from savable_pipeline.trainers.torchtitan import SavableDataLoader
+    Args:
+        config: `make` makes the `SavableLoader`, called in each process with the keywords `rank`, `world_size`,
+            `tokenizer`, `seq_len`, `local_batch_size` and `infinite`; `convert` makes of a batch the dict with `input`,
+            and the labels.
+        dp_world_size: The number of data-parallel ranks, passed to `make` as `world_size`.
+        dp_rank: This rank, passed as `rank`.
+        tokenizer: Passed to `make`.
+        seq_len: Passed to `make`.
+        local_batch_size: Passed to `make`.
+        **_: Other arguments of torchtitan, not used.
 
-    def make_loader(*, rank, world_size, **given):
-        def pipeline(lane):
-            return sp.Batcher(sp.TarShardReader("shards/", lane), size=given["local_batch_size"])
-        return sp.SavableLoader(pipeline, seed=7, rank=rank, world_size=world_size)
+    Raises:
+        TypeError: `make` did not return a `SavableLoader`.
 
-    config = SavableDataLoader.Config(make=make_loader)
-    data = config.build(dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=64, local_batch_size=4)
-    data.state_dict()["slot"]  # 0
-    ```
+    Example:
+        ```python
+        from savable_pipeline.trainers.torchtitan import SavableDataLoader
+
+        def make_loader(*, rank, world_size, **given):
+            def pipeline(lane):
+                return sp.Batcher(sp.TarShardReader("shards/", lane), size=given["local_batch_size"])
+            return sp.SavableLoader(pipeline, seed=7, rank=rank, world_size=world_size)
+
+        config = SavableDataLoader.Config(make=make_loader)
+        data = config.build(dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=64, local_batch_size=4)
+        data.state_dict()["slot"]  # 0
+        ```
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        """Set in the function that makes the trainer's config; the command line does not show them."""
+        """Set in the function that makes the trainer's config; the command line does not show the fields."""
 
         make: Annotated[Callable[..., SavableLoader], tyro.conf.Suppress]
         convert: Annotated[Callable[[Any], tuple[dict[str, Any], Any]], tyro.conf.Suppress] = inputs_and_labels
         infinite: bool = True
-        """What `make` is told; the validator sets it."""
+        """Passed to `make`; the validator sets it."""
 
     def __init__(
         self,
@@ -90,13 +110,20 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
             yield self._convert(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of the loader, after the batch given last: the trainer takes none ahead."""
+        """Return the loader's state after the batch given last: the trainer takes none ahead."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As that of the loader. Raises `StateError` for an empty state: the checkpoint lacks it."""
+        """Continue from a saved state.
+
+        Args:
+            state_dict: What `state_dict()` returned.
+
+        Raises:
+            StateError: The state is empty: the checkpoint lacks it.
+        """
         self.loader.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """As that of the loader."""
+        """Stop the workers, as `SavableLoader.close`."""
         self.loader.close()

@@ -5,14 +5,15 @@
 
 A trainer may fetch ahead of what it trains on (Lightning does, by one batch, where the loader has no length). It knows
 how many batches it has trained on, `Whole` how many it gave; both count from where the run began or was resumed here.
-The difference is the `lag` of the state that is saved: at any moment of a step, that of the last batch which the
-optimizer has stepped on. Where a trainer has fetched more beyond what it has begun than it ever does, it has skipped
-batches: it was wired to skip, beside a state that says where to go on. That is an error.
+The difference is the `lag` of the saved state: at any moment of a step, the state is that after the last batch which
+the
+optimizer has stepped on. A trainer that has fetched more beyond what it has begun than it ever does has skipped
+batches: it was set up to skip, beside a state that says where to continue. That is an error.
 
 An integration makes a `Whole` with the trainer's counters (`trained`, `begun`), how far it may fetch ahead
-(`most_ahead`) and what moves a batch to its device (`place`), hands it to the trainer in the place of the loader, and
-has the trainer call `state_dict()` on every rank when it saves, and `load_state_dict()` on every rank before the first
-batch.
+(`most_ahead`) and a function that moves a batch to its device (`place`), passes it to the trainer in place of the
+loader, and makes the trainer call `state_dict()` on every rank when it saves, and `load_state_dict()` on every rank
+before the first batch.
 """
 
 from __future__ import annotations
@@ -27,36 +28,43 @@ from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead
 from savable_pipeline.run.state.to_skip import Span, taken_apart, with_spans
-from savable_pipeline.trainers.ahead import Ahead
-from savable_pipeline.trainers.left_at import LeftAt
+from savable_pipeline.trainers.checks import Ahead, MoveCheck
 
 
 class Whole:
-    """The batches of `loader`, and the state with the lanes of all ranks on each of them.
+    """The batches of a loader, and on each rank the state of all lanes after the batch trained on last.
 
-    `trained` gives the number of batches that this rank's trainer has trained on, from any start: its optimizer has
-    stepped on them. Without it, the trainer trains on each batch before it takes the next one. `begun` gives the number
-    that it has begun to train on, from the same start, where gradients of several batches are added up before a step,
-    up to 16 with what is fetched ahead; without it, that is `trained`. `most_ahead` is how many it may have fetched
-    beyond that. `place` moves a batch to the trainer's device. Batches that the trainer fetched and left when it began
-    another pass are given again; not so with `carries`, for a trainer whose gradients wait through the end of a pass:
-    it calls `give_back()` where it has dropped them. Each `iter()` begins with its first batch, so that one that is
-    thrown away takes nothing.
+    Batches that the trainer fetched and left when it began another pass come again. Each `iter()` starts with its first
+    batch, so that an iterator thrown away takes nothing. Between two batches only this object may move the loader: by
+    `load_state_dict` and `skip`.
 
-    Between two batches only this object may move the loader: by `load_state_dict` and `skip`.
+    Args:
+        loader: The loader to wrap.
+        trained: Returns the number of batches that this rank's optimizer has stepped on, from any start. None: the
+            trainer trains on each batch before it takes the next one.
+        begun: Returns the number that it has begun to train on, from the same start, where gradients of several batches
+            are accumulated: up to 16 with those fetched ahead. None: the same as `trained`.
+        most_ahead: How many batches the trainer may have fetched beyond those begun.
+        place: Moves a batch to the trainer's device. None: batches stay where they are.
+        carries: The trainer's gradients are carried over the end of a pass: batches left there do not come again unless
+            it calls `give_back()`, after it has dropped the gradients.
 
-    >>> from savable_pipeline.trainers.whole import Whole
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-    >>> trained = 0
-    >>> batches = Whole(sp.SavableLoader(pipeline, seed=7), trained=lambda: trained, most_ahead=1)
-    >>> ahead = iter(batches)
-    >>> first = next(ahead)
-    >>> batches.state_dict()["slot"]  # given, but not trained on
-    0
-    >>> trained = 1
-    >>> batches.state_dict()["slot"]
-    1
+    Raises:
+        TypeError: `loader` is not a `SavableLoader`.
+
+    Example:
+        >>> from savable_pipeline.trainers.whole import Whole
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+        >>> trained = 0
+        >>> batches = Whole(sp.SavableLoader(pipeline, seed=7), trained=lambda: trained, most_ahead=1)
+        >>> ahead = iter(batches)
+        >>> first = next(ahead)
+        >>> batches.state_dict()["slot"]  # given, but not trained on
+        0
+        >>> trained = 1
+        >>> batches.state_dict()["slot"]
+        1
     """
 
     def __init__(
@@ -78,14 +86,14 @@ class Whole:
         self._ahead = Ahead(trained, most_ahead, begun)
         self._place = place
         self._carries = carries
-        self._left = LeftAt(self._run)
+        self._left = MoveCheck(self._run)
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
         self._given: deque[_Given] = deque(maxlen=most_ahead + 1 if begun is None else steps * MAX_LAG)  # the last ones
         self._skipped: list[Span] = []  # since the last one
         self._to_skip: list[Span] = []  # where the loader comes to them
 
     def _mark(self) -> None:
-        """Count from here."""
+        """Start counting here."""
         self._given.clear()
         self._skipped = []
         self._ahead.restart()
@@ -98,14 +106,14 @@ class Whole:
 
     @property
     def epoch(self) -> int:
-        """As that of the loader."""
+        """The epoch of the batch given last, as `SavableLoader.epoch`."""
         return self._loader.epoch
 
     @property
     def given_of_epoch(self) -> int | None:
-        """How many of an epoch's `len` batches lie before where it stands, whatever ranks began it; None without one.
+        """How many of an epoch's `len` batches have been given, whichever ranks began it; None without a length.
 
-        0 at an epoch's end too, which is the next one's start.
+        0 also at an epoch's end, which is the start of the next one.
         """
         return self._run.given_of_epoch()
 
@@ -115,10 +123,13 @@ class Whole:
         return self._ahead.batches
 
     def check(self) -> None:
-        """Raise `SavableError` if batches were skipped, or the loader was moved by anyone but this object.
+        """Check that no batch was skipped, and that only this object moved the loader.
 
-        While a batch is on its way to the trainer, which has not begun it yet, one skipped batch looks like it: an
-        integration calls this where a step has ended, too.
+        While a batch is on its way to the trainer, a skipped batch looks the same: an integration also calls this at
+        the end of each step.
+
+        Raises:
+            SavableError: Batches were skipped, or something else moved the loader.
         """
         self._left.check()
         self._ahead.check()
@@ -136,7 +147,7 @@ class Whole:
         self._left.leave()
 
     def give_back(self) -> None:
-        """Stand after the batch that was trained on last: what was fetched beyond it comes again."""
+        """Return to the place after the batch trained on last: what was fetched beyond it comes again."""
         self._left.check()
         if ahead := self._fetched():
             position, self._to_skip = ahead[0].before, self._spans()
@@ -144,13 +155,17 @@ class Whole:
             self._mark()
 
     def take_over(self, other: Whole) -> None:
-        """Go on, on the same loader, where the trainer of `other` has left it: what it only fetched comes again."""
+        """Continue, on the same loader, where the trainer of another `Whole` has left it.
+
+        Args:
+            other: Its batches that were fetched but not trained on come again here.
+        """
         other.give_back()
         self._to_skip, other._to_skip = other._to_skip, []
         self._mark()
 
     def _next(self) -> Any:
-        """The next batch, placed. Where that fails or is interrupted, all stands as before it."""
+        """The next batch, placed. If that fails or is interrupted, everything stands as before."""
         self._left.check()
         self._skip_what_is_due()
         before, given, counts = self._run.position, tuple(self._given), self._ahead.counts
@@ -171,7 +186,7 @@ class Whole:
         return placed
 
     def _fetched(self) -> list[_Given]:
-        """The batches that were given and not trained on."""
+        """The batches given but not trained on."""
         ahead = max(0, self.ahead)
         if ahead > len(self._given):
             self._ahead.check()
@@ -182,13 +197,13 @@ class Whole:
         return list(self._given)[-ahead:] if ahead else []
 
     def _spans(self) -> list[Span]:
-        """What the loader has passed over, or will, behind the batch that was trained on last."""
+        """What the loader has passed over, or will, after the batch trained on last."""
         fetched = self._fetched()
         done = [*(span for given in fetched[1:] for span in given.skipped), *(self._skipped if fetched else [])]
         return [*done, *self._to_skip]
 
     def _skip_what_is_due(self) -> None:
-        """Pass over the spans that the loader has come to."""
+        """Pass over the spans that the loader has reached."""
         while self._to_skip:
             span, at = self._to_skip[0], self._run.position
             if (at.epoch, at.slot) < (span.epoch, span.first):
@@ -202,7 +217,7 @@ class Whole:
             del self._to_skip[0]
 
     def __len__(self) -> int:
-        """As that of the loader: TypeError where it is not known."""
+        """The number of batches in an epoch, as `len(loader)`: TypeError where it is not known."""
         return len(self._loader)
 
     def __bool__(self) -> bool:
@@ -210,14 +225,17 @@ class Whole:
 
     @property
     def dataset(self) -> Any:
-        """Raises AttributeError, as that of the loader."""
+        """Raises AttributeError, as for the loader."""
         refuse_dataset()
 
     def skip(self, slots: int) -> None:
-        """As `SavableLoader.skip`, of slots behind the batches that the trainer has fetched. Call it on each rank.
+        """Pass over slots after the batches that the trainer has fetched, as `SavableLoader.skip`.
 
-        What it has fetched is trained on before, or comes again in its next pass. States that are saved until then
-        hold what is still to be passed over, and are loaded by `load_state_dict` of such an object only.
+        Call it on each rank. Fetched batches are trained on first, or come again in the next pass. States saved until
+        then contain what is still to be passed over; only `load_state_dict` of a `Whole` takes them.
+
+        Args:
+            slots: How many slots, of all ranks together.
         """
         self._left.check()
         self._run.check_whole_steps(slots)
@@ -231,16 +249,19 @@ class Whole:
             self._to_skip.append(last._replace(stop=last.stop + slots))
 
     def close(self) -> None:
-        """As `SavableLoader.close`."""
+        """Stop the workers, as `SavableLoader.close`."""
         self._loader.close()
 
     # Saving and restoring.
 
     def state_dict(self) -> dict[str, Any]:
-        """The state with the lanes of all ranks after the batch that was trained on last. Collective.
+        """Return the state with the lanes of all ranks, after the batch trained on last. Collective.
 
-        A flat dict of int and bytes, the same on each rank; any number of ranks goes on from it. Raises `SavableError`
-        if the trainer skips batches, or is Lightning's, for which there is `SavableDataModule`.
+        Returns:
+            A flat dict of int and bytes, the same on each rank; any number of ranks continues from it.
+
+        Raises:
+            SavableError: The trainer skips batches, or it is Lightning's, for which there is `SavableDataModule`.
         """
         refuse_fetching_ahead(caller())
         self.check()
@@ -249,7 +270,11 @@ class Whole:
         return with_spans(state, self._spans())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `SavableLoader.load_state_dict`. Call it on each rank, before the trainer takes its first batch."""
+        """Continue from a saved state. Call it on each rank, before the trainer takes its first batch.
+
+        Args:
+            state: A state of the same run, from any number of ranks.
+        """
         bare, spans = taken_apart(state)
         self._loader.load_state_dict(bare)
         self._to_skip = spans
@@ -257,15 +282,14 @@ class Whole:
 
 
 class _Given(NamedTuple):
-    """A batch that the trainer was given: where the loader stood before it, and what it had passed over to get there
-    since the one before."""
+    """A batch given to the trainer: where the loader stood before it, and what was skipped since the one before."""
 
     before: Position
     skipped: list[Span]
 
 
 class _Pass:
-    """An iterator that begins with its first batch, and that an error does not end."""
+    """An iterator that starts with its first batch, and that an error does not end."""
 
     def __init__(self, begin: Callable[[], None], take: Callable[[], Any]) -> None:
         self._begin: Callable[[], None] | None = begin

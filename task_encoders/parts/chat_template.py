@@ -9,52 +9,69 @@ from typing import Any, Literal, Protocol
 
 from xxhash import xxh3_128_hexdigest
 
-from task_encoders.parts.conversation_formats import Message
+from task_encoders.parts.data_formats import Message
 
 
 class ChatTemplate(Protocol):
-    """How messages become text. Any object with these two methods is one; `ChatML` and `OwnTemplate` are.
+    r"""How messages become text. Any object with these two methods is one; `ChatML` and `OwnTemplate` are.
 
-    ```python
-    from task_encoders import ChatEncoder
-    class Plain:
-        def render(self, messages, image, *, answering):
-            said = "".join(f"{message.role}: {message.parts[0]}\\n" for message in messages)
-            return said + "assistant:" * answering
-        def settings(self):
-            return "plain 1"
-    ChatEncoder(template=Plain()).settings()["template"]   # 'plain 1'
-    ```
+    Example:
+        ```python
+        from task_encoders import ChatEncoder
+        class Plain:
+            def render(self, messages, image, *, answering):
+                said = "".join(f"{message.role}: {message.parts[0]}\n" for message in messages)
+                return said + "assistant:" * answering
+            def settings(self):
+                return "plain 1"
+        ChatEncoder(template=Plain()).settings()["template"]   # 'plain 1'
+        ```
     """
 
     def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
-        """The text of messages, with `image` for each image; if `answering`, and the beginning of an answer."""
+        """Render messages as text.
+
+        Args:
+            messages: The messages, in order.
+            image: The text in the place of each image.
+            answering: End with the beginning of an answer.
+        """
 
     def settings(self) -> str:
-        """All that changes the text, or a hash of that: what a saved state knows the template by."""
+        """Return all that changes the text, or a hash of that: the template's name in a saved state."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatML:
-    """The format of OpenAI, 2023, for tokenizers that have no template of their own.
+    r"""The format of OpenAI, 2023, for tokenizers that have no template of their own.
 
     Args:
         start: The mark of a message's beginning.
         end: The mark of its end.
 
-    ```python
-    from task_encoders import ChatML, Message
-    messages = [Message("user", ["Hello"]), Message("assistant", ["Hi."])]
-    ChatML().render(messages[:1], "<image>", answering=True)   # '<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>...'
-    ChatML("[", "]").render(messages, "", answering=False)     # '[user\\nHello]\\n[assistant\\nHi.]\\n'
-    ```
+    Example:
+        ```python
+        from task_encoders import ChatML, Message
+        messages = [Message("user", ["Hello"]), Message("assistant", ["Hi."])]
+        ChatML().render(messages[:1], "<image>", answering=True)   # '<|im_start|>user\nHello<|im_end|>\n<|im_...'
+        ChatML("[", "]").render(messages, "", answering=False)     # '[user\nHello]\n[assistant\nHi.]\n'
+        ```
     """
 
     start: str = "<|im_start|>"
     end: str = "<|im_end|>"
 
     def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
-        """As `ChatTemplate`. Raises ValueError where a message has fields besides its role and content."""
+        """Render messages as text, as `ChatTemplate`.
+
+        Args:
+            messages: The messages, in order.
+            image: The text in the place of each image.
+            answering: End with the beginning of an answer.
+
+        Raises:
+            ValueError: A message has fields besides its role and content.
+        """
         for number, message in enumerate(messages):
             if message.more:
                 raise ValueError(f"messages[{number}]: ChatML has no place for {', '.join(message.more)}")
@@ -86,23 +103,25 @@ class HasTemplate(Protocol):
 class OwnTemplate:
     """The template that comes with a tokenizer or processor of `transformers`.
 
-    A template that asks for the date is given none, since a sample must not depend on the day: pass the date as one of
-    the `arguments`.
+    A template that asks for the date gets an error, since a sample must not depend on the day: pass the date in
+    `arguments`.
 
     Args:
         tokenizer: An object with `chat_template` and `apply_chat_template`.
         arguments: What the template takes, such as {"enable_thinking": False}.
-        content: "parts" hands it lists of {"type": "text"} and {"type": "image"}, for templates that write the places
-            of images themselves; "text" the text with these written in it.
+        content: "parts" passes lists of {"type": "text"} and {"type": "image"}, for templates that write the places of
+            images themselves; "text" passes the text with these written in it.
 
-    Raises ValueError for a tokenizer that has no template, or several.
+    Raises:
+        ValueError: The tokenizer has no template, or several.
 
-    ```python
-    from types import SimpleNamespace
-    from task_encoders import OwnTemplate
-    OwnTemplate(SimpleNamespace(chat_template=None))   # ValueError: SimpleNamespace has no chat_template; pass ...
-    OwnTemplate(SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=print)).content   # 'text'
-    ```
+    Example:
+        ```python
+        from types import SimpleNamespace
+        from task_encoders import OwnTemplate
+        OwnTemplate(SimpleNamespace(chat_template=None))   # ValueError: SimpleNamespace has no chat_template; pass ...
+        OwnTemplate(SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=print)).content   # 'text'
+        ```
     """
 
     tokenizer: HasTemplate
@@ -119,7 +138,16 @@ class OwnTemplate:
             raise ValueError(f"OwnTemplate: content is 'text' or 'parts', not {self.content!r}")
 
     def render(self, messages: Sequence[Message], image: str, *, answering: bool) -> str:
-        """As `ChatTemplate`. Raises jinja2's TemplateError where the template does, or asks for the date."""
+        """Render messages as text, as `ChatTemplate`.
+
+        Args:
+            messages: The messages, in order.
+            image: The text in the place of each image.
+            answering: End with the beginning of an answer.
+
+        Raises:
+            TemplateError: The template raises it (jinja2's), or asks for the date.
+        """
         listed = [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
         text: str = self.tokenizer.apply_chat_template(
             listed,

@@ -1,6 +1,6 @@
-"""Tokens of text and of images in one sequence, and packs and batches of such sequences.
+"""Tokens of text and of images in one sequence, packs and batches of such sequences, and the base of encoders of them.
 
-`ab`, an image of 2 × 4 patches of which 2 × 2 are a token (`#`), and `c`; what is predicted is `b` and `c`:
+`ab`, an image of 2 × 4 patches, 2 × 2 to a token (`#`), and `c`; predicted are `b` and `c`:
 
     tokens       a b # # c
     labels       b - - c -     never an image
@@ -20,36 +20,48 @@ from typing import Any
 import torch
 from PIL import Image
 
+from savable_pipeline import Rng, TaskEncoder
 from task_encoders.parts.image_tiles import ImageTiles
 from task_encoders.parts.square_crop import MEAN, STD, normalized
-from task_encoders.parts.token_packing import IGNORED, batch_documents, batch_tokens, is_packed, pack_tokens
-from task_encoders.parts.tokenizer import Ids, Tokenizer, joined
+from task_encoders.parts.token_packing import (
+    IGNORED,
+    batch_documents,
+    batch_tokens,
+    check_multiple,
+    is_packed,
+    multiple_setting,
+    pack_tokens,
+    padded_length,
+)
+from task_encoders.parts.tokenizer import Ids, Tokenize, Tokenizer, as_tokenizer, joined
 
 _IMAGES = ("patches", "grids", "tile_counts")
 
 
 @dataclass(frozen=True)
 class Vision:
-    """How images stand in a sequence of tokens.
+    """How images appear in a sequence of tokens.
 
     Args:
         tiles: How an image becomes patches: `NativeSize`, `Tiles` or `Buckets`.
-        token: The id that stands in the sequence once for each token of an image; text must not have it.
+        token: The id in the place of each token of an image; text must not contain it.
         text: What a chat template writes in the place of an image.
         before: Text in front of each image, such as the tokenizer's mark of its beginning.
         after: Text behind each image.
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
 
-    Raises ValueError where `text` is empty.
+    Raises:
+        ValueError: `token` is no id, or `text` is empty.
 
-    ```python
-    from task_encoders import NativeSize, Vision
-    qwen = Vision(
-        NativeSize(), 151655, text="<|image_pad|>", before="<|vision_start|>", after="<|vision_end|>"
-    )
-    qwen.tiles.size(1280, 720)   # (1288, 728)
-    ```
+    Example:
+        ```python
+        from task_encoders import NativeSize, Vision
+        qwen = Vision(
+            NativeSize(), 151655, text="<|image_pad|>", before="<|vision_start|>", after="<|vision_end|>"
+        )
+        qwen.tiles.size(1280, 720)   # (1288, 728)
+        ```
     """
 
     tiles: ImageTiles
@@ -70,7 +82,14 @@ class Vision:
             raise ValueError("Vision: text is what stands for an image in rendered text; it cannot be empty")
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
-        """uint8 (n, 3, patch, patch) as float32, with `mean` and `std` of a channel taken to 0 and 1."""
+        """Normalize patches: `mean` and `std` of each channel become 0 and 1.
+
+        Args:
+            patches: uint8 (n, 3, patch, patch).
+
+        Returns:
+            float32 of the same shape.
+        """
         return normalized(patches, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
@@ -80,7 +99,12 @@ class Vision:
 
 
 class MixedTokens:
-    """A sequence under construction: add texts and images in order, then take `item`. `vision=None`: no images."""
+    """A sequence under construction: add texts and images in order, then call `item`.
+
+    Args:
+        tokenizer: The tokenizer of all texts.
+        vision: How images become tokens; None: there are none.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vision: Vision | None) -> None:
         self._tokenizer = tokenizer
@@ -91,7 +115,7 @@ class MixedTokens:
         self._grids: list[torch.Tensor] = []
 
     def add_ids(self, ids: Ids, *, target: bool) -> None:
-        """Append ids, which are predicted where `target`. Raises ValueError where one is the image token's."""
+        """Append ids, which are learned if `target`. Raises ValueError if one is the image token's."""
         if self._vision is not None and self._vision.token in ids:
             raise ValueError(
                 f"the text holds the image token {self._vision.token} itself; its images would be mistaken"
@@ -139,7 +163,7 @@ class MixedTokens:
 
 
 def pack_mixed(items: Sequence[dict[str, Any]], *, pad: int = 0, multiple: int = 1) -> dict[str, Any]:
-    """One pack of items: tokens as `pack_tokens` lays them, their images one after another."""
+    """One pack of items: tokens as `pack_tokens` arranges them, their images one after another."""
     images = {name: torch.cat([item[name] for item in items]) for name in _IMAGES if name in items[0]}
     return {**pack_tokens(items, pad=pad, multiple=multiple), **images}
 
@@ -158,7 +182,7 @@ def cut_mixed(item: dict[str, Any], start: int, stop: int, vision: Vision | None
             inside.append(number)
         elif begin < stop and start < end:
             raise ValueError(
-                f"tokens {start} to {stop} cut through the image at {begin} to {end}: lay such items whole"
+                f"tokens {start} to {stop} cut through the image at {begin} to {end}: pack such items whole"
             )
     tiles = torch.tensor([0, *item["tile_counts"].cumsum(0)])
     patches = torch.tensor([0, *item["grids"].prod(1).cumsum(0)])
@@ -207,3 +231,61 @@ def batch_mixed(
         "patch_cu_seqlens": torch.tensor([0, *sizes.cumsum(0)], dtype=torch.int32),
         "patch_max_seqlen": int(sizes.max()) if len(sizes) else 0,
     }
+
+
+class MixedEncoder(TaskEncoder):
+    """Base of encoders whose items are those of `MixedTokens`; `vision=None` sees no images.
+
+    Batches are `max_length` long; without it, as long as their longest row. Each document of a pack, and each row, is
+    padded to a multiple of `multiple` tokens.
+    """
+
+    global_rng = False  # draws nothing
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | Tokenize | None,
+        *,
+        vision: Vision | None,
+        max_length: int | None,
+        part: str,
+        multiple: int = 1,
+    ) -> None:
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length is the number of tokens of an item, at least 1, not {max_length}")
+        check_multiple(multiple, max_length)
+        self.tokenizer = as_tokenizer(tokenizer)
+        self.multiple = multiple
+        self.vision = vision
+        self.max_length = max_length
+        self.part = part
+
+    def length(self, item: dict[str, Any]) -> int:
+        """The number of tokens, those of images and the padding to a multiple among them."""
+        return padded_length(len(item["tokens"]), self.multiple)
+
+    def images(self, item: dict[str, Any]) -> int:
+        """The number of tiles: what a vision model sees."""
+        return len(item["grids"]) if self.vision else 0
+
+    def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens `start` to `stop - 1` of an item, as an item. Raises ValueError where that cuts an image."""
+        return cut_mixed(item, start, stop, self.vision)
+
+    def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
+        """One pack, as `pack_mixed` makes it: T tokens, and all images."""
+        return pack_mixed(items, pad=self.tokenizer.pad, multiple=self.multiple)
+
+    def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
+        """B packs, or B items that are not packed, as `batch_mixed` makes them."""
+        if is_packed(items):
+            items = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
+        return batch_mixed(
+            items, pad=self.tokenizer.pad, length=self.max_length, vision=self.vision, multiple=self.multiple
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument; the tokenizer by its identity and special ids."""
+        vision = self.vision.settings() if self.vision else {"tiles": None}
+        own = {"max_length": self.max_length, "part": self.part, **multiple_setting(self.multiple)}
+        return {**self.tokenizer.settings(), **vision, **own}

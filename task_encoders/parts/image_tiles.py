@@ -1,4 +1,4 @@
-"""How an image of any shape becomes tiles that a vision model takes, its aspect kept; and their patches.
+"""Splits an image of any shape into tiles that a vision model takes, keeping its aspect; and these into patches.
 
     1280 × 720 ─ NativeSize ─ one tile, 1288 × 728        both sides a multiple of 28
                ─ Buckets    ─ one tile of a few shapes    the nearest in aspect, filled and cropped in the centre
@@ -31,16 +31,18 @@ class ImageTiles(ABC):
         patch: The side of a patch, in pixels.
         merge: A model merges `merge` × `merge` patches into one token.
 
-    Raises ValueError where one is less than 1.
+    Raises:
+        ValueError: One of them is less than 1.
 
-    ```python
-    from PIL import Image
-    from task_encoders import NativeSize
-    patches, grids = NativeSize().cut(Image.new("RGB", (100, 60)))
-    patches.shape               # torch.Size([32, 3, 14, 14])
-    grids                       # tensor([[4, 8]])
-    NativeSize().tokens(grids)  # 8
-    ```
+    Example:
+        ```python
+        from PIL import Image
+        from task_encoders import NativeSize
+        patches, grids = NativeSize().cut(Image.new("RGB", (100, 60)))
+        patches.shape               # torch.Size([32, 3, 14, 14])
+        grids                       # tensor([[4, 8]])
+        NativeSize().tokens(grids)  # 8
+        ```
     """
 
     patch: int = 14
@@ -59,21 +61,42 @@ class ImageTiles(ABC):
 
     @abstractmethod
     def tiles(self, image: Image.Image) -> list[Image.Image]:
-        """The tiles of an RGB image. Raises ValueError where it has a shape for which there are none."""
+        """Split an RGB image into tiles.
+
+        Args:
+            image: The image, of any size.
+
+        Returns:
+            The tiles, whose sides are multiples of `unit`.
+
+        Raises:
+            ValueError: There are no tiles for an image of this shape.
+        """
 
     def tokens(self, grids: torch.Tensor) -> int:
-        """How many tokens tiles take whose rows and columns of patches are `grids`, int64 (tiles, 2)."""
+        """Return the number of tokens of some tiles.
+
+        Args:
+            grids: The rows and columns of patches of each tile, int64 (tiles, 2).
+        """
         return int(grids.prod(1).sum()) // self.merge**2
 
     def cut(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
-        """The patches of an RGB image, uint8 (n, 3, patch, patch); rows and columns of each tile, int64 (tiles, 2)."""
+        """Cut an RGB image into patches.
+
+        Args:
+            image: The image, of any size.
+
+        Returns:
+            The patches, uint8 (n, 3, patch, patch), and the rows and columns of each tile, int64 (tiles, 2).
+        """
         tiles = self.tiles(image)
         grids = [(tile.height // self.patch, tile.width // self.patch) for tile in tiles]
         patches = [_patches(tile, *grid) for tile, grid in zip(tiles, grids, strict=True)]
         return torch.from_numpy(np.concatenate(patches)), torch.tensor(grids)
 
     def settings(self) -> dict[str, Any]:
-        """The class and every argument, for `TaskEncoder.settings`."""
+        """Return the class and every argument, for `TaskEncoder.settings`."""
         return {"tiles": type(self).__qualname__, **asdict(self)}
 
 
@@ -89,15 +112,16 @@ class NativeSize(ImageTiles):
         min_pixels: A smaller image is enlarged to this many pixels.
         max_pixels: A larger one is shrunk to this many.
 
-    Raises ValueError for a setting out of its range, and for an image of which one side is over 200 times as long as
-    the other.
+    Raises:
+        ValueError: A setting is out of its range, or one side of an image is over 200 times as long as the other.
 
-    ```python
-    from task_encoders import NativeSize
-    NativeSize().size(1280, 720)                      # (1288, 728)
-    NativeSize(max_pixels=448 * 448).size(1280, 720)  # (588, 336)
-    NativeSize().size(1000, 4)                        # ValueError: an image of 1000 × 4 pixels: one side is ...
-    ```
+    Example:
+        ```python
+        from task_encoders import NativeSize
+        NativeSize().size(1280, 720)                      # (1288, 728)
+        NativeSize(max_pixels=448 * 448).size(1280, 720)  # (588, 336)
+        NativeSize().size(1000, 4)                        # ValueError: an image of 1000 × 4 pixels: one side is ...
+        ```
     """
 
     min_pixels: int = 56 * 56
@@ -116,7 +140,15 @@ class NativeSize(ImageTiles):
         return [image.resize(self.size(image.width, image.height), _BICUBIC)]
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """The width and height that an image of this width and height is resized to."""
+        """Return the width and height to which an image is resized.
+
+        Args:
+            width: Width of the image, in pixels.
+            height: Height of the image, in pixels.
+
+        Raises:
+            ValueError: One side is over 200 times as long as the other.
+        """
         unit, sides = self.unit, (width, height)
         if max(sides) > 200 * min(sides):
             raise ValueError(f"an image of {width} × {height} pixels: one side is over 200 times as long as the other")
@@ -145,15 +177,17 @@ class Buckets(ImageTiles):
         min_side: The least width and height, in pixels.
         max_side: The greatest width and height, in pixels.
 
-    Raises ValueError where no shape fits.
+    Raises:
+        ValueError: No shape fits.
 
-    ```python
-    from PIL import Image
-    from task_encoders import Buckets
-    buckets = Buckets(max_pixels=224 * 224)
-    buckets.shapes()[:3]                                     # [(168, 280), (196, 252), (224, 224)]
-    buckets.tiles(Image.new("RGB", (1280, 720)))[0].size     # (280, 168)
-    ```
+    Example:
+        ```python
+        from PIL import Image
+        from task_encoders import Buckets
+        buckets = Buckets(max_pixels=224 * 224)
+        buckets.shapes()[:3]                                     # [(168, 280), (196, 252), (224, 224)]
+        buckets.tiles(Image.new("RGB", (1280, 720)))[0].size     # (280, 168)
+        ```
     """
 
     max_pixels: int = 336 * 336
@@ -204,15 +238,17 @@ class Tiles(ImageTiles):
         max_tiles: The greatest.
         thumbnail: Whether several tiles are followed by the whole image as one more.
 
-    Raises ValueError for a setting out of its range.
+    Raises:
+        ValueError: A setting is out of its range.
 
-    ```python
-    from PIL import Image
-    from task_encoders import Tiles
-    Tiles().grid(1280, 720)                              # (4, 2)
-    len(Tiles().tiles(Image.new("RGB", (1280, 720))))    # 9
-    Tiles(side=450)                                      # ValueError: Tiles: side is a multiple of ...
-    ```
+    Example:
+        ```python
+        from PIL import Image
+        from task_encoders import Tiles
+        Tiles().grid(1280, 720)                              # (4, 2)
+        len(Tiles().tiles(Image.new("RGB", (1280, 720))))    # 9
+        Tiles(side=450)                                      # ValueError: Tiles: side is a multiple of ...
+        ```
     """
 
     side: int = 448
@@ -238,7 +274,12 @@ class Tiles(ImageTiles):
         return tiles
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows for an image of this width and height."""
+        """Return the columns and rows of tiles for an image.
+
+        Args:
+            width: Width of the image, in pixels.
+            height: Height of the image, in pixels.
+        """
         sides = range(1, self.max_tiles + 1)
         grids = [(c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles]
         grids.sort(key=lambda grid: grid[0] * grid[1])

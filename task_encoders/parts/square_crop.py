@@ -29,15 +29,17 @@ class SquareCrop:
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
 
-    Raises ValueError where `size` is less than 1.
+    Raises:
+        ValueError: `size` is less than 1.
 
-    ```python
-    from task_encoders import SquareCrop
-    crop = SquareCrop(32, augment=False)
-    image = crop.image(next(sp.TarShardReader("shards/", sp.Lane())))
-    image.shape, image.dtype              # (torch.Size([3, 32, 32]), torch.uint8)
-    crop.normalize(image[None]).dtype     # torch.float32
-    ```
+    Example:
+        ```python
+        from task_encoders import SquareCrop
+        crop = SquareCrop(32, augment=False)
+        image = crop.image(next(sp.TarShardReader("shards/", sp.Lane())))
+        image.shape, image.dtype              # (torch.Size([3, 32, 32]), torch.uint8)
+        crop.normalize(image[None]).dtype     # torch.float32
+        ```
     """
 
     size: int = 224
@@ -57,12 +59,29 @@ class SquareCrop:
         return ("torch",) if self.augment else False
 
     def image(self, sample: Sample) -> torch.Tensor | None:
-        """The first image of a sample, uint8 (3, size, size); None where it has none. Raises what Pillow raises."""
+        """Crop the first image of a sample.
+
+        Args:
+            sample: A sample, with an image part or without.
+
+        Returns:
+            uint8 (3, size, size), or None if the sample has no image.
+
+        Raises:
+            OSError: The image is damaged.
+        """
         part = next((known for known in IMAGE_PARTS if known in sample), None)
         return None if part is None else self._transform(sample.image(part))
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 (n, 3, size, size) as float32, with `mean` and `std` of a channel taken to 0 and 1."""
+        """Normalize images: `mean` and `std` of each channel become 0 and 1.
+
+        Args:
+            images: uint8 (n, 3, size, size).
+
+        Returns:
+            float32 of the same shape.
+        """
         return normalized(images, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
@@ -78,9 +97,9 @@ class SquareCrop:
 
 
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """uint8 (n, 3, height, width) as float32, `mean` and `std` of each channel, between 0 and 1, taken to 0 and 1.
+    """Normalize uint8 (n, 3, height, width) to float32: the `mean` and `std` of each channel become 0 and 1.
 
-    In a worker it is written at once where the trainer reads it.
+    In a worker the result is written directly into the memory that the trainer reads.
     """
     centre, spread = (255 * torch.tensor(values).view(3, 1, 1) for values in (mean, std))
     return torch.sub(pixels, centre, out=empty(pixels.shape, torch.float32)).div_(spread)

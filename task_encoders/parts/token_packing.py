@@ -57,7 +57,7 @@ def check_multiple(multiple: int, max_length: int | None) -> None:
 
 
 def multiple_setting(multiple: int) -> dict[str, int]:
-    """What `settings()` says of it: nothing where documents are not padded."""
+    """The entry of `settings()`; empty where documents are not padded."""
     return {} if multiple == 1 else {"multiple": multiple}
 
 

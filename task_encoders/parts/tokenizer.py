@@ -1,7 +1,8 @@
-"""`Tokenizer`: one class around every kind of tokenizer; UTF-8 bytes where none was given."""
+"""`Tokenizer`: one class around every kind of tokenizer; UTF-8 bytes if none is given."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,19 +36,21 @@ class Tokenizer:
         bos: The id in front of a text, if any.
         eos: The id behind a text, if any.
         pad: The id that fills rows; it is never learned.
-        name: What a saved state knows the tokenizer by. By default a hash of its vocabulary and rules where it shows
-            them (Hugging Face, tiktoken, SentencePiece), else the name of the function or class. Give one where that
-            says too little: after changing a function, or for one of several vocabularies of a class.
+        name: The tokenizer's name in a saved state. By default a hash of its vocabulary and rules where it shows them
+            (Hugging Face, tiktoken, SentencePiece), else the name of the function or class. Give one where that says
+            too little: after changing a function, or for one of several vocabularies of a class.
 
-    Raises ValueError where `tokenize` is neither.
+    Raises:
+        ValueError: `tokenize` is neither a function nor such an object.
 
-    ```python
-    from task_encoders import Tokenizer
-    tokenizer = Tokenizer(lambda text: [len(word) for word in text.split()], bos=100, eos=101)
-    tokenizer("a cat sleeps")   # tensor([100,   1,   3,   6, 101])
-    tokenizer("")               # tensor([], dtype=torch.int64)
-    Tokenizer("gpt2")           # ValueError: a tokenizer is a function from str to token ids or ...
-    ```
+    Example:
+        ```python
+        from task_encoders import Tokenizer
+        tokenizer = Tokenizer(lambda text: [len(word) for word in text.split()], bos=100, eos=101)
+        tokenizer("a cat sleeps")   # tensor([100,   1,   3,   6, 101])
+        tokenizer("")               # tensor([], dtype=torch.int64)
+        Tokenizer("gpt2")           # ValueError: a tokenizer is a function from str to token ids or ...
+        ```
     """
 
     tokenize: Tokenize
@@ -64,9 +67,9 @@ class Tokenizer:
             )
 
     def __call__(self, text: str) -> torch.Tensor:
-        """The tokens of a text, int64 (n,); where it has none, n = 0 and neither `bos` nor `eos` is added.
+        """Return the tokens of a text, int64 (n,); for an empty text n = 0, without `bos` and `eos`.
 
-        tiktoken reads special tokens in it as text: a document may speak of `<|endoftext|>`.
+        tiktoken reads special tokens in it as text: a document may contain `<|endoftext|>`.
         """
         encode: Any = getattr(self.tokenize, "encode", self.tokenize)
         encode = getattr(self.tokenize, "encode_ordinary", encode)
@@ -76,7 +79,11 @@ class Tokenizer:
         return joined([self.before, ids, self.after])
 
     def piece(self, text: str) -> Ids:
-        """The ids of a piece of a longer text, with nothing added; special tokens written in it are recognized."""
+        """Return the ids of a piece of a longer text, with nothing added.
+
+        Args:
+            text: The piece; special tokens written in it are recognized.
+        """
         encode: Any = getattr(self.tokenize, "encode", self.tokenize)
         if not text:
             return ()
@@ -87,7 +94,14 @@ class Tokenizer:
         return _ids(encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, with that of special tokens. Raises ValueError for a tokenizer without `decode`."""
+        """Return the text of ids, with that of special tokens.
+
+        Args:
+            ids: The ids of tokens.
+
+        Raises:
+            ValueError: The tokenizer has no `decode`.
+        """
         if self.tokenize is utf8:
             return bytes(number for number in ids if number < 256).decode(errors="replace")
         decode: Any = getattr(self.tokenize, "decode", None)
@@ -98,7 +112,7 @@ class Tokenizer:
         return str(decode(list(ids)))
 
     def special_texts(self) -> set[str]:
-        """The texts of its special tokens; none where they are not known."""
+        """Return the texts of the tokenizer's special tokens; an empty set where they are not known."""
         tokenize: Any = self.tokenize
         if hasattr(tokenize, "special_tokens_set"):  # tiktoken
             return set(tokenize.special_tokens_set)
@@ -119,7 +133,7 @@ class Tokenizer:
         return [] if self.eos is None else [self.eos]
 
     def settings(self) -> dict[str, Any]:
-        """The identity of the tokenizer and its special ids, for `TaskEncoder.settings`."""
+        """Return the identity of the tokenizer and its special ids, for `TaskEncoder.settings`."""
         name = self.name or _identity(self.tokenize)
         return {"tokenizer": name, "bos": self.bos, "eos": self.eos, "pad": self.pad}
 
@@ -150,7 +164,7 @@ def _ids(encoded: Any) -> Ids:
 
 
 def _identity(tokenize: Any) -> str:
-    """A hash of what the tokenizer is made of, or a name."""
+    """A hash of the tokenizer's contents, or a name."""
     if hasattr(tokenize, "backend_tokenizer"):  # transformers, whose calls set truncation and padding in passing
         return _rules_identity(tokenize.backend_tokenizer, {"truncation": None, "padding": None})
     if hasattr(tokenize, "to_str"):  # tokenizers
@@ -170,10 +184,9 @@ def _rules_identity(printable: Any, instead: dict[str, None]) -> str:
 
 
 def _tiktoken_identity(encoding: Any) -> str:
-    # tiktoken has no public names for these
-    pattern, special, ranks = encoding._pat_str, encoding._special_tokens, encoding._mergeable_ranks  # noqa: SLF001
-    hashed = xxh3_128(repr((pattern, sorted(special.items()))).encode())
-    for token, rank in sorted(ranks.items()):
+    parts = copy.copy(encoding).__getstate__()  # as it is pickled: a copy, since one that tiktoken knows is but a name
+    hashed = xxh3_128(repr((parts["pat_str"], sorted(parts["special_tokens"].items()))).encode())
+    for token, rank in sorted(parts["mergeable_ranks"].items()):
         hashed.update(f"{token.hex()} {rank}\n".encode())
     return f"xxh3_128:{hashed.hexdigest()}"
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 
+import outcome as report
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
 import quickstart
-import quickstart_report as report
 
 
 def log(first: int, last: int) -> report.Log:

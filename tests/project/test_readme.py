@@ -1,4 +1,4 @@
-"""README: its recipe resumes exactly, its commands stand where they are looked for, and it is short."""
+"""README and Start: the recipe resumes exactly, commands stand where they are looked for, nothing stands in both."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.tools.cli.main import app
 from tests.project.pages import README, ROOT, blocks_of, write_captioned_shards
 
+START = ROOT / "docs/index.md"
+
 
 @pytest.fixture(autouse=True)
 def folder_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +28,7 @@ def folder_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_its_recipe_resumed_from_its_own_checkpoint_goes_on_with_the_same_batches() -> None:
+def test_the_recipe_resumed_from_its_own_checkpoint_goes_on_with_the_same_batches() -> None:
     whole: list[str] = []
     _train(lambda step, batch: whole.append(digest(batch)))
     assert len(whole) == 30
@@ -48,7 +50,7 @@ def test_its_recipe_resumed_from_its_own_checkpoint_goes_on_with_the_same_batche
     assert list(parts.values())[:30] == whole
 
 
-def test_its_recipe_pasted_into_a_file_runs_twice_ends_and_is_previewed_without_training() -> None:
+def test_the_recipe_pasted_into_a_file_runs_twice_ends_and_is_previewed_without_training() -> None:
     Path("train.py").write_text(_recipe())
     with contextlib.redirect_stdout(io.StringIO()) as first:
         runpy.run_path("train.py", run_name="__main__")
@@ -65,7 +67,7 @@ def test_its_recipe_pasted_into_a_file_runs_twice_ends_and_is_previewed_without_
 
 
 def _recipe() -> str:
-    (recipe,) = (block.text for block in blocks_of(README) if block.runs)
+    (recipe,) = (block.text for block in blocks_of(START) if block.title == "train.py")
     return recipe
 
 
@@ -76,16 +78,30 @@ def _train(train_step: Callable[[int, Any], None]) -> None:
     exec(code, {"train_step": train_step, "__name__": "__main__"})
 
 
-def test_its_commands_stand_where_newcomers_and_tests_look_for_them() -> None:
+def test_the_commands_of_readme_stand_where_newcomers_and_tests_look_for_them() -> None:
     text = README.read_text()
-    for heading, end in [("Quickstart", "tools/quickstart.py"), ("Tests", "-m pytest -n 2")]:
+    for heading, end in [("Quickstart", "tools/quickstart/quickstart.py"), ("Tests", "-m pytest -n 2")]:
         block = re.search(rf"^## {heading}\n+```\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
         assert block and block[1].endswith(end) and "\n" not in block[1], heading
 
 
-def test_it_is_read_in_three_minutes_and_its_links_lead_somewhere() -> None:
+def test_readme_is_read_in_three_minutes_and_its_links_lead_somewhere() -> None:
     text = README.read_text()
     assert text.count("\n") <= 150
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
-    assert links
+    assert START.relative_to(ROOT).as_posix() in links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_readme_and_start_say_nothing_twice() -> None:
+    """No eight words in a row stand in both: of prose, tables and code, whatever the marks between them."""
+    readme, start = (_runs_of_words(page.read_text(), 8) for page in (README, START))
+    assert not [" ".join(words) for words in readme & start]
+    assert _runs_of_words("a b c d e f g h i", 8) & _runs_of_words("say: b c d **e** f g, h i", 8), (
+        "so it would be found"
+    )
+
+
+def _runs_of_words(text: str, length: int) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[start : start + length]) for start in range(len(words) - length + 1)}

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import outcome as report
 import pytest
+import quickstart
 import torch
+import train_encoders
 
 from tests.support.toy_samples import python_sources
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import quickstart
-import quickstart_report as report
-import train_encoders
 
 RECIPES = {recipe.name: recipe for recipe in train_encoders.RECIPES}
 

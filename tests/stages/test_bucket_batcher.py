@@ -121,7 +121,7 @@ def test_an_item_that_has_another_length_when_it_is_made_again_is_an_error() -> 
     next(stage)
     after.restore_state(stage.save_state())
     with pytest.raises(
-        sp.CheckpointMismatchError, match=r"item \(0, 0, 0\) lay in bucket 1; made again it belongs to bucket 0"
+        sp.CheckpointMismatchError, match=r"item \(0, 0, 0\) was in bucket 1; made again it belongs to bucket 0"
     ):
         next(after)
 

@@ -145,7 +145,7 @@ HOLDERS = [
     {"pack": "buckets"},
     {"pack": None, "hold": 3},
     {"pack": "best_fit", "blend": "nested", "hold": 3},
-    {"pack": "best_fit", "blend": "branches"},
+    {"pack": "best_fit", "blend": "items", "by": "tokens"},
 ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.conftest import write_tar
+from tests.support.shards import write_tar
 from tests.support.toy_files import jpeg
 
 SHARDS, SAMPLES = 4, 25  # shards, and samples in each

@@ -1,7 +1,7 @@
 """Ranks as torchrun starts them, forked from one process that has imported torch once.
 
-It is started by `python -m tests.support.forked_ranks MODULE WORLD_SIZE ARGUMENT …` and calls on each rank
-`MODULE.main(ARGUMENT, …)`.
+It is started by `python -m tests.support.forked_ranks MODULE WORLD_SIZES ARGUMENT …` and calls on each rank
+`MODULE.main(ARGUMENT, …)`, for one world size after the other: "2,4".
 """
 
 from __future__ import annotations
@@ -41,5 +41,7 @@ def _rank(main: Any, rank: int, world_size: int, port: int, arguments: tuple[str
 
 
 if __name__ == "__main__":
-    codes = fork_ranks(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
-    sys.exit(f"the ranks ended with {codes}" if any(codes) else 0)
+    for world_size in map(int, sys.argv[2].split(",")):
+        codes = fork_ranks(sys.argv[1], world_size, *sys.argv[3:])
+        if any(codes):
+            sys.exit(f"the ranks ended with {codes}")

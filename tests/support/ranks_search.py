@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 import savable_pipeline as sp
-from tests.conftest import write_numbered_shards
+from tests.support.shards import write_numbered_shards
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -43,7 +43,7 @@ def chosen(draw: random.Random) -> dict[str, Any]:
         "shuffle": draw.random() < 0.5,
         "block_size": draw.randint(1, 4),
         "buffer": draw.choice([None, 1, 7, 200]),
-        "blend": draw.choice([None, "readers", "branches", "nested", "ending"]),
+        "blend": draw.choice([None, "samples", "items", "nested", "ending"]),
         "pack": draw.choice([None, "buckets", "sequential", "best_fit", "first_fit_decreasing"]),
         "max_length": draw.randint(4, 40),
         "too_long": draw.choice(["truncate", "split"]),

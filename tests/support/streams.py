@@ -6,8 +6,6 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from savable_pipeline.stages.batch_difference import digest
 
 
@@ -18,6 +16,8 @@ def take(batches: Iterable[Any], n: int) -> list[str]:
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     """What `torch.load`, with its defaults, makes of what `torch.save` wrote."""
+    import torch  # here, since some small processes need only the hashes
+
     file = io.BytesIO()
     torch.save({"data": state}, file)
     file.seek(0)

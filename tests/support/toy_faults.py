@@ -1,4 +1,7 @@
-"""Encoders and pipelines that fail: by an error, a signal, an exit, by hanging, or in ways that only a resume shows."""
+"""Encoders and pipelines that fail: by an error, a signal, an exit, by hanging, or in ways that only a resume shows.
+
+Torch is imported where it is used: fresh interpreters import this file.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import savable_pipeline as sp
 
@@ -121,6 +122,8 @@ class LargeEncoder(NumberEncoder):
     """Batches of 4 MB, which a pipe does not hold."""
 
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        import torch
+
         return torch.full((1 << 20,), float(items[0]))
 
 

@@ -1,9 +1,9 @@
-"""A pipeline with every stage and an encoder that does everything an encoder may do."""
+"""A pipeline over every store, with every way to join, blend, encode, pack, batch and balance, and its encoder."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 import savable_pipeline as sp
 from tests.support.own_stages import FewOfMany, Numbered, Swapped
+from tests.support.toy_stores import number_of, reader_of
 
 
 class ToyEncoder(sp.TaskEncoder):
@@ -21,25 +22,30 @@ class ToyEncoder(sp.TaskEncoder):
         self.fan_out = fan_out
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-        number = sample.json()["id"]
+        number = number_of(sample)
         if self.skip and number % self.skip == 0:
             return sp.Skip(f"every {self.skip}th")
+        joined = {"caption": sample["joined.txt"]} if "joined.txt" in sample else {}
         if self.fan_out and number % self.fan_out == 0:
-            return self._parts(number, rng)
-        return self._item(number, rng)
+            return self._parts(number, joined, rng)
+        return self._item(number, joined, rng)
 
-    def _parts(self, number: int, rng: sp.Rng) -> Iterator[Any]:
+    def _parts(self, number: int, joined: dict[str, Any], rng: sp.Rng) -> Iterator[Any]:
         for _ in range(3):
-            yield self._item(number, rng)
+            yield self._item(number, joined, rng)
 
-    def _item(self, number: int, rng: sp.Rng) -> dict[str, Any]:
-        return {"id": number, "drawn": draw(rng), "start": 0, "length": 1 + number % 9}
+    def _item(self, number: int, joined: dict[str, Any], rng: sp.Rng) -> dict[str, Any]:
+        return {"id": number, **joined, "drawn": draw(rng), "start": 0, "length": 1 + number % 9}
 
     def length(self, item: Any) -> int:
         return int(item["length"])
 
     def images(self, item: Any) -> int:
         return int(item["id"] % 3)
+
+    def third(self, item: Any) -> int:
+        """The group of an item."""
+        return int(item["length"]) % 3
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
         return {**item, "start": start, "length": stop - start}
@@ -58,13 +64,13 @@ class TellingEncoder(ToyEncoder):
     """Tells lengths and images without encoding, where encoding gives one item."""
 
     def length_of(self, sample: sp.Sample) -> int | None:
-        number = sample.json()["id"]
+        number = number_of(sample)
         if (self.skip and number % self.skip == 0) or (self.fan_out and number % self.fan_out == 0):
             return None
-        return 1 + int(number) % 9
+        return 1 + number % 9
 
     def images_of(self, sample: sp.Sample) -> int:
-        return int(sample.json()["id"] % 3)
+        return number_of(sample) % 3
 
 
 def draw(rng: sp.Rng) -> list[Any]:
@@ -74,16 +80,55 @@ def draw(rng: sp.Rng) -> list[Any]:
     return [*own, *made, random.random(), np.random.rand(2), torch.randn(3)]
 
 
+def by_parity(item: Any) -> tuple[str, int]:
+    """A group that is a tuple."""
+    return "parity", int(item["length"]) % 2
+
+
+def in_pairs(lengths: list[int], *, most: int) -> Sequence[Sequence[int]]:
+    """A packing function: the longest with the shortest where they fit, else alone."""
+    order = sorted(range(len(lengths)), key=lambda place: (lengths[place], place))
+    groups: list[list[int]] = []
+    while order:
+        group = [order.pop()]
+        if order and lengths[group[0]] + lengths[order[0]] <= most:
+            group.append(order.pop(0))
+        groups.append(group)
+    return groups
+
+
+class InPairs:
+    """`in_pairs` with its limit, which a state must agree on."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, lengths: list[int]) -> Sequence[Sequence[int]]:
+        return in_pairs(lengths, most=self.most)
+
+    def settings(self) -> dict[str, int]:
+        return {"most": self.most}
+
+
 def toy_pipeline(
     shards: str,
     lane: sp.Lane,
     *,
-    epochs: int | None = None,
+    store: str = "tar",
+    epochs: float | None = None,
     shuffle: bool = True,
-    block_size: int = 8,
+    block_size: int | None = 8,
     window: int | None = 32,
+    subset: float | None = None,
     buffer: int | None = 10,
+    join: str | None = None,
+    joined: str = "",
     blend: str | None = None,
+    weights: str = "fixed",
+    by: str = "samples",
+    until: str = "all",
+    stride: int = 8,
+    point: int = 100,
     pack: str | None = "best_fit",
     max_length: int = 20,
     max_images: int | None = None,
@@ -102,63 +147,85 @@ def toy_pipeline(
 ) -> sp.Stage:
     """Every stage, each with its settings, or without it.
 
-    `blend` reads the shards under several names: as "readers", as "branches" by tokens, "nested", or nested with
-    sources "ending" after an epoch. `pack="buckets"` is batches by length. `hold` is that of a `Balance`; `tells`: the
-    encoder tells lengths without encoding. `own` names the kinds of stages, of "samples", "items" and "batches", after
-    which a user's own stage of that kind stands.
+    `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is how:
+    "fixed", "none" given, one of them "zero", or a schedule by "step" or "linear", with changes at `point` samples and
+    twice that. `pack` is a policy, "function", or batches by "buckets", "groups" or "both". `hold` is that of a
+    `Balance`; `tells`: the encoder tells lengths without encoding. `own` names the kinds of stages, of "samples",
+    "items" and "batches", after which a user's own stage of that kind stands.
     """
     encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
 
-    def reader(shuffle: bool = shuffle, epochs: int | None = epochs) -> sp.Stage:
-        read = sp.TarShardReader(
-            shards, lane, epochs=epochs, shuffle=shuffle, block_size=block_size, window=window, exclude=exclude
-        )
+    def reader(shuffle: bool = shuffle, epochs: float | None = epochs) -> sp.SampleStage:
+        how = {"epochs": epochs, "shuffle": shuffle, "block_size": block_size, "window": window, "subset": subset}
+        read: sp.SampleStage = reader_of(store, shards, lane, exclude=exclude, **how)
+        if join is not None:
+            read = sp.Join(read, {"joined": joined}, missing=join)  # type: ignore[arg-type]
         return FewOfMany(read) if "samples" in own else read
 
-    def items(samples: sp.Stage) -> sp.Stage:
-        made = sp.Encode(samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder)
+    def items(samples: sp.Stage) -> sp.ItemStage:
+        made = sp.Encode(samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder)  # type: ignore[arg-type]
         return Swapped(made) if "items" in own else made
 
+    def batched(batches: sp.Stage) -> sp.Stage:
+        return Numbered(batches) if "batches" in own else batches
+
+    def blended(sources: dict[str, Any], by: str) -> Any:
+        how: Any = {"weights": _weights(list(sources), weights, by, point), "by": by, "stride": stride}
+        return sp.Blend(sources, until=until, **how)
+
+    stage: Any
     if blend is None:
         stage = items(reader())
-    elif blend == "readers":
-        stage = items(sp.Blend({"a": reader(), "b": reader(False)}, weights={"a": 3, "b": 1}))
-    elif blend == "branches":
-        branches = {"a": items(reader()), "b": sp.Encode(reader(), encoder)}
-        stage = sp.Blend(branches, weights={"a": 0.7, "b": 0.3}, by="tokens")
+    elif blend == "samples":
+        stage = items(blended({"a": reader(), "b": reader(False), "c": reader()}, "samples"))
+    elif blend == "items":
+        stage = blended({"a": items(reader()), "b": sp.Encode(reader(), encoder), "c": items(reader(False))}, by)
+    elif blend == "ending":
+        stage = items(blended({"a": reader(), "b": reader(epochs=1), "c": reader()}, "samples"))
     else:
-        once = 1 if blend == "ending" else epochs
-        inner = sp.Blend({"a": reader(), "b": reader(epochs=once)}, weights={"a": 1, "b": 1})
-        stage = sp.Blend({"x": items(inner), "c": items(reader(False, once))}, weights={"x": 5, "c": 2})
-    if pack == "buckets":
-        buckets = sp.BucketBatcher(stage, bounds=[2, 5, 9], size=size, drop_last=drop_last)
-        return Numbered(buckets) if "batches" in own else buckets
+        inner = blended({"a": reader(), "b": reader()}, "samples")
+        stage = blended({"x": items(inner), "c": sp.Encode(reader(), encoder)}, by)
+    if pack in ("buckets", "groups", "both"):
+        group: Any = {"buckets": None, "groups": by_parity, "both": "third"}[pack]
+        bounds = [] if pack == "groups" else [2, 5, 9]
+        sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
+        return batched(sp.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last))
     if pack is not None:
         stage = sp.OnlinePacker(
             stage,
             max_length=max_length,
-            policy=pack,  # type: ignore[arg-type]
+            policy=InPairs(max_length) if pack == "function" else pack,  # type: ignore[arg-type]
             open_packs=open_packs,
-            max_images=max_images,
-            max_cost=max_cost,
-            cost=None if max_cost is None else cost,
+            max_images=None if pack == "function" else max_images,
+            max_cost=None if pack == "function" else max_cost,
+            cost=None if max_cost is None or pack == "function" else cost,
             too_long=too_long,  # type: ignore[arg-type]
             max_held_bytes=max_held_bytes,
         )
     if hold is not None:
         stage = sp.Balance(stage, hold=hold, cost=cost, max_held_bytes=max_held_bytes)
-    batches = sp.Batcher(stage, size=size, drop_last=drop_last)
-    return Numbered(batches) if "batches" in own else batches
+    return batched(sp.Batcher(stage, size=size, drop_last=drop_last))
 
 
-SOURCES = {
-    None: 1,
-    "readers": 2,
-    "branches": 2,
-    "nested": 3,
-    "ending": 3,
-}  # how often `blend` reads each sample in an epoch
+def _weights(names: list[str], how: str, by: str, point: int) -> Any:
+    """Weights of sources; in a schedule the second begins and the first ends, or all change together."""
+    fixed = {name: 1 + 2 * i for i, name in enumerate(names)}
+    if how == "none" and by == "samples":
+        return None
+    if how == "zero":
+        return {**fixed, names[0]: 0}
+    if how in ("step", "linear"):
+        begun = {**fixed, names[1]: 0}
+        ended = {**dict.fromkeys(names, 1), names[0]: 0}
+        points = [(0, begun), (point, fixed), (2 * point, {**fixed, names[0]: 9}), (3 * point, ended)]
+        return sp.Schedule(points, unit=by, shape=how)  # type: ignore[arg-type]
+    return fixed
+
+
+def reads_of(blend: str | None) -> int:
+    """How often the pipeline reads each sample in an epoch."""
+    return 1 if blend is None else 3
 
 
 def numbers(batch: Any) -> list[int]:

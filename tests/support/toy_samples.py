@@ -16,7 +16,7 @@ from PIL import Image
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import DetachedSample, Sample
 from savable_pipeline.stages.task_encoder import Skip
-from tests.conftest import write_tar
+from tests.support.shards import write_tar
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>"]

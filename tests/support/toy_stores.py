@@ -1,18 +1,22 @@
-"""The same numbered samples in every store: JSON `{"id": n}`, cut alike into shards."""
+"""The same numbered samples in every store, cut alike into shards: JSON `{"id": n}` with a key, or windows of tokens.
+
+PyArrow and the readers are imported where they are used: many small processes import this file.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 
 import savable_pipeline as sp
-from tests.conftest import write_numbered_shards
-from tests.support.toy_pipelines import ToyEncoder
+from tests.support.shards import write_numbered_shards, write_tar
+
+WIDTH = 3  # tokens of a sample in a token file
 
 
 def numbered(sizes: list[int]) -> list[list[str]]:
@@ -21,49 +25,77 @@ def numbered(sizes: list[int]) -> list[list[str]]:
     return [[json.dumps({"id": next(counted)}) for _ in range(size)] for size in sizes]
 
 
-def write_parquet(folder: Path, sizes: list[int], *, rows: int = 7) -> None:
-    """Files of a column `json`, in row groups of `rows` rows."""
+def _table(texts: list[str]) -> Any:
+    import pyarrow as pa
+
+    keys = [f"s{json.loads(text)['id']:06d}" for text in texts]
+    return pa.table({"json": pa.array(texts, pa.string()), "key": keys})
+
+
+def _write_parquet(path: Path, texts: list[str], number: int) -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(_table(texts), path.with_suffix(".parquet"), row_group_size=7, write_page_checksum=True)
+
+
+def _write_arrow(path: Path, texts: list[str], number: int) -> None:
+    """Streams and files in turn."""
+    import pyarrow as pa
+
+    table = _table(texts)
+    writer = pa.ipc.new_file if number % 2 else pa.ipc.new_stream
+    with writer(path.with_suffix(".arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=7)
+
+
+def _write_jsonl(path: Path, texts: list[str], number: int) -> None:
+    path.with_suffix(".jsonl").write_text(
+        "".join(f'{text[:-1]}, "key": "s{json.loads(text)["id"]:06d}"}}\n' for text in texts)
+    )
+
+
+def _write_tokens(path: Path, texts: list[str], number: int) -> None:
+    """Sample n is the tokens from 3n up to 3n + 3."""
+    first = WIDTH * json.loads(texts[0])["id"]
+    np.save(path.with_suffix(".npy"), np.arange(first, first + WIDTH * len(texts), dtype=np.uint16))
+
+
+def _files(write: Callable[[Path, list[str], int], None], folder: Path, sizes: list[int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for shard, texts in enumerate(numbered(sizes)):
-        table = pa.table({"json": pa.array(texts, pa.string())})
-        pq.write_table(table, folder / f"{shard:04d}.parquet", row_group_size=rows, write_page_checksum=True)
-
-
-def write_arrow(folder: Path, sizes: list[int], *, rows: int = 7) -> None:
-    """Streams and files in turn, of a column `json`, in batches of `rows` rows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for shard, texts in enumerate(numbered(sizes)):
-        table = pa.table({"json": pa.array(texts, pa.string())})
-        writer = pa.ipc.new_file if shard % 2 else pa.ipc.new_stream
-        with writer(folder / f"{shard:04d}.arrow", table.schema) as stream:
-            stream.write_table(table, max_chunksize=rows)
-
-
-def write_jsonl(folder: Path, sizes: list[int]) -> None:
-    """Files of a line a sample."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for shard, texts in enumerate(numbered(sizes)):
-        (folder / f"{shard:04d}.jsonl").write_text("".join(f"{text}\n" for text in texts))
+    for number, texts in enumerate(numbered(sizes)):
+        write(folder / f"{number:04d}", texts, number)
 
 
 WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
     "tar": write_numbered_shards,
-    "parquet": write_parquet,
-    "arrow": write_arrow,
-    "jsonl": write_jsonl,
+    "parquet": partial(_files, _write_parquet),
+    "arrow": partial(_files, _write_arrow),
+    "jsonl": partial(_files, _write_jsonl),
+    "tokens": partial(_files, _write_tokens),
 }
-READERS: dict[str, Any] = {
-    "tar": sp.TarShardReader,
-    "parquet": sp.ParquetReader,
-    "arrow": sp.ArrowReader,
-    "jsonl": sp.JsonlReader,
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tar": ("TarShardReader", {}),
+    "parquet": ("ParquetReader", {"key": "key"}),
+    "arrow": ("ArrowReader", {"key": "key"}),
+    "jsonl": ("JsonlReader", {"key": "key"}),
+    "tokens": ("TokenReader", {"length": WIDTH}),
 }
+KEYED = [kind for kind in READERS if kind != "tokens"]  # those whose samples have keys, as the tars have them
 
 
-def store_pipeline(
-    kind: str, folder: str, lane: sp.Lane, *, buffer: int = 10, size: int = 2, packed: bool = True, **settings: Any
-) -> sp.Stage:
-    """A reader of this kind of store, a buffer, the toy encoder, a packer and batches."""
-    samples = sp.ShuffleBuffer(READERS[kind](folder, lane, **settings), size=buffer)
-    items: sp.ItemStage = sp.Encode(samples, ToyEncoder())
-    return sp.Batcher(sp.OnlinePacker(items, max_length=20, open_packs=3) if packed else items, size=size)
+def reader_of(kind: str, files: str, lane: sp.Lane, **settings: Any) -> sp.SampleStage:
+    """The reader of this kind of store."""
+    name, own = READERS[kind]
+    reader: sp.SampleStage = getattr(sp, name)(files, lane, **own, **settings)
+    return reader
+
+
+def number_of(sample: sp.Sample) -> int:
+    """The number of a sample of any store."""
+    return int(sample.array("tokens")[0]) // WIDTH if "tokens" in sample else int(sample.json()["id"])
+
+
+def write_captions(folder: Path, count: int) -> None:
+    """A tar of captions of most of the first `count` samples, to be joined."""
+    captions = [(f"s{i:06d}.txt", f"caption {i}".encode()) for i in range(count) if i % 11]
+    write_tar(folder / "0.tar", captions)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
-from tests.conftest import write_numbered_shards
+from tests.support.shards import write_numbered_shards
 
 LANES = 6
 SAMPLES = 72  # 18 batches an epoch, of 4 rows: 3 of each lane

@@ -25,6 +25,7 @@ from webdataset.writer import TarWriter
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.indexing import open_index
+from savable_pipeline.data.shards.scan import TARS
 
 Tree = dict[str, bytes | None]  # the files of a tar by name, in order; None: a folder, a link, or a link to nothing
 Grouped = list[tuple[str, list[tuple[str, bytes]]]]
@@ -159,7 +160,7 @@ def test_offsets_are_those_of_energon(tars: Path, tmp_path: Path, kind: str) -> 
     names = names_of(tars, kind)
     for name in names:
         shutil.copy(tars / name, tmp_path / name)
-    open_index(tmp_path, names)
+    open_index(tmp_path, names, TARS)
     for name in names:
         ours = (tmp_path / name).with_suffix(".tar.idx").read_bytes()
         (tmp_path / name).with_suffix(".tar.idx").unlink()

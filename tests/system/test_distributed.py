@@ -1,4 +1,7 @@
-"""Real ranks: 2 under torchrun, then 4 that go on from the checkpoint of the 2; beside them one rank here."""
+"""Real ranks: 2, then 4 that go on from the checkpoint of the 2; beside them one rank here.
+
+They are forked as torchrun starts them; `-m long` has torchrun start the 2, which imports torch three times.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import savable_pipeline as sp
-from tests.conftest import write_numbered_shards
+from tests.support.shards import write_numbered_shards
 from tests.support.streams import take
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -24,19 +27,23 @@ from tests.support.toy_rank import SETTINGS, STEPS
 SAVED_AT = 2 * STEPS
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.support.toy_rank"]
+FORKED = ["tests.support.forked_ranks", "tests.support.toy_rank"]
+STARTS = {"forked": [[*FORKED, "2,4"]], "torchrun": [TORCHRUN, [*FORKED, "4"]]}
+
+
+@pytest.fixture(scope="module", params=["forked", pytest.param("torchrun", marks=pytest.mark.long)])
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
     """The folder, and by world size what each rank saw."""
     folder = tmp_path_factory.mktemp("ranks")
     write_numbered_shards(folder / "shards", [40, 7, 160])
-    seen = {}
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.support.toy_rank"]
-    for world_size, start in ((2, torchrun), (4, ["tests.support.forked_ranks", "tests.support.toy_rank", "4"])):
+    for start in STARTS[request.param]:
         command = [sys.executable, "-m", *start, str(folder / "shards"), str(folder)]
         run = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert run.returncode == 0, run.stderr
-        seen[world_size] = [torch.load(folder / f"rank{rank}_of_{world_size}.pt") for rank in range(world_size)]
-    return folder, seen
+    return folder, {size: [torch.load(folder / f"rank{rank}_of_{size}.pt") for rank in range(size)] for size in (2, 4)}
 
 
 def alone(folder: Path, **settings: Any) -> sp.SavableLoader:

@@ -1,38 +1,56 @@
 """The promise, by property: random data, random pipelines, random cuts, chains of resumes, other workers and ranks.
 
-A few examples each; `test_resume_search.py` searches long.
+A few examples each; `pytest --hypothesis-profile long tests/system/test_exact_resume.py` searches about an hour, and
+with `-m long` too: under other start methods, killed workers and real ranks.
 """
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from tests.support.exclude_search import check_excluded_from_a_cut_on, check_excluded_in_an_epoch, exclusions
-from tests.support.resume_search import (
+from tests.support.disturbed_runs import check_disturbed
+from tests.support.exact_search import (
     check_chains,
     check_endless,
+    check_excluded_from_a_cut_on,
+    check_excluded_in_an_epoch,
     check_finite,
     check_once,
     examples,
+    exclusions,
     pipelines,
     shard_sizes,
 )
-from tests.support.toy_pipelines import SOURCES, numbers, toy_pipeline
+from tests.support.toy_pipelines import numbers, reads_of, toy_pipeline
 
-seeds = st.integers(0, 2**64 - 1)
+pytestmark = pytest.mark.timeout(3 * settings().max_examples)  # 300 s, and longer for a long search
+seeds = st.integers(0, 2**63)
+disturbances = st.fixed_dictionaries(
+    {
+        "ids": st.booleans(),
+        "ledger": st.booleans(),
+        "epoch_slots": st.sampled_from([None, 12, 36]),
+        "skips": st.booleans(),
+        "grows": st.booleans(),
+    }
+)
 
 
-@examples(6)
+@examples(12)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.sampled_from([1, 2, 12]))
-def test_every_cut_of_an_endless_run_and_chains_of_resumes_are_exact(
+def test_every_cut_of_an_endless_run_and_a_chain_of_resumes_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int
 ) -> None:
     check_endless(sizes, chosen, seed, lanes)
@@ -47,11 +65,25 @@ def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
 
 
 @examples(2, shrink=False)
-@given(size=st.integers(60, 200), chosen=pipelines, epochs=st.integers(1, 2), seed=seeds)
+@given(
+    size=st.integers(60, 200),
+    chosen=pipelines,
+    epochs=st.sampled_from([1, 1.5, 2, 2.5]),
+    seed=seeds,
+    tail=st.sampled_from(["stop", "pad"]),
+)
 def test_finite_runs_and_the_epochs_after_them_are_exact(
-    size: int, chosen: dict[str, Any], epochs: int, seed: int
+    size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: str
 ) -> None:
-    check_finite(size, chosen, epochs, seed)
+    check_finite(size, chosen, epochs, seed, tail)
+
+
+@examples(3, shrink=False)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds, how=disturbances)
+def test_runs_with_skips_ledgers_and_shards_that_join_are_exact(
+    sizes: list[int], chosen: dict[str, Any], seed: int, how: dict[str, Any]
+) -> None:
+    check_disturbed(sizes, chosen, seed, slots=24, most_workers=0, again=1, **how)
 
 
 @examples(10)
@@ -100,8 +132,8 @@ def test_other_start_methods_are_exact(make_shards: Any, method: str) -> None:
     ("pack", "blend"),
     [
         ("best_fit", None),
-        pytest.param("sequential", "branches", marks=pytest.mark.long),
-        pytest.param("first_fit_decreasing", "readers", marks=pytest.mark.long),
+        pytest.param("sequential", "items", marks=pytest.mark.long),
+        pytest.param("first_fit_decreasing", "samples", marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any, pack: str, blend: str | None) -> None:
@@ -120,4 +152,36 @@ def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(make_shards: Any
                 given.update(numbers(batch))
             state = loader.state_dict()
             ended = state["epoch"] > 0
-    assert given == Counter(dict.fromkeys(range(161), SOURCES[blend]))
+    assert given == Counter(dict.fromkeys(range(161), reads_of(blend)))
+
+
+# Longer.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@examples(4, shrink=False)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds)
+def test_chains_under_other_start_methods(sizes: list[int], chosen: dict[str, Any], seed: int, method: str) -> None:
+    check_chains(sizes, chosen, seed, workers=(0, 1, 2), world_sizes=(1, 2), multiprocessing_context=method)
+
+
+@pytest.mark.long
+@examples(10, shrink=False)
+@given(sizes=shard_sizes, chosen=pipelines, seed=seeds, how=disturbances)
+def test_chains_in_workers_that_are_killed(sizes: list[int], chosen: dict[str, Any], seed: int, how: Any) -> None:
+    check_disturbed(sizes, chosen, seed, kills=True, **how)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_finite_runs_of_real_ranks(world_size: int, tmp_path: Path) -> None:
+    """Ranks under torchrun: random pipelines, each cut at random steps, resumed by all ranks, over epochs' ends."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    arguments = ["-m", "tests.support.ranks_search", str(tmp_path), str(seed), "20"]
+    run = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=3000)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("exact") == 20

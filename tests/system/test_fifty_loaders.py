@@ -15,7 +15,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.data.stores.tar_store import TarStore
-from tests.support.wide_pipelines import write_store
+from tests.support.toy_stores import WRITERS
 
 READERS: dict[str, Callable[..., sp.Stage]] = {
     "tar": sp.TarShardReader,
@@ -60,7 +60,7 @@ def use(pipeline: Callable[[sp.Lane], sp.Stage], loaders: int) -> None:
     ("kind", "make"), [*((kind, alone) for kind in READERS), *((kind, joined) for kind in READERS if kind != "tokens")]
 )
 def test_nothing_of_fifty_closed_loaders_is_left(tmp_path: Path, kind: str, make: Any) -> None:
-    write_store(kind, tmp_path / "data", [12, 9])
+    WRITERS[kind](tmp_path / "data", [12, 9])
     pipeline = partial(make, kind, tmp_path / "data")
     use(pipeline, 1)  # indexes, and imports what it needs
     before = held()
@@ -70,7 +70,7 @@ def test_nothing_of_fifty_closed_loaders_is_left(tmp_path: Path, kind: str, make
 
 @pytest.mark.parametrize("kind", READERS)
 def test_the_files_of_a_closed_loader_are_closed_without_a_collection_of_garbage(tmp_path: Path, kind: str) -> None:
-    write_store(kind, tmp_path / "data", [12, 9])
+    WRITERS[kind](tmp_path / "data", [12, 9])
     pipeline = partial(alone, kind, tmp_path / "data")
     use(pipeline, 1)
     before, _ = held()

@@ -1,13 +1,10 @@
-"""Some hundred of the hostile inputs that `tools/soak.py fuzz` tries by the thousand."""
+"""Some hundred of the hostile inputs that `tools/soak/soak.py fuzz` tries by the thousand."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from soak_fuzz import fuzz
+from fuzz import fuzz
 
 
 def test_hostile_states_indexes_tars_and_yaml_are_refused_with_a_word_or_read(tmp_path: Path) -> None:

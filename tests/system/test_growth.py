@@ -120,7 +120,7 @@ def test_each_pass_is_that_of_a_run_on_its_own_shards(folders: dict[int, str], h
 @pytest.mark.parametrize(
     "how",
     [
-        {"blend": "branches", "buffer": 5},
+        {"blend": "items", "by": "tokens", "buffer": 5},
         pytest.param({"blend": "nested", "pack": "first_fit_decreasing"}, marks=pytest.mark.long),
         {"shuffle": False, "pack": None, "block_size": 2},
     ],

@@ -120,7 +120,7 @@ def record(texts: Any, images: Any) -> dict[str, Any]:
         ([], "expected an object with texts and images, or text_list and image_info, found list"),
         ({"text": "a"}, "found the fields text"),
         (record("a", ["0.png"]), "texts: expected a list, found 'a'"),
-        (record([None], None), "images: expected a list, found None"),
+        (record([None], None), "images: expected a list, found nothing"),
         (record(["a"], [None, "0.png"]), "expected lists of one length, found 1 and 2"),
         (record(["a"], ["0.png"]), r"texts\[0\] and images\[0\]: expected null in one of them, and not in both"),
         (record([None], [None]), r"texts\[0\] and images\[0\]: expected null in one"),

@@ -117,7 +117,7 @@ def test_hf_early_stopping_keeps_its_patience_if_told_to_and_its_loss_is_named_o
         made.train(resume_from_checkpoint=resume or None)
         return made.state.global_step
 
-    forgets = "EarlyStoppingCallback begins anew"
+    forgets = "EarlyStoppingCallback starts again"
     assert run("straight", 14) == 8
     assert run("kept", 6) == 6
     shutil.copytree(tmp_path / "kept", tmp_path / "forgotten")
@@ -208,7 +208,7 @@ def test_accelerate_a_loader_that_is_merely_prepared_is_named_when_its_loop_begi
     for batch in (bare := accelerator.prepare(make())):
         assert batch is not None
         break
-    assert caplog.text.count("there is an Accelerator, whose save_state knows nothing of loaders") == 1
+    assert caplog.text.count("there is an Accelerator, whose save_state does not save loaders") == 1
     next(iter(bare))
     next(iter(with_accelerate.prepare(accelerator, make())))
     assert caplog.text.count("bare SavableLoader") == 1

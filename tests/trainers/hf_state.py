@@ -17,7 +17,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import hf
-from tests.conftest import write_numbered_shards
+from tests.support.shards import write_numbered_shards
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
 
 EPOCH = 18  # batches

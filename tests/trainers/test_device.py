@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
-from savable_pipeline.run.loader import run, savable_loader
+from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import device
 from savable_pipeline.trainers.device import OnDevice
@@ -177,7 +177,7 @@ def test_a_batch_whose_move_fails_is_not_lost(shards: str, monkeypatch: pytest.M
 class Interrupt:
     """Raises KeyboardInterrupt before the `at`-th line that this library runs in the loader or in `OnDevice`."""
 
-    FILES = (device.__file__, run.__file__, savable_loader.__file__)
+    FILES = tuple(str(each.__file__) for each in (device, run, savable_loader, epoch_end, own_process))
 
     def __init__(self, at: int) -> None:
         self.left = at

@@ -128,9 +128,9 @@ def test_a_last_state_of_the_same_data_elsewhere_is_of_the_same_run(shards: str,
 FORMS_AGAIN = """
 import os, sys
 from datetime import timedelta
-sys.path.insert(0, "tools")
+sys.path.insert(0, "tools/soak")
 import torch.distributed as dist
-from soak_survivors import leave_group
+from survivors import leave_group
 
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 child = os.fork()
@@ -157,8 +157,8 @@ def test_a_rank_whose_group_could_not_be_formed_is_in_the_next_one() -> None:
 
 
 def survive(folder: Path, kills: int) -> dict[str, Any]:
-    """What tools/soak_survivors.py found."""
-    command = [sys.executable, str(ROOT / "tools/soak_survivors.py"), str(folder), str(kills)]
+    """What tools/soak/survivors.py found."""
+    command = [sys.executable, str(ROOT / "tools/soak/survivors.py"), str(folder), str(kills)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60 + 30 * kills)
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
 """Each trainer is killed and resumed by its own mechanism, on the code of its page: no batch and no loss differs.
 
 What their files refuse, and checkpoints of any moment of a step, are tested in the same process (`_TESTS`), since it
-takes long to import the trainers. `python tools/try_trainers.py` tries the other cases.
+takes long to import the trainers. `python tools/trials/trainers.py` tries the other cases.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline.run.state.state_dict import lane_numbers
-from tests.conftest import write_tar
+from tests.support.shards import write_tar
 from tests.support.streams import take
 from tests.support.toy_mesh import AFTER, SETTINGS, STEPS, packed_pipeline
 

@@ -10,7 +10,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.trainers.rescue import rescue
-from tests.conftest import write_numbered_shards
+from tests.support.shards import write_numbered_shards
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 

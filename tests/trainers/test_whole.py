@@ -14,7 +14,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.run.loader import run
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.trainers import ahead, left_at, whole
+from savable_pipeline.trainers import checks, whole
 from savable_pipeline.trainers.whole import Whole
 from tests.support.signals import SignalAt, got
 from tests.support.streams import take, through_a_file
@@ -350,7 +350,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not
     if counts:
         batches = Whole(loader(), trained=lambda: begun[0], most_ahead=0)
     for at in range(1, 100_000):
-        signal = SignalAt(at, [whole, ahead, left_at, run])
+        signal = SignalAt(at, [whole, checks, run])
         count = got(batches, 1, signal)
         begun[0] += count
         assert batches.state_dict()["slot"] == straight.state_dict()["slot"] + count, at

@@ -26,10 +26,8 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
-from savable_pipeline.data.stores.jsonl_file import JSONL
-from savable_pipeline.data.stores.jsonl_store import JsonlStore
-from savable_pipeline.data.stores.parquet_file import PARQUET
-from savable_pipeline.data.stores.parquet_store import ParquetStore
+from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
+from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.remote_indexing import index_remote
 from savable_pipeline.data.stores.saved_dataset import data_files

@@ -1,4 +1,4 @@
-"""`open_dataset`: the samples of a dataset by number and by key, as a list has them, and as torch's datasets do.
+"""`open_dataset`: the samples of a dataset by number and by key, as in a list, and as torch's datasets have them.
 
 Stages read a `Dataset`, by refs (see opening.py); this is for people, notebooks and other loaders.
 """
@@ -33,28 +33,40 @@ def open_dataset(
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
 ) -> Samples:
-    """All samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
+    """Open all samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
 
-    `shards`, `cache` and `cache_bytes` are as `TarShardReader` takes them, `columns` and `key` as the reader of these
-    files. `transform` is called with each sample that is asked for, and may be `sp.Sample.decoded`; without it a
-    `Sample` reads its parts when they are asked for. A slice is such a sequence itself, and reads nothing. It may be
-    pickled: another process opens the shards again.
+    A slice is again such a sequence, and reads nothing. It may be pickled: another process opens the shards again. Keys
+    are found by an index, made when the first is asked for: that reads the header of every sample once, or the column
+    of the keys. Of several samples with one key, the first is returned.
 
-    Keys are found by an index of them, made when the first is asked for: that reads the header of every sample once, or
-    the column of the keys. Of several samples with one key it gives the first.
+    Args:
+        shards: As for the reader of such files: `sp.TarShardReader`, `sp.ParquetReader`, `sp.ArrowReader`,
+            `sp.JsonlReader`.
+        transform: Called with each sample that is asked for, such as `sp.Sample.decoded`. None: a `Sample`, which reads
+            its parts when they are asked for.
+        columns: As for `sp.ParquetReader`.
+        key: As for `sp.ParquetReader`.
+        cache: As for `sp.TarShardReader`.
+        cache_bytes: As for `sp.TarShardReader`.
 
-    Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of this kind do not have; IndexError for
-    a number, and KeyError for a key, that is not there.
+    Returns:
+        A sequence of samples, with IndexError for a missing number and KeyError for a missing key.
 
-    >>> data = sp.open_dataset("shards/")
-    >>> len(data), data[3].key, data[-1].key, data["s000042"].json()
-    (400, 's000003', 's000399', {'id': 42})
-    >>> [sample.key for sample in data[10:16:2]]
-    ['s000010', 's000012', 's000014']
-    >>> decoded = sp.open_dataset("shards/", transform=sp.Sample.decoded)
-    >>> from torch.utils.data import DataLoader
-    >>> next(iter(DataLoader(decoded, batch_size=2)))["png"].shape  # uint8 (batch, height, width, 3)
-    torch.Size([2, 8, 8, 3])
+    Raises:
+        ValueError: Files of this kind do not have a setting.
+        ShardError: Shards cannot be read.
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> data = sp.open_dataset("shards/")
+        >>> len(data), data[3].key, data[-1].key, data["s000042"].json()
+        (400, 's000003', 's000399', {'id': 42})
+        >>> [sample.key for sample in data[10:16:2]]
+        ['s000010', 's000012', 's000014']
+        >>> decoded = sp.open_dataset("shards/", transform=sp.Sample.decoded)
+        >>> from torch.utils.data import DataLoader
+        >>> next(iter(DataLoader(decoded, batch_size=2)))["png"].shape  # uint8 (batch, height, width, 3)
+        torch.Size([2, 8, 8, 3])
     """
     specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
     return Samples(_Opened((specs, cache, cache_bytes, None if columns is None else tuple(columns), key)), transform)

@@ -1,4 +1,4 @@
-"""`Ref`, which says where an item comes from, and `Sample`, whose parts are read when they are asked for."""
+"""`Ref`, the origin of an item, and `Sample`, whose parts are read when they are asked for."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ TAGS = 1 << 15
 
 
 class Ref(NamedTuple):
-    """Where an item comes from: enough to make it again, identically.
+    """The origin of an item: enough to make it again, identically.
 
-    `source` is a stable hash of the source's name, `index` the number of the sample in the whole dataset, `part` the
-    number of the item among those that a fan-out encoder makes of one sample.
+    Attributes:
+        source: A stable hash of the source's name.
+        epoch: The epoch in which the sample was read.
+        index: The number of the sample in the whole dataset.
+        part: The number of the item among those that a fan-out encoder makes of one sample.
 
-    >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
-    >>> (sample.ref.epoch, sample.ref.index, sample.ref.part)
-    (0, 0, 0)
+    Example:
+        >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+        >>> (sample.ref.epoch, sample.ref.index, sample.ref.part)
+        (0, 0, 0)
     """
 
     source: int
@@ -51,12 +55,12 @@ def tag_of(index: int) -> int:
 
 
 def count_of_source(index: int, what: str) -> str:
-    """The name of a stage's counter of what happened to samples of the source of this index, by its tag."""
+    """The name of a stage's counter of samples to which `what` happened, by the source of this index."""
     return f"source/{tag_of(index)}/{what}"
 
 
 def skip_counters(reason: str, index: int) -> tuple[str, str]:
-    """The names of a stage's counters to raise for what it leaves out: by reason, and by the source of this index."""
+    """The names of a stage's counters for a sample that it leaves out: by reason, and by the source of this index."""
     return f"skipped/{reason}", count_of_source(index, "skipped")
 
 
@@ -95,11 +99,17 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     The case of an extension does not matter. `.image()`, `.text()` and `.json()` decode the usual parts. A missing part
     is a KeyError; a shard that cannot be read is a `ShardError`, or behind a URL a `RemoteError`.
 
-    >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
-    >>> (sample.key, list(sample), sample["txt"])
-    ('s000000', ['json', 'txt', 'png'], b'picture 0')
-    >>> (sample.json(), sample.text(), sample.image().size)
-    ({'id': 0}, 'picture 0', (8, 8))
+    Attributes:
+        origin: The dataset that the parts are read from.
+        index: The number of the sample in its dataset; its upper bits are the tag of its source in a `Blend`.
+        epoch: The epoch in which it is read.
+
+    Example:
+        >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+        >>> (sample.key, list(sample), sample["txt"])
+        ('s000000', ['json', 'txt', 'png'], b'picture 0')
+        >>> (sample.json(), sample.text(), sample.image().size)
+        ({'id': 0}, 'picture 0', (8, 8))
     """
 
     origin: SampleSource
@@ -120,7 +130,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def offset(self) -> int:
-        """Where the sample begins in its shard: in a tar the offset in bytes of its first header; see `place`."""
+        """The place of the sample in its shard: in a tar the offset in bytes of its first header; see `place`."""
         return self.origin.offset(self._shard, self._row)
 
     @property
@@ -130,15 +140,16 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def ref(self) -> Ref:
-        """Where the sample comes from."""
+        """The origin of the sample."""
         return Ref(self.origin.source ^ tag_of(self.index) << TAG_SHIFT, self.epoch, untagged(self.index))
 
     @property
     def source(self) -> str:
-        """The name of the `Blend` source that the sample is of: "web", or "text/web" in nested Blends; "" without one.
+        """The name of the sample's source in a `Blend`: "web", or "text/web" in nested ones; "" without one.
 
-        >>> next(sp.Blend({"web": sp.TarShardReader("shards/", sp.Lane())})).source
-        'web'
+        Example:
+            >>> next(sp.Blend({"web": sp.TarShardReader("shards/", sp.Lane())})).source
+            'web'
         """
         return self.origin.names.get(tag_of(self.index), "")
 
@@ -155,23 +166,35 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return any(str(extension).lower() == known.lower() for known in self)
 
     def keys(self) -> list[str]:
-        """The extensions, in the order of the tar."""
+        """Return the extensions, in the order of the tar."""
         return list(self)
 
     def values(self) -> list[bytes]:
-        """The bytes of each part."""
+        """Return the bytes of each part."""
         return [self[extension] for extension in self]
 
     def items(self) -> list[tuple[str, bytes]]:
-        """Extension and bytes of each part."""
+        """Return extension and bytes of each part."""
         return [(extension, self[extension]) for extension in self]
 
     def get(self, extension: str, default: Any = None) -> Any:
-        """The bytes of a part, or `default` where there is none."""
+        """Return the bytes of a part, or a default.
+
+        Args:
+            extension: The name of the part.
+            default: Returned if the sample has no such part.
+        """
         return self[extension] if extension in self else default  # noqa: SIM401
 
     def field(self, name: str) -> Any:
-        """The field `name` of the dataset's `field_map` (`.nv-meta/dataset.yaml`): bytes, or a value inside JSON."""
+        """Return a field of the dataset's `field_map` (`.nv-meta/dataset.yaml`): bytes, or a value inside JSON.
+
+        Args:
+            name: The name of the field.
+
+        Raises:
+            KeyError: There is no such field, or the sample lacks its parts.
+        """
         options = self.origin.field_map.get(name)
         if options is None:
             known = ", ".join(self.origin.field_map) or "none; it has no field_map"
@@ -185,56 +208,74 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         raise KeyError(f"the field {name!r} lies in {[part for part, *_ in options]}; the sample has {list(self)}")
 
     def array(self, extension: str) -> NDArray[Any]:
-        """The bytes of a part as a writable array, uint8 (bytes,), for raw data that needs no decoding.
+        """Return the bytes of a part as a writable array, uint8 (bytes,), for raw data that needs no decoding.
 
-        Tokens of a `TokenReader` come as numbers of their own type, (tokens,).
+        Tokens of a `TokenReader` are numbers of their own type, (tokens,). In a worker it is read directly into the
+        memory of the batch: `sp.stack` of such arrays as tensors (`torch.from_numpy`) need not copy them, if their size
+        in bytes is a multiple of 64.
 
-        In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as tensors
-        (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
+        Args:
+            extension: The name of the part.
         """
         return self.origin.array(self._shard, self._row, extension)
 
     def head(self, extension: str, limit: int) -> tuple[bytes, int]:
-        """The first bytes of a part, at most `limit`, and the size of the part in bytes."""
+        """Return the first bytes of a part, and the size of the part in bytes.
+
+        Args:
+            extension: The name of the part.
+            limit: The most bytes to return.
+        """
         return self.origin.head(self._shard, self._row, extension, limit)
 
     def json(self, extension: str = "json") -> Any:
-        """The part decoded as JSON: the results and the errors of `json.loads`, six times as fast.
+        """Decode a part as JSON: the results and the errors of `json.loads`, six times as fast.
 
-        A part whose extension ends in `gz` is decompressed first.
+        Args:
+            extension: The name of the part; if it ends in `gz`, the part is decompressed first.
         """
         return decoded_json(unpacked(extension, self[extension]))
 
     def text(self, extension: str | None = None) -> str:
-        """The part decoded as UTF-8; by default the first of txt, text, caption and md that the sample has.
+        """Decode a part as UTF-8.
 
-        A part whose extension ends in `gz`, such as "txt.gz", is decompressed first.
+        Args:
+            extension: The name of the part; if it ends in `gz`, such as "txt.gz", the part is decompressed first. None:
+                the first of txt, text, caption and md that the sample has.
         """
         part = extension or self._first(TEXT_PARTS)
         return unpacked(part, self[part]).decode()
 
     def image(self, extension: str | None = None, mode: str = "RGB", *, background: Colour = "white") -> Image.Image:
-        """The part decoded as an image of this mode; by default the first of `sp.IMAGE_PARTS` that the sample has.
+        """Decode a part as an image.
 
-        An image with alpha is laid over the `background`, unless the mode has alpha, as "RGBA" has.
+        Args:
+            extension: The name of the part. None: the first of `sp.IMAGE_PARTS` that the sample has.
+            mode: The mode of the image, as of Pillow.
+            background: The colour behind an image with alpha, unless the mode has alpha, as "RGBA" has.
         """
         part = extension or self._first(IMAGE_PARTS)
         return converted(open_image(self[part], part), mode, background)
 
     def decoded(self) -> dict[str, Any]:
-        """All parts, decoded by the last word of their extension, and `__key__`.
+        """Decode all parts, by the last word of their extension, and add `__key__`.
 
         json: as JSON; txt, text, caption, md: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array; npz: a
-        dict of arrays; any other: bytes. Nothing is unpickled. Raises what the decoders raise for malformed parts.
+        dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
 
-        >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
-        >>> {name: getattr(value, "shape", value) for name, value in sample.decoded().items()}
-        {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
+        Example:
+            >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+            >>> {name: getattr(value, "shape", value) for name, value in sample.decoded().items()}
+            {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
         """
         return {"__key__": self.key, **{name: decoded_part(name, data) for name, data in self.items()}}
 
     def read_from(self, origin: SampleSource) -> Sample:
-        """The same sample, its parts read from elsewhere: for stages that put others beside them."""
+        """Return the same sample with its parts read from elsewhere, for stages that add others.
+
+        Args:
+            origin: Where the parts are read from.
+        """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
 
     def _first(self, extensions: tuple[str, ...]) -> str:
@@ -260,7 +301,7 @@ Mapping.register(Sample)
 
 
 class DetachedSample(msgspec.Struct, eq=False):
-    """Takes the place of the dataset of a sample that was pickled: holds the parts themselves."""
+    """Replaces the dataset of a sample that was pickled: holds the parts themselves."""
 
     source: int
     _key: str

@@ -195,7 +195,7 @@ class ObjectStore:
                     raise RemoteError(
                         f"{url}: tried {tries} times in {spent:.1f} s, the last time: {short_error(error)}. See that "
                         "the server is up and can be reached; SAVABLE_RETRY_S sets for how many seconds to try. The "
-                        "loader's state is whole: save it or go on"
+                        "loader's state is whole: save it or continue"
                     ) from error
             time.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

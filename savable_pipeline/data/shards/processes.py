@@ -1,9 +1,9 @@
-"""Runs a function over many shards in child processes: scanning holds the interpreter's lock, so threads do not help.
+"""Has jobs done in child processes, such as shards scanned: that holds the interpreter's lock, so threads do not help.
 
-    this process ── a shard's name ──────▶ child, one per core
-                 ◀── answer: MessagePack ──
+    this process ── a job: a shard's name ─────▶ child, one per core
+                 ◀── notes, then its answer ───
 
-A child that dies costs the shard that it worked on; another is started for the next.
+A child that dies costs the job that it worked on; another is started for the next.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.file_format import found_at
 
 Task: TypeAlias = str  # "package.module:function", which is called with (root, name), or (url, root, name)
+J = TypeVar("J")
+NOTE = b"+"  # begins no MessagePack of a struct
 Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result for it as MessagePack
 
 
@@ -41,43 +43,65 @@ def each_shard(
 
     With a `url` the shards lie there, and `root` is an empty folder to download them to, one at a time.
     """
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in names:
-        waiting.put(name)
-    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    workers = [_Worker(task, root, url) for _ in range(min(processes, len(names)))]
-    for worker in workers:
-        threading.Thread(target=worker.drive, args=(waiting, answers), daemon=True).start()
+    return each_job("savable_pipeline.data.shards.processes:serve", (task, os.fspath(root), url), names, processes)
+
+
+def each_job(
+    serve: str, arguments: tuple[str, ...], jobs: Sequence[J], processes: int
+) -> Generator[tuple[J, bytes | None], None, None]:
+    """Each job with what `serve`, a function as of `ChildProcess`, sends about it; None where the process died over it.
+
+    These are notes, which begin with `NOTE`, and then one answer, which does not.
+    """
+    waiting: queue.SimpleQueue[J] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    answers: queue.SimpleQueue[tuple[J, bytes | None]] = queue.SimpleQueue()
+    workers = [_Worker(serve, arguments, waiting, answers) for _ in range(min(processes, len(jobs)))]
     try:
-        for _ in names:
-            yield answers.get()
+        for worker in workers:
+            threading.Thread(target=worker.drive, daemon=True).start()
+        left = len(jobs)
+        while left:
+            job, answer = answers.get()
+            left -= answer is None or not answer.startswith(NOTE)
+            yield job, answer
     finally:
         for worker in workers:
             worker.close()
 
 
-class _Worker:
-    """A child process that does one shard at a time, and the thread here that feeds it."""
+class _Worker(Generic[J]):
+    """A child process that does one job at a time, and the thread here that feeds it."""
 
-    def __init__(self, task: Task, root: Path, url: str) -> None:
-        self._arguments = task, os.fspath(root), url
+    def __init__(
+        self,
+        serve: str,
+        arguments: tuple[str, ...],
+        waiting: queue.SimpleQueue[J],
+        answers: queue.SimpleQueue[tuple[J, bytes | None]],
+    ) -> None:
+        self._serve, self._arguments = serve, arguments
+        self._waiting, self._answers = waiting, answers
         self._child: ChildProcess | None = None
         self._closed = False
         self._lock = threading.Lock()
 
-    def drive(self, waiting: queue.SimpleQueue[str], answers: queue.SimpleQueue[Answer]) -> None:
+    def drive(self) -> None:
         with contextlib.suppress(queue.Empty):
             while not self._closed:
-                name = waiting.get_nowait()
-                answers.put((name, self._ask(name)))
+                job = self._waiting.get_nowait()
+                self._answers.put((job, self._ask(job)))
 
-    def _ask(self, name: str) -> bytes | None:
+    def _ask(self, job: J) -> bytes | None:
         child = self._running()
         if child is None:
             return None
         try:
-            child.connection.send(name)
-            return child.connection.recv_bytes()
+            child.connection.send(job)
+            while (answer := child.connection.recv_bytes()).startswith(NOTE):
+                self._answers.put((job, answer))
+            return answer
         except (EOFError, OSError):  # it died, or was ended by `close`
             with self._lock:
                 self._child = None
@@ -87,7 +111,7 @@ class _Worker:
     def _running(self) -> ChildProcess | None:
         with self._lock:
             if self._child is None and not self._closed:
-                self._child = ChildProcess("savable_pipeline.data.shards.processes:serve", *self._arguments)
+                self._child = ChildProcess(self._serve, *self._arguments)
             return self._child
 
     def close(self) -> None:

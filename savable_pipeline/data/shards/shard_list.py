@@ -26,12 +26,18 @@ _AT_ONCE = 4096  # names
 
 
 class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A shard in the index: name relative to the root, bytes, samples, and a hash of its members' names and places.
+    """A shard in the index.
 
-    `fault` says how it was damaged when it was indexed; its samples are then those before the damage.
+    Attributes:
+        name: Its name relative to the root.
+        size: Its bytes.
+        samples: The number of its samples; of a damaged shard, those before the damage.
+        digest: A hash of its members' names and places.
+        fault: The damage found when it was indexed; "" for none.
 
-    >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
-    100
+    Example:
+        >>> sp.ShardEntry("a.db", size=4096, samples=100, digest=1).samples
+        100
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Asks the kernel to read samples ahead (`posix_fadvise`) as their refs enter the buffer, so that the disk works ahead.
 
-Measured with parts of 25 kB that are not in memory: twice the rate (tools/bench_reading.py cold). A call costs 1 to
+Measured with parts of 25 kB that are not in memory: twice the rate (tools/bench/reading.py cold). A call costs 1 to
 10 µs a sample, so none is made where a look at some blocks finds them in memory, nor for small samples, which the
 kernel reads ahead by itself.
 """

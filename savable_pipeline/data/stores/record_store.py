@@ -1,4 +1,4 @@
-"""`RecordStore`: the protocol of a store, which knows how samples lie; a `Dataset` counts and finds samples by it.
+"""`RecordStore`: the protocol of a store, which knows where samples are; a `Dataset` counts and finds samples by it.
 
     entries      name, bytes, samples, digest of each shard     what is there, and what a saved state must agree on
     key          ┐
@@ -6,8 +6,8 @@
     read         ┘
 
 A store knows nothing of order, lanes or randomness. Its samples are numbered 0, 1, 2, … through all its shards; a shard
-is one file of the store, a table, or whatever is replaced as a whole. The five names above are all that a store must
-have; everything else below has a default, which a store replaces where it can do better.
+is one file of the store, a table, or anything that is replaced as a whole. A store must have the four names above and
+`address`; all other names below have defaults, which a store may replace by better ones.
 """
 
 from __future__ import annotations
@@ -25,30 +25,35 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 
 
 class RecordStore(Protocol):
-    """Samples that lie somewhere: derive from it to read a format of your own with `sp.RecordReader`.
+    """A collection of samples: derive from it to read a format of your own with `sp.RecordReader`.
 
-    `address` is what messages call the store, a folder or a URL. `entries` lists its shards, sorted by name: the digest
-    is any number that changes when the shard's content does, and a state is refused where it differs. `unit` says in
-    which unit `offset` counts. `root` is the folder that may hold Megatron-Energon's metadata (`.nv-meta`).
-    `key_column` names the column that keys are read from, if that is a setting of the store. `endings` are those of the
-    shards' names that tell the format, such as ".tar": a `subset` is the same with any of them.
+    A sample is named by its shard, a number, and its row there; the same shard and row always return the same bytes.
+    Methods raise `ShardError` for damaged data, with the place and what to do, and KeyError for a missing part. What
+    cannot be used after a fork, such as a connection, is opened at the first read in the process that reads.
 
-    A sample is named by its shard, a number, and its row in that shard. The same shard and row give the same bytes for
-    ever. Methods raise `ShardError` for damaged data, with the place and what to do, and KeyError for a missing part.
-    What cannot be used after a fork, such as a connection, is opened at the first read in the process that reads.
+    Attributes:
+        address: The store's name in messages: a folder or a URL.
+        entries: The shards, sorted by name. A digest is any number that changes with the shard's content: a state is
+            refused where it differs.
+        unit: The unit of `offset`.
+        root: The folder that may hold Megatron-Energon's metadata (`.nv-meta`).
+        key_column: The column that keys are read from, if that is a setting of the store.
+        endings: Endings of shards' names that mark the format, such as ".tar": a `subset` is the same with any of them.
+        decoded_bytes: The most bytes of row groups that the store keeps decoded.
 
-    >>> class Squares(sp.RecordStore):
-    ...     address = "squares"
-    ...     entries = [sp.ShardEntry("all", size=0, samples=100, digest=1)]
-    ...     def key(self, shard, row):
-    ...         return str(row)
-    ...     def extensions(self, shard, row):
-    ...         return ["txt"]
-    ...     def read(self, shard, row, extension):
-    ...         return str(row * row).encode()
-    >>> samples = sp.RecordReader(Squares(), sp.Lane(), shuffle=False)
-    >>> [next(samples).text() for _ in range(5)]
-    ['0', '1', '4', '9', '16']
+    Example:
+        >>> class Squares(sp.RecordStore):
+        ...     address = "squares"
+        ...     entries = [sp.ShardEntry("all", size=0, samples=100, digest=1)]
+        ...     def key(self, shard, row):
+        ...         return str(row)
+        ...     def extensions(self, shard, row):
+        ...         return ["txt"]
+        ...     def read(self, shard, row, extension):
+        ...         return str(row * row).encode()
+        >>> samples = sp.RecordReader(Squares(), sp.Lane(), shuffle=False)
+        >>> [next(samples).text() for _ in range(5)]
+        ['0', '1', '4', '9', '16']
     """
 
     address: str
@@ -60,34 +65,74 @@ class RecordStore(Protocol):
 
     @abstractmethod
     def key(self, shard: int, row: int, /) -> str:
-        """The key of a sample."""
+        """Return the key of a sample.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+        """
 
     @abstractmethod
     def extensions(self, shard: int, row: int, /) -> list[str]:
-        """The names of a sample's parts, in their order."""
+        """Return the names of a sample's parts, in their order.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+        """
 
     @abstractmethod
     def read(self, shard: int, row: int, extension: str, /) -> bytes:
-        """The bytes of one part. Raises KeyError without the part. Called once per part: without a detour."""
+        """Return the bytes of one part. Called once for each part: keep it direct.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+            extension: The name of the part.
+
+        Raises:
+            KeyError: The sample has no such part.
+        """
 
     def array(self, shard: int, row: int, extension: str, /) -> NDArray[Any]:
-        """One part as a writable array (any,) in the memory where batches are made: uint8, or numbers as they lie."""
+        """Return one part as a writable array (any,) in the memory where batches are made: uint8, or numbers as they
+        are stored.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+            extension: The name of the part.
+        """
         data = self.read(shard, row, extension)
         array = empty_bytes(len(data))
         array[:] = np.frombuffer(data, np.uint8)
         return array
 
     def head(self, shard: int, row: int, extension: str, limit: int, /) -> tuple[bytes, int]:
-        """The first bytes of a part, at most `limit`, and the size of the part in bytes."""
+        """Return the first bytes of a part, and the size of the part in bytes.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+            extension: The name of the part.
+            limit: The most bytes to return.
+        """
         data = self.read(shard, row, extension)
         return data[:limit], len(data)
 
     def sizes(self, shard: int, row: int, /) -> dict[str, int]:
-        """The size in bytes of each part of a sample, by extension."""
+        """Return the size in bytes of each part of a sample, by extension.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+        """
         return {extension: len(self.read(shard, row, extension)) for extension in self.extensions(shard, row)}
 
     def part_sizes(self) -> dict[str, Rows] | None:
-        """The sizes in bytes of all parts with an extension, by extension; None where that means reading them all."""
+        """Return the sizes in bytes of all parts with an extension, by extension; None where that means reading them
+        all.
+        """
         return None
 
     def left_out(self) -> str:
@@ -95,45 +140,75 @@ class RecordStore(Protocol):
         return ""
 
     def offset(self, shard: int, row: int, /) -> int:
-        """Where a sample begins in its shard, in `unit`."""
+        """Return the place of a sample in its shard, in `unit`.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+        """
         return row
+
+    def part_offset(self, shard: int, row: int, extension: str, /) -> int | None:
+        """The byte of its shard that a part begins at; None where it is made of more than bytes of the shard."""
+        return None
 
     decoded_bytes: int = 0
 
     def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
-        """The rows of each group of a shard that is decoded as a whole, and the bytes of all; None without groups.
+        """Return the rows of each group that is decoded as a whole, and the bytes of all groups; None without groups.
 
-        With groups, `decoded_bytes` is how many bytes of them the store keeps.
+        Args:
+            shard: The number of the shard.
         """
         return None
 
     def rows(self, shards: Rows, places: Rows, /) -> Rows:
-        """The rows of the samples at these places, counted from 0 in each of these shards: int64 of the same shape."""
+        """Return the rows of samples by their places in their shards: int64 of the same shape.
+
+        Args:
+            shards: The numbers of the shards.
+            places: The place of each sample among those of its shard, from 0.
+        """
         return places
 
     @property
     def prefetch_refs(self) -> int:
-        """The number of refs that `prefetch` should be given ahead of their use; 0: no more than the next ones."""
+        """The number of refs that `prefetch` should get ahead of their use; 0: no more than the next ones."""
         return 0
 
     def prefetch(self, indices: Rows, /) -> None:
-        """Announces that the samples with these numbers will be read. Returns at once, and raises nothing."""
+        """Announce samples that will be read. Returns at once, and raises nothing.
+
+        Args:
+            indices: The numbers of the samples in the store.
+        """
         return
 
     def request(self, rows: Rows, /) -> None:
-        """Announces that the samples in these rows will be read next. Returns at once."""
+        """Announce samples that will be read next. Returns at once.
+
+        Args:
+            rows: Their rows.
+        """
         return
 
     def verify(self, slot: int, /) -> None:
-        """Raises `ShardError` if data changed that the batch of this slot, to be given next, may have been read from.
+        """Check the data read for the next batch. Called for each batch: look at most once a second.
 
-        Called for each batch: look at most once a second.
+        Args:
+            slot: The slot of the batch.
+
+        Raises:
+            ShardError: A file read for it has changed.
         """
         return
 
     def verify_given(self) -> None:
-        """Raises `ShardError` if data changed that batches may have been read from which were given since a last look.
+        """Check the data read for batches given since the last look.
 
         Called where a run pauses or ends, and when it is saved, also from another thread: look at once.
+
+        Raises:
+            ShardError: A file read for them has changed.
         """
         return

@@ -182,6 +182,10 @@ class TarStore:
         else:
             readahead(self._rows, self.files, indices)
 
+    def part_offset(self, shard: int, row: int, extension: str) -> int:
+        """See `RecordStore.part_offset`."""
+        return self._rows.place(row, extension)[0]
+
     def part_sizes(self) -> dict[str, Rows] | None:
         """See `RecordStore.part_sizes`; None where the index is here in part."""
         return self._rows.part_sizes() if self.files.has_all_rows() else None

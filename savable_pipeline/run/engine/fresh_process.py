@@ -1,11 +1,11 @@
-"""`FreshProcess`: a fresh interpreter, started as multiprocessing's "spawn" does, that is told of no main module.
+"""`FreshProcess`: a fresh interpreter, started as by multiprocessing's "spawn", but without the main module.
 
     trainer ── what spawn prepares, less the main module ── the process ──▶ interpreter    a pipe, of pickles
             ◀── nothing: it is closed when the interpreter ends ──────────                 a pipe, the sentinel
 
-multiprocessing has a child import the trainer's main module before anything of ours runs there, so that no error of
-that could be told. What it prepares is a function's result, and only the method that starts the process has it in hand:
-that method is written here again, without the module. Nothing of multiprocessing is replaced, which other threads use.
+multiprocessing makes a child import the trainer's main module before any of our code runs there, so that we could not
+report an error of that import. The module is part of a function's result, which only the method that starts the process
+uses: that method is written here again, without the module. multiprocessing itself stays unchanged for other threads.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
 
-_MAIN = ("init_main_from_name", "init_main_from_path")  # what multiprocessing tells a child of the main module
+_MAIN = ("init_main_from_name", "init_main_from_path")  # what multiprocessing passes to a child about the main module
 
 
 def main_module() -> dict[str, Any]:
-    """What multiprocessing tells a child of this process's main module."""
-    told = spawn.get_preparation_data("")
-    return {name: told[name] for name in _MAIN if name in told}
+    """What multiprocessing passes to a child about this process's main module."""
+    data = spawn.get_preparation_data("")
+    return {name: data[name] for name in _MAIN if name in data}
 
 
 class _Popen(Popen):
-    _fds: list[int]  # that what is pickled adds
+    _fds: list[int]  # added by what is pickled
 
     def _launch(self, process_obj: Any) -> None:
         """As that of multiprocessing, but for the main module."""
@@ -47,11 +47,11 @@ class _Popen(Popen):
             pipe.write(content)
 
     def _pickled(self, process_obj: Any) -> memoryview:
-        told = spawn.get_preparation_data(process_obj.name)
+        data = spawn.get_preparation_data(process_obj.name)
         content = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump({name: value for name, value in told.items() if name not in _MAIN}, content)
+            reduction.dump({name: value for name, value in data.items() if name not in _MAIN}, content)
             reduction.dump(process_obj, content)
         finally:
             set_spawning_popen(None)

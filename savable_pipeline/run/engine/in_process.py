@@ -46,11 +46,11 @@ class InProcess:
             return self._runner.deliver(lane, state, want)
 
     def restart(self) -> None:
-        """Drop the lanes: what is asked from now on begins at the states that come with it."""
+        """Drop the lanes: new requests begin at the states that come with them."""
         self._runner.forget()
 
     def verify_given(self) -> None:
-        """Look at the shards. Raises `ShardError` if one changed of which batches may be made that were given."""
+        """Look at the shards. Raises `ShardError` if one has changed that batches already given may be made of."""
         self._runner.verify_given()
 
     look = verify_given

@@ -37,16 +37,16 @@ class _Live:
 
     @property
     def stage(self) -> Stage:
-        """The last stage, which gives the batches."""
+        """The last stage, which yields the batches."""
         return self.stages[-1]
 
 
 class LaneRunner:
     """Builds lanes when they are first needed, restores them, and makes their batches.
 
-    A lane whose stages raised is dropped: the next request, with the lane's last state, tries the same batch again.
+    A lane is dropped when its stages raise: the next request, with the lane's last state, tries the same batch again.
     Stages record what they work on in `status`, the words of a `StatusPage`, if it is given. `pinned` are the shards of
-    the run, to which those of each dataset that is opened first are added.
+    the run; those of a dataset opened for the first time are added.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LaneRunner:
         self._pinned: PinnedShards = {} if pinned is None else pinned
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
-        self._made = 0  # batches made, of which every 16th is timed
+        self._made = 0  # batches made; every 16th is timed
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
     def build(
@@ -102,7 +102,7 @@ class LaneRunner:
             raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
         if not leaves_out_excluded(stage):
             raise ValueError(
-                "the pipeline would give samples that a reader was told to exclude: they are left out by Encode, or by "
+                "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
                 f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
             )
         if self._pad and not hasattr(stage, "filler"):
@@ -168,7 +168,7 @@ class LaneRunner:
         return batch, ref, more
 
     def verify_given(self) -> None:
-        """Raise `ShardError` if data changed of which batches may be made that were given since the last look.
+        """Raise `ShardError` if data changed that batches given since the last look may be made of.
 
         Another thread may run lanes meanwhile.
         """

@@ -1,9 +1,9 @@
-"""What is found once batches were given: a worker looks at its shards when it is idle, at the end of a finite pass,
-where it is asked to, and when it is to end.
+"""Checks shards after their batches were given: a worker looks at them when it is idle, at the end of a finite pass,
+when it is asked to, and before it ends.
 
     trainer closes its end of the channel ──▶ worker: looks, reports on its status page, ends
 
-So a batch that was made of an overwritten shard within the last second of a run is told of all the same.
+So a batch that was made of an overwritten shard within the last second of a run is still reported.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _IDLE_S = 1.0
 
 
 def tell(fault: str) -> None:
-    """Log what a last look has found, unless the error that is under way says it."""
+    """Log what a last look has found, unless the error being raised says it."""
     if not is_told():
         log.error("%s", fault)
 
 
 def is_told() -> bool:
-    """Whether an error is under way that says that a shard changed."""
+    """Whether an error is being raised that says that a shard changed."""
     error = sys.exception()
     return isinstance(error, ShardError) and error.reason == "changed shard"
 
@@ -46,7 +46,7 @@ class LastLook:
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Report on the status page if batches that were given are of shards that changed."""
+        """Report on the status page if batches already given are of shards that changed."""
         with self._lock:
             try:
                 if self.runner is not None:
@@ -55,12 +55,12 @@ class LastLook:
                 self._status.report(str(error))
 
     def answer(self) -> None:
-        """Look, and tell that it is done."""
+        """Look, and report that it is done."""
         self.look()
         self._status.looked()
 
     def next_of(self, requests: queue.SimpleQueue[T]) -> T:
-        """The next request; where none comes for a second, look meanwhile."""
+        """The next request; if none arrives for a second, look meanwhile."""
         try:
             return requests.get(timeout=_IDLE_S)
         except queue.Empty:

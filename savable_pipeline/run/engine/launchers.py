@@ -5,7 +5,7 @@
 
 The server starts when the loader is made: forked from the trainer ("fork"), or as a fresh interpreter. It builds the
 pipeline once, so that workers, replacements too, share its open files and start in milliseconds. After that it only
-forks, and reports how each worker ended. A worker is given nothing but its end of a `Channel`.
+forks, and reports how each worker ended. A worker gets only its end of a `Channel`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Launcher(Protocol):
         """Send a signal to a worker, unless it has ended."""
 
     def force_end(self) -> None:
-        """End workers that did not end when they were killed, by whatever stands between."""
+        """Force the end of workers that survived a kill, by ending the process that controls them."""
 
     def check(self) -> None:
-        """End by force what stands between if it does not answer any more; called every few seconds of a wait."""
+        """Force the end of that process if it no longer answers; called every few seconds of a wait."""
 
     def watch(self, poll: select.poll) -> None:
         """Register with `poll`, so that it wakes up when a worker has ended; then call `ended`."""
@@ -106,7 +106,7 @@ class ForkServer:
             self._channel.send(pickle.dumps(order), descriptors)
 
     def check(self) -> None:
-        """End a server by force that has left an order unanswered for 10 s; `ended` then starts another."""
+        """Kill a server that has left an order unanswered for 10 s; `ended` then starts another."""
         now = time.monotonic()
         since, self._looked_at = now - self._looked_at, now
         if not self._unanswered or not self._has_answered:
@@ -124,9 +124,9 @@ class ForkServer:
         """The ends that the server reported; if the server itself died, all its workers, and start another server."""
         try:
             self._channel.flush()
-            told: list[tuple[int, int]] = [pickle.loads(message) for message, _ in self._channel.receive()]
-            ended = [(number, code) for number, code in told if number != OBEYED]
-            self._heard(len(told) - len(ended))
+            reports: list[tuple[int, int]] = [pickle.loads(message) for message, _ in self._channel.receive()]
+            ended = [(number, code) for number, code in reports if number != OBEYED]
+            self._count_answers(len(reports) - len(ended))
         except (EOFError, OSError):
             code = self._end_server()
             ended = [(number, code if code > 0 else -signal.SIGKILL) for number in self._running]
@@ -134,8 +134,8 @@ class ForkServer:
         self._running.difference_update(number for number, _ in ended)
         return ended
 
-    def _heard(self, answers: int) -> None:
-        """Note that the server has answered so many orders."""
+    def _count_answers(self, answers: int) -> None:
+        """Note that the server has answered this many orders."""
         if answers:
             self._unanswered -= answers
             self._has_answered = True
@@ -161,7 +161,7 @@ class Spawner:
     """Starts workers as fresh interpreters, each a child of the trainer."""
 
     def force_end(self) -> None:
-        """Nothing stands between the trainer and its workers."""
+        """There is no process between the trainer and its workers."""
 
     check = force_end
 

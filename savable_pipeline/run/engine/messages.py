@@ -68,26 +68,26 @@ class Failure:
         if isinstance(own, ShardError) and isinstance(error, ShardError):
             own.reason = error.reason
         cause = error.__cause__ if isinstance(error, EncodeError) else None
-        told = cause or error
-        text = "".join(traceback.format_exception(from_user_code(told)))
-        return cls(own, text, _pickled(told) if cause or type(own) is not type(error) else None)
+        described = cause or error
+        text = "".join(traceback.format_exception(from_user_code(described)))
+        return cls(own, text, _pickled(described) if cause or type(own) is not type(error) else None)
 
     def raised(self) -> Exception:
         """The error to raise in the trainer: of the class, and with the cause, that it has without workers."""
         where = f"in a worker:\n{self.text}"
-        told = None if self.pickled is None else _unpickled(self.pickled)
-        if told is None:
-            told = WorkerError(where)
+        raised = None if self.pickled is None else _unpickled(self.pickled)
+        if raised is None:
+            raised = WorkerError(where)
         else:
-            told.add_note(where)
-        if self.error is None or (type(self.error) is not EncodeError and isinstance(told, type(self.error))):
-            return told
-        self.error.__cause__ = told
+            raised.add_note(where)
+        if self.error is None or (type(self.error) is not EncodeError and isinstance(raised, type(self.error))):
+            return raised
+        self.error.__cause__ = raised
         return self.error
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """None of an error that cannot be pickled, or that would end a loop where it is raised."""
+    """None for an error that cannot be pickled, or that would end a loop where it is raised."""
     with contextlib.suppress(Exception):
         raw = pickle.dumps(error)
         if type(pickle.loads(raw)) is type(error) and not isinstance(error, StopIteration):
@@ -105,7 +105,7 @@ def _unpickled(raw: bytes) -> Exception | None:
 class Delivery(msgspec.Struct, frozen=True):
     """A batch, with the state of its lane after it.
 
-    `dry`: the lane had no batch left. `more`: another batch will come. `seconds`: time to make the batch. `rebuild_s`:
+    `dry`: the lane had no batch left. `more`: another will come. `seconds`: time to make the batch. `rebuild_s`:
     estimated time to make the lane's held items again if it moved to another worker. `counts`: the event counters of
     its stages, by `STAGE/NAME`. `samples`: what the batch was made of, as a ref or, from a worker, as arrays.
     `timed`: whether the time of each stage is among the counts. `watched`: what was seen of its samples, if they were.

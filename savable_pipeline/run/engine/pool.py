@@ -127,7 +127,7 @@ class Pool:
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch") -> int:
         """Request the next batch of a lane whose position is `state`; returns a ticket for `answer`.
 
-        Only the first request for a lane uses `state`; later ones go on from the lane's last request.
+        Only the first request for a lane uses `state`; later ones continue after the lane's last request.
         """
         self._check_process()
         self._lanes.setdefault(lane, LaneAssignment(state))
@@ -190,7 +190,7 @@ class Pool:
             worker.channel.send(pickle.dumps(message, protocol=5))
 
     def restart(self) -> None:
-        """Forget all requests: answers that still come are dropped, and lanes begin at the states of new requests."""
+        """Forget all requests: answers that still arrive are dropped, and lanes begin at the states of new requests."""
         for number, lane in self._lanes.items():
             if lane.holder is not None:
                 lane.holder.forget.append(number)
@@ -212,13 +212,13 @@ class Pool:
         return found
 
     def verify_given(self) -> None:
-        """Raise `ShardError` if a worker has reported that a shard changed of which batches were given. Asks none."""
+        """Raise `ShardError` if a worker has reported that a shard of given batches changed. Asks no worker."""
         fault = self._reported()
         if fault:
             raise ShardError(fault, reason="changed shard")
 
     def look(self) -> None:
-        """Have the workers look at their shards, and wait for them, some seconds at most. Raises as `verify_given`."""
+        """Make the workers look at their shards, and wait a few seconds at most. Raises as `verify_given`."""
         self._check_process()
         asked = [(worker, worker.status, worker.status.looks) for worker in self._workers if worker.pid]
         for worker, _, _ in asked:
@@ -362,12 +362,12 @@ class Pool:
         if blamed == "start" and self._deaths_over[blamed] > RESTARTS_OVER_ONE:
             raise WorkerError(
                 f"{message}: worker number {self._deaths_over[blamed]} in a row to do so. The loader's state is whole: "
-                f"save it or go on{_indented(stack)}"
+                f"save it or continue{_indented(stack)}"
             )
         if self.restarts > self._max_restarts:
             raise WorkerError(
                 f"{message}: worker number {self.restarts} to end, of at most max_restarts={self._max_restarts}. The "
-                f"loader's state is whole: save it or go on{_indented(stack)}"
+                f"loader's state is whole: save it or continue{_indented(stack)}"
             )
         log.warning("%s: replaced, restart %d of %d%s", message, self.restarts, self._max_restarts, _indented(stack))
         for lane in self._lanes.values():

@@ -30,7 +30,7 @@ class Watched(msgspec.Struct):
 
 @contextlib.contextmanager
 def watched(stages: Sequence[Stage]) -> Iterator[Watched]:
-    """Within this context, note what the encoders of these stages are given, and what is read."""
+    """Within this context, record the samples that the encoders of these stages take, and the bytes read."""
     found = Watched([])
     datasets = {id(stage.dataset): stage.dataset for stage in stages if isinstance(stage, RecordReader)}
     encodes = [stage for stage in stages if isinstance(stage, Encode)]

@@ -1,4 +1,4 @@
-"""`SealedJob`: a job as bytes, unpickled where an error of that can be told; and what a fresh interpreter may lack.
+"""`SealedJob`: a job as bytes, unpickled where its error can be reported; and what a fresh interpreter may lack.
 
 A fresh interpreter imports the trainer's main module, as multiprocessing has it, but only when it opens the job.
 """
@@ -23,18 +23,18 @@ PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
 UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
 
 UNGUARDED = (
-    "workers started by spawn or forkserver import the trainer's main module anew, and here that makes a loader with "
+    "workers started by spawn or forkserver import the trainer's main module again, and here that makes a loader with "
     "workers again: put what the module does, from making the loader on, under `if __name__ == '__main__':`, or use "
     "multiprocessing_context='fork'"
 )
-_ANEW = "workers started by spawn or forkserver import the trainer's main module anew, and that failed"
+_IMPORTED = "workers started by spawn or forkserver import the trainer's main module again, and that failed"
 _GUARD = "Put what only the trainer does under `if __name__ == '__main__':`, or use multiprocessing_context='fork'"
-NOT_IMPORTED = f"{_ANEW}: its error stands above, on stderr. {_GUARD}"
+NOT_IMPORTED = f"{_IMPORTED}: its error stands above, on stderr. {_GUARD}"
 _LONGEST = 10  # lines of a traceback in a message
 
 
 class SealedJob:
-    """Unpickled in a child, it holds bytes until it is opened, once the child can tell an error."""
+    """Unpickled in a child, it holds bytes until it is opened, when the child can report an error."""
 
     def __init__(self, job: Job) -> None:
         self._job: Job | None = job
@@ -83,7 +83,7 @@ def _import_main(main: dict[str, Any]) -> None:
         spawn.prepare(main)
     except BaseException as error:  # SystemExit too: a script may end itself
         shown = textwrap.indent("\n".join(_last_lines(error)), "    ")
-        raise WorkerError(f"{_ANEW}:\n{shown}\n{_GUARD}") from error
+        raise WorkerError(f"{_IMPORTED}:\n{shown}\n{_GUARD}") from error
     finally:
         process.pop("_inheriting", None)
 

@@ -1,4 +1,4 @@
-"""The main function of a worker process: it runs lanes and answers requests for batches, in the order they come.
+"""The main function of a worker process: it runs lanes and answers requests for batches, in the order of their arrival.
 
     trainer ── Request ──▶ worker
             ◀── (ticket, Delivery) or (ticket, Failure) ──     the first, with ticket 0, is the worker's process id,
@@ -45,13 +45,13 @@ _INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the sock
 
 @dataclass(frozen=True, slots=True)
 class OpenedShards:
-    """What a fork server has opened for its workers, and the shards that it found."""
+    """The files that a fork server has opened for its workers, and the shards that it found."""
 
     shared: dict[Any, Any] = field(default_factory=dict)
     pinned: PinnedShards = field(default_factory=dict)
 
     def usable(self, pinned: PinnedShards) -> dict[Any, Any]:
-        """`shared`; empty where the server, which opened before or after the trainer, found other shards than it."""
+        """`shared`; empty if the server, which opened before or after the trainer, found other shards."""
         same = all(pinned.get(name, shards) == shards for name, shards in self.pinned.items())
         return self.shared if same else {}
 
@@ -100,7 +100,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
 
 
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
-    """The batch that is requested, or the error that its stages raised. `Pool` looks for this name in stacks."""
+    """The requested batch, or the error that its stages raised. `Pool` looks for this name in stacks."""
     be_one_thread()
     try:
         for lane in request.forget:

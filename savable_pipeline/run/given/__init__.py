@@ -1,1 +1,1 @@
-"""What a run was given, asked of its ledger: when a sample was given, and a batch made again."""
+"""Questions to a run's ledger: when a sample was given, and a batch made again."""

@@ -31,7 +31,7 @@ def find_keys(
 ) -> dict[str, Found | None]:
     """Each key's source and batch for each time that a sample with it was given; None if no sample has the key.
 
-    `source` restricts that to one source of a `Blend`; `data` says where its samples lie now. Raises `SavableError` for
+    `source` restricts that to one source of a `Blend`; `data` says where its samples are now. Raises `SavableError` for
     an unknown source, and if the data cannot be opened as the run opened them, or are not those that it read.
     """
     found: dict[str, Found | None] = dict.fromkeys(keys)
@@ -66,8 +66,8 @@ def _dataset(ledger: LedgerFiles, source: Source, data: str | None) -> Dataset:
     dataset = _opened(reader.rpartition("/")[2], files, settings)
     if not begin_with(dataset.entries, settings["shards"]):
         raise SavableError(
-            f"{files}: these are not the samples that the run read, so it cannot be told which were given: "
-            f"{difference(settings['shards'], dataset.entries)}. Say where they lie now, by --data, as the run named "
+            f"{files}: these are not the samples that the run read, so that it is not known which were given: "
+            f"{difference(settings['shards'], dataset.entries)}. Say where they are now, by --data, as the run named "
             "them (a folder, a glob, a file)"
         )
     return dataset

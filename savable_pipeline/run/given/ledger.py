@@ -34,7 +34,7 @@ class Sighting:
 
     @classmethod
     def of(cls, source: str, given: GivenBatch) -> Sighting:
-        """In a batch that was given."""
+        """The record of a batch that was given."""
         batch, start = given.batch, given.start
         return cls(source, batch.epoch, batch.slot, given.step, start.rank, start.world_size, given.lost)
 
@@ -78,7 +78,7 @@ class Ledger:
         Args:
             keys: Keys of samples.
             source: Only this source of a `Blend`. Default: all.
-            data: Where the samples of the source lie now. Default: where the run read them.
+            data: Where the samples of the source are now. Default: where the run read them.
 
         Returns:
             For each key, in the order of `keys`: None if no sample has it, else a record for each time that a sample
@@ -107,7 +107,7 @@ class Ledger:
             pipeline: The run's pipeline function. Settings and data must be those of the run; shards may have been
                 added since.
             slot: The slot of the batch.
-            epoch: Its epoch. Default: 0, of which all slots of an endless run are.
+            epoch: Its epoch. Default: 0, the only epoch of an endless run.
 
         Returns:
             The batch, as the pipeline's last stage made it.

@@ -58,7 +58,7 @@ def make_again(pipeline: Pipeline, ledger: LedgerFiles, epoch: int, slot: int) -
 
 
 def _growth(start: Start, local: LocalLanes) -> Growth:
-    """With which shards lanes read each epoch in this start of the run, of the shards that there are now.
+    """For each epoch of this start of the run, how many of the current shards the lanes read.
 
     Raises `CheckpointMismatchError` if settings or data differ in anything but shards that were added later.
     """
@@ -72,7 +72,7 @@ def _growth(start: Start, local: LocalLanes) -> Growth:
 
 
 def _check(made: BatchSamples, given: GivenBatch) -> None:
-    """Raises `SavableError` unless the batch was made of the samples that the ledger names."""
+    """Raise `SavableError` unless the batch was made of the samples that the ledger names."""
     if made.by_row() != given.batch.samples.by_row():
         raise SavableError(
             f"slot {given.batch.slot} of epoch {given.batch.epoch}: the pipeline makes it of other samples than the "

@@ -1,1 +1,1 @@
-"""The ledger of a run: which samples each rank was given, written as it goes, read afterwards."""
+"""The ledger of a run: which samples each rank was given, written during the run, read afterwards."""

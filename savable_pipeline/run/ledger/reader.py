@@ -1,7 +1,7 @@
 """`LedgerFiles`: what a run was given, read from the files of all its starts.
 
-A run that is resumed begins new files, and what was given after the place where it goes on no longer counts: it was
-given to a model that was thrown away. It is kept in the files, and marked here as `lost`.
+A resumed run begins new files, and batches given after the place where it resumes no longer count: they went to a
+model that was thrown away. They are kept in the files, and marked here as `lost`.
 
     start 1    slots 0 ─────────────▶ 950, killed
     start 2           from 800 ────────────────────▶          slots 800 to 949 of start 1 are lost
@@ -43,7 +43,7 @@ class GivenBatch:
 class _File:
     path: Path
     start: Start
-    cut: Place  # where a later start goes on
+    cut: Place  # where a later start continues
 
     def records(self) -> Iterator[Record]:
         return read_records(self.path)
@@ -66,7 +66,7 @@ class LedgerFiles:
 
     @property
     def starts(self) -> list[Start]:
-        """What each file begins with, in the order of time."""
+        """The first record of each file, in the order of time."""
         return [file.start for file in self._files]
 
     @cached_property
@@ -88,7 +88,7 @@ class LedgerFiles:
                 yield _given(held, file)
 
     def numbers(self) -> Iterator[tuple[Start, list[Numbers]]]:
-        """The counters in each file, in the order of time; none in those of releases that wrote none."""
+        """The counters in each file, in the order of time; files of older releases have none."""
         for file in self._files:
             yield file.start, [record for record in file.records() if isinstance(record, Numbers)]
 
@@ -100,7 +100,7 @@ class LedgerFiles:
                 yield untagged(index), given
 
     def batch_at(self, epoch: int, slot: int) -> GivenBatch:
-        """The batch of a slot that counts. Raises `SavableError` if there is none."""
+        """The batch of a slot that is not lost. Raises `SavableError` if there is none."""
         for given in self.batches():
             if given.batch.place == (epoch, slot) and not given.lost:
                 return given
@@ -124,23 +124,23 @@ def _given(batch: Batch, file: _File) -> GivenBatch:
 
 
 def _start_of(path: Path) -> Start | None:
-    """None of a file that a crash left empty."""
+    """None for a file that a crash left empty."""
     record = next(read_records(path), None)
     return record if isinstance(record, Start) else None
 
 
 def _together(starts: list[tuple[Path, Start]]) -> list[list[tuple[Path, Start]]]:
-    """The starts in the order of time, those of ranks that began together side by side.
+    """The starts in the order of time; those of ranks that began together are neighbours.
 
     Ranks that can talk write one number. Those that cannot have numbers of their own: from the last start back, each
-    rank's is one with the latest of the other ranks that went on at the same place.
+    rank's is joined with the latest of the other ranks that continued at the same place.
     """
     numbered: dict[int, list[tuple[Path, Start]]] = {}
     for path, start in sorted(starts, key=lambda entry: (entry[1].number, entry[1].rank)):
         numbered.setdefault(start.number, []).append((path, start))
     groups: list[list[tuple[Path, Start]]] = []  # the last one first
     alone: dict[tuple[Place, int], list[int]] = {}  # those of ranks that cannot talk, by place and world size
-    earlier: dict[int, int] = {}  # by rank, the first group that lies before all of its starts so far
+    earlier: dict[int, int] = {}  # by rank, the first group before all of its starts so far
     for group in reversed(numbered.values()):
         start, at = group[0][1], len(groups)
         if len(group) == 1:
@@ -159,7 +159,7 @@ def _rank(entry: tuple[Path, Start]) -> int:
 
 
 def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_File]:
-    """The files in the order of time, each with the least place from which a later start of the run went on."""
+    """The files in the order of time, each with the least place at which a later start of the run continued."""
     cut, files = _NEVER, []
     for group in reversed(groups):
         files += [_File(path, start, cut) for path, start in reversed(group)]

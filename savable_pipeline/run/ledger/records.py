@@ -1,9 +1,9 @@
-"""The records of a ledger file, and how they lie in it.
+"""The records of a ledger file, and its layout.
 
     record    length u32 │ crc32 of the body u32 │ body: MessagePack of a `Start`, `Batch`, `LaneAt` or `Numbers`
 
 A file begins with its `Start` and is only appended to, a record at a time: a process that is killed loses no record
-that it wrote. What a crash of the machine leaves of a record at the end is passed over.
+that it wrote. A record cut short by a crash of the machine is ignored.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 _HEAD = 8  # bytes of length and checksum
-_CONSTANT = 8  # in place of the bytes of a number: one number stands for all
+_CONSTANT = 8  # in place of the bytes of a number: all numbers are equal
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True):
-    """A source of the run: its name in a `Blend`, the tag of its refs, and where its samples lie.
+    """A source of the run: its name in a `Blend`, the tag of its refs, and the place of its samples.
 
-    `files`: what its reader was told to read, as absolute paths; empty of a store of the run's own, and where they name
+    `files`: the arguments of its reader, as absolute paths; empty for a user's own store, and where they contain
     a password. Its other settings are in the fingerprint.
     """
 
@@ -42,7 +42,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """The first record: what one rank began, and where. `number`, a time in ns, is that of all ranks, or its own."""
+    """The first record: which rank began, and where. `number`, a time in ns, is that of all ranks, or its own."""
 
     format: int
     number: int
@@ -68,7 +68,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
     epoch: int
     slot: int
-    items: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]  # a constant column is expanded to so many
+    items: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]  # a constant column is expanded to this many
     indices: bytes
     epochs: bytes
     parts: bytes
@@ -77,7 +77,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
     @classmethod
     def of(cls, epoch: int, slot: int, samples: BatchSamples, cost: int = 0) -> Batch:
-        """The record of a batch that was made of these samples."""
+        """The record of a batch made of these samples."""
         items = len(samples.refs)
         if not items:
             return cls(epoch, slot, 0, b"", b"", b"", cost=cost)
@@ -93,7 +93,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
     @property
     def samples(self) -> BatchSamples:
-        """What the batch was made of."""
+        """The samples of the batch."""
         columns = [unpack_column(column, self.items) for column in (self.indices, self.epochs, self.parts)]
         return BatchSamples(np.stack(columns, axis=1), unpack_column(self.rows, self.items) if self.rows else None)
 
@@ -108,10 +108,10 @@ class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):
 
 
 class Numbers(msgspec.Struct, array_like=True, frozen=True, tag=3):
-    """What `SavableLoader.stats()` said, without rates, when the batch of this slot was about to be given.
+    """The result of `SavableLoader.stats()`, without rates, just before the batch of this slot was given.
 
-    Counters run since the loader was made, which may be before the file begins: only differences count. `at_ns`: the
-    time, in ns since 1970. `names`: texts, such as the shard that was slowest so far.
+    Counters run since the loader was made, which may be before the start of the file: only differences count. `at_ns`:
+    the time, in ns since 1970. `names`: texts, such as the shard that was slowest so far.
     """
 
     epoch: int
@@ -127,7 +127,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def framed(record: Record) -> bytes:
-    """A record as it is written."""
+    """A record as bytes, with its length and checksum."""
     body = _encode(record)
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 

@@ -1,4 +1,4 @@
-"""`LedgerWriter`: appends what a rank is given to its file."""
+"""`LedgerWriter`: appends the batches that a rank is given to its file."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ class LedgerWriter:
     def _failed(self, error: OSError) -> SavableError:
         return SavableError(
             f"ledger {self._path}: {error.strerror}; free space or give another ledger=. The batch has not been given: "
-            "go on from here, or save"
+            "continue from here, or save"
         )
 
     def close(self) -> None:
-        """Close the file; what is written next opens it again."""
+        """Close the file; the next write opens it again."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def discard(self) -> None:
-        """Close the file and remove it: nothing that counts is in it."""
+        """Close the file and remove it: it has no record that counts."""
         self.close()
         self._path.unlink(missing_ok=True)

@@ -8,20 +8,138 @@
 A round takes one batch of every lane, a step one slot on each rank. With `tail="stop"` the epoch ends before the first
 round that some lane has no batch for; with `tail="pad"` after the last slot that holds a sample, rounded up to a step.
 
-Where the lengths of lanes cannot be counted beforehand, each rank proposes an end from what its lanes say of their next
-batches, and the smallest ("stop") or largest ("pad") proposal holds: as far as one round, and then they vote again, in
-the last step of the round before.
+Where the lengths of lanes cannot be counted beforehand, each rank proposes an end from what its lanes know of their
+next batches, and the smallest ("stop") or largest ("pad") proposal holds: as far as one round, and then they vote
+again, in the last step of the round before.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
+from functools import cached_property
+from typing import TypeAlias, TypeVar
 
 from savable_pipeline.errors import SavableError
+from savable_pipeline.run.engine.messages import Delivery, RequestKind
+from savable_pipeline.run.loader.fresh_lanes import cuts_of
+from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.stats import Stats
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Voting: TypeAlias = Generator[int, int, T]
+"""Gives this rank's vote wherever the ranks must agree, is sent the result, and returns a T."""
+
+
+class EpochEnds:
+    """Finds out where the epochs of a run end, where need be with the votes of all ranks."""
+
+    def __init__(self, settings: LoaderSettings, local: LocalLanes, prefetcher: Prefetcher, stats: Stats) -> None:
+        self._settings, self._local, self._prefetcher, self._stats = settings, local, prefetcher, stats
+        self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether a pass of the pipeline ends. Raises ValueError if it does and `epoch_slots` cuts it, too."""
+        finite = not self._local.last_stage.info.endless
+        if finite and self._settings.epoch_slots is not None:
+            raise ValueError(
+                "epoch_slots cuts a run without end into epochs, but this pipeline ends: give its readers epochs=None, "
+                "or leave epoch_slots out"
+            )
+        return finite
+
+    def counted(self, epoch: int) -> int | None:
+        """Where an epoch ends, if the stages can count their lanes."""
+        if epoch not in self._ends:
+            stage = self._local.last_stage
+            counts = [stage.count_of(lane, epoch) for lane in range(self._settings.lanes)]
+            known = [count for count in counts if count is not None]
+            countable = len(known) == len(counts) and not stage.info.endless
+            self._ends = {epoch: counted_end(known, pad=self._settings.pad) if countable else None}
+        return self._ends[epoch]
+
+    def forget(self) -> None:
+        """Count again: a state was loaded."""
+        self._ends.clear()
+
+    def length(self, epoch: int, world_size: int) -> int | None:
+        """How many batches each rank gets in an epoch; None where that cannot be counted beforehand."""
+        if self._settings.epoch_slots is not None and not self.is_finite:
+            return self._settings.epoch_slots // world_size
+        end = self.counted(epoch)
+        return None if end is None else self._steps(end, world_size)
+
+    def given(self, at: Position, epoch: int) -> int | None:
+        """How many of an epoch's `length` batches lie before a position, whatever ranks began it.
+
+        None without a length, and in an epoch that was begun with other settings, which cannot be counted.
+        """
+        length, slots = self.length(epoch, at.step), self._settings.epoch_slots
+        if length is None or at.changed:
+            return None
+        if slots is not None and not self.is_finite:
+            return length - at.left_of_epoch(slots) // at.step
+        return length - self._steps((self.counted(epoch) or 0) - at.slot, at.step)
+
+    def epoch_of(self, at: Position) -> int:
+        """The epoch of the batch given last, until StopIteration or the next iterator; then the one that follows."""
+        slots, last = self._settings.epoch_slots, None if at.told else at.previous
+        if slots is None or self._settings.restarts:
+            return at.epoch if last is None else last.epoch
+        return at.epoch_of(slots) - (last is not None)
+
+    def after(self, at: Position, want: RequestKind, delivery: Delivery) -> Position:
+        """The position after a step whose batch is given, or skipped: of the next epoch if `epoch_slots` are over."""
+        after = at.passed_over(delivery) if want == "skip" else at.advanced(delivery)
+        if not at.slot:
+            after = after.begun_with(cuts_of(self._local.last_stage, at.epoch))
+        slots = self._settings.epoch_slots
+        if slots is None or after.epoch_of(slots) == at.epoch_of(slots):
+            return after
+        return after.next_epoch(0) if self._settings.restarts else after.rolled_over()
+
+    def _steps(self, slots: int, step: int) -> int:
+        return -(-slots // step) if self._settings.pad else slots // step
+
+    def towards_step(self, at: Position) -> Voting[Position]:
+        """The position after one more thing is known of where the next step is. Raises `SavableError` if none is."""
+        if at.is_over:  # loaded there, or with fewer slots left than a step
+            return self.next_epoch(at).begun()
+        if not at.changed and (end := (yield from self._known(at))) is not None:
+            return at.ending_at(end)
+        if at.unknown_lanes:  # they are asked before any batch of theirs is requested
+            peeks = self._prefetcher.find_more(at)
+            for found in peeks.values():
+                self._stats.count(found.counts)
+            return at.learned(peeks)
+        return at.agreed((yield proposed_end(at, self._prefetcher)))
+
+    def _known(self, at: Position) -> Voting[int | None]:
+        """Where this epoch ends, if that can be known before its first batch."""
+        end = self.counted(at.epoch)
+        if end is None and self._settings.restarts and at.step > 1:
+            # ranks may break their passes at different batches: they must not have to vote in the middle of one
+            self._ends[0] = end = yield self._count_lanes(at)
+        return end
+
+    def _count_lanes(self, at: Position) -> int:
+        """This rank's vote on the end of epoch 0, found by passing over all batches of its lanes."""
+        start = Position.start(0, at.ranks, at.lane_count, pad=at.pad)
+        found = self._prefetcher.count(start)
+        if at.pad:
+            return counted_end([found.get(lane, 0) for lane in range(at.lane_count)], pad=True)
+        return min(found.values()) * at.lane_count
+
+    def next_epoch(self, over: Position) -> Position:
+        """The position that follows the end of an epoch. Raises `SavableError` if it had no batch."""
+        warn_unused(over, self._local.last_stage.info.population)
+        return over.next_epoch(0 if self._settings.restarts else over.epoch + 1)
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
@@ -40,7 +158,7 @@ def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
 
 
 def counted_end(counts: list[int], *, pad: bool) -> int:
-    """The end of an epoch whose lanes have so many batches."""
+    """The end of an epoch whose lanes have these numbers of batches."""
     lanes = len(counts)
     if pad:
         return max(((count - 1) * lanes + lane + 1 for lane, count in enumerate(counts) if count), default=0)

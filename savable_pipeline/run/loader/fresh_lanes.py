@@ -1,11 +1,11 @@
-"""Fresh lanes: those that have not given a batch yet of an epoch that others have begun.
+"""Fresh lanes: those without a batch yet in an epoch that others have begun.
 
     slot 5 of 8 lanes     0 1 2 3 4            5 6 7
-                          begun: their own     fresh: nothing but `cuts`, the unit in which the shares
+                          begun: their own     fresh: only `cuts`, the unit in which the shares
                           states say `cut`     of all lanes are cut in this epoch
 
-Where a run goes on in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes must
-stay cut as they were, or a fresh lane would read what is another one's.
+When a run continues in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes
+must stay cut as they were, or a fresh lane would read samples of another lane.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def with_known_cuts(
 ) -> dict[str, Any]:
     """A flat state dict in which these fresh `lanes` of it have their cuts, which earlier releases did not save.
 
-    Any lane that has begun tells them. Logs a warning where the state holds none, and settings differ.
+    They are in any lane that has begun. Logs a warning if the state holds none, and settings differ.
     """
     unknown = [number for number, lane in lanes.items() if _lacks_cuts(lane)]
     begun = _begun(state) if unknown else None
@@ -73,15 +73,15 @@ def with_known_cuts(
             "%d lanes have given no batch of this epoch yet, and this state, which an earlier release saved, does not "
             "say how their shares are cut: if these settings cut them otherwise, as another batch_size or tail "
             "does, some samples of the epoch come twice and others not at all. Load the state of all lanes "
-            "(global_state_dict() or merge_states), which tells it",
+            "(global_state_dict() or merge_states), which contains it",
             len(unknown),
         )
     return dict(state)
 
 
 def may_be_cut_otherwise(state: Mapping[str, Any], lanes: Mapping[int, LaneState], local: LocalLanes) -> bool:
-    """Whether the epoch of a state, in its middle, may have been begun with another `tail`, of which no setting tells,
-    and so with shares cut otherwise than here."""
+    """Whether the epoch of a state, in its middle, may have been begun with another `tail`, which is in no setting,
+    and so with shares cut differently."""
     if not state["slot"]:
         return False
     known = _begun(state) or next(iter(lanes.values()))

@@ -3,7 +3,7 @@
     state of all lanes ──▶ the last epoch that the reader of any lane has begun: 4
                        ──▶ (epoch 5, 12 shards) in the state of each lane, to stay there
 
-What was begun goes on as it was; nobody has begun the epoch at which they join, so all lanes deal it alike.
+Epochs already begun stay as they are; no lane has begun the epoch at which the shards join, so all lanes deal it alike.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NEW_SHARDS = "shards"  # the word in `allow`
 
 
 class NewShards:
-    """The shards that a pipeline's readers have here, and had not when the fingerprint `saved` was made.
+    """The shards that a pipeline's readers have here, but did not have when the fingerprint `saved` was made.
 
-    `before` is that fingerprint as if it had been made here: what is no growth, such as a shard that is gone, stays a
-    difference. Raises `CheckpointMismatchError` for shards that cannot join.
+    `before` is that fingerprint as if it had been made here: differences other than growth, such as a shard that is
+    gone, remain. Raises `CheckpointMismatchError` for shards that cannot join.
     """
 
     def __init__(self, saved: Fingerprint, here: FingerprintHere, local: LocalLanes) -> None:
@@ -54,7 +54,7 @@ class NewShards:
 
     @property
     def growth_before(self) -> Growth:
-        """What lets lanes read the shards that there were, in each epoch."""
+        """The growth with which lanes read the old shards, in each epoch."""
         return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ def _name_after(last: str) -> str:
 
 
 def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint, old: int) -> dict[str, Any]:
-    """The field of the reader's split and subset, as it is here, if they leave of the old shards what they did.
+    """The field of the reader's split and subset, as it is here, if they select the same of the old shards as before.
 
     Raises `CheckpointMismatchError` for a subset that takes other samples of them now.
     """
@@ -124,7 +124,7 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint,
         return {field: here.fields[field]}
     if type(reader.subset) is int and saved.fields.get(stage_field(reader, "subset")) == reader.subset:
         raise CheckpointMismatchError(
-            f"{field}: subset={reader.subset} is a count, of which each shard gives a share that moves when shards "
+            f"{field}: subset={reader.subset} is a count, and each shard's share of it changes when shards "
             "are added: no shards can join such a run. A share of the samples, such as subset=0.1, does not move"
         )
     return {}
@@ -135,8 +135,8 @@ def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
     numbers = lane_numbers(state)
     if len(numbers) < state["lanes"]:
         raise CheckpointMismatchError(
-            "new shards join at one epoch for all lanes, which only the state of all of them tells, but this is a "
-            f"rank's own part, {len(numbers)} of {state['lanes']} lanes: load what global_state_dict() gives, or the "
+            "new shards join at one epoch for all lanes, which takes the state of all lanes, but this is a "
+            f"rank's own part, {len(numbers)} of {state['lanes']} lanes: load what global_state_dict() returns, or the "
             "states of all ranks after merge_states"
         )
     return read_lanes(state, range(state["lanes"]))
@@ -153,6 +153,6 @@ def _begun(lanes: Mapping[int, LaneState], growth: Growth, local: LocalLanes) ->
 
 
 def _with_growth(lanes: Mapping[int, LaneState], growth: Growth) -> dict[str, bytes]:
-    """The lanes' states by name, with these pairs; whether a lane has another batch must be found out again."""
+    """The lanes' states by name, with these pairs; whether a lane has another batch must be determined again."""
     grown = {number: replace(lane, growth=growth or UNSET, more=None) for number, lane in lanes.items()}
     return {lane_name(number): pack_state(lane) for number, lane in grown.items()}

@@ -1,4 +1,4 @@
-"""`LedgerKeeper`: has a rank's batches, and from time to time its counters, written to the run's ledger."""
+"""`LedgerKeeper`: writes a rank's batches, and from time to time its counters, to the run's ledger."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows cost
 
 
 class LedgerKeeper:
-    """Writes to `folder`; a file is begun by the first batch or skip, and anew by the first one after `begin_anew`.
+    """Writes to `folder`; the first batch or skip begins a file, and again the first after `begin_anew`.
 
-    Ranks that can talk begin their files together: where one cannot, none does, and each raises that rank's error.
+    Ranks that can communicate begin their files together: if one fails, none does, and each raises that rank's error.
 
-    `counters` gives the run's counters and names, which are written when a file begins and ends, and between.
+    `counters` returns the run's counters and names, which are written at the start and end of a file, and between.
     """
 
     def __init__(self, folder: str | os.PathLike[str], seed: int, counters: Callable[[], Counters]) -> None:
@@ -62,7 +62,7 @@ class LedgerKeeper:
         writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))
 
     def skipping(self, at: Position, last: Stage, fingerprint: bytes) -> None:
-        """Write that the run goes on from the position's next slot, which is skipped, and no longer counts as given.
+        """Record that the run continues from the position's next slot, skipped: earlier records of it no longer count.
 
         Raises `SavableError` if it cannot be written.
         """
@@ -76,7 +76,7 @@ class LedgerKeeper:
         return self._writer
 
     def _begin_file(self, at: Position, sources: list[Source], fingerprint: bytes) -> LedgerWriter:
-        """This rank's file, once all ranks that can talk have theirs."""
+        """This rank's file, once all ranks that can communicate have theirs."""
         ranks = at.ranks
         now = time.time_ns()
         number = ranks.agree(now, smallest=True) if ranks.can_talk else now
@@ -96,7 +96,7 @@ class LedgerKeeper:
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
 
     def close(self) -> None:
-        """Close the file; the next batch goes on in it, without asking the other ranks."""
+        """Close the file; the next batch continues it, without asking the other ranks."""
         if self._writer is None:
             return
         try:
@@ -107,7 +107,7 @@ class LedgerKeeper:
         self._due = 0.0
 
     def begin_anew(self) -> None:
-        """Close the file: what follows does not go on from what it says."""
+        """Close the file: what follows does not continue from its records."""
         self.close()
         self._writer = None
 
@@ -128,12 +128,12 @@ def _sources(last: Stage) -> list[Source]:
 
 
 def _address(reader: Stage) -> str:
-    """Where a reader's samples lie; "" for a user's own."""
+    """The address of a reader's samples; "" for a user's own."""
     return str(getattr(getattr(reader, "dataset", None), "address", ""))
 
 
 def files_to_keep(files: str | tuple[str, ...]) -> str | list[str]:
-    """What a reader was told to read, wherever that is asked from; "" where a URL names a password."""
+    """A reader's files as absolute paths; "" where a URL contains a password."""
     named = [files] if isinstance(files, str) else list(files)
     if not any(named) or any("@" in name.partition("://")[2].partition("/")[0] for name in named):
         return ""

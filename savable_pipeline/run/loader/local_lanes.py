@@ -1,4 +1,4 @@
-"""`LocalLanes`: the lanes that the trainer's own process builds, to run them or to look at them."""
+"""`LocalLanes`: the lanes that the trainer's own process builds, to run or to inspect them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from savable_pipeline.stages.stage import Stage
 
 
 class LocalLanes:
-    """`runner` runs lanes in this process; `example_lane` is the one that is built to be looked at."""
+    """`runner` runs lanes in this process; `example_lane` is the one built for inspection."""
 
     def __init__(self, job: Job, example_lane: int, pinned: PinnedShards | None = None) -> None:
         self._shared: dict[Any, Any] = {}
@@ -35,7 +35,7 @@ class LocalLanes:
 
     @property
     def last_stage(self) -> Stage:
-        """The last stage of a lane that gives no batches: only its settings and its data path are looked at.
+        """The last stage of a lane that makes no batches: only its settings and its data path are inspected.
 
         Building it opens the shards, and indexes them on first use.
         """
@@ -59,20 +59,20 @@ class LocalLanes:
             return self.runner.build(self._example_lane, 0, growth, subset_order=self.subset_order)[0]
 
     def grow(self, growth: Growth) -> None:
-        """Look from now on at lanes to whose data shards were added so.
+        """From now on inspect lanes whose data has grown in this way.
 
-        Raises `CheckpointMismatchError`, and changes nothing, if the data have no such shards.
+        Raises `CheckpointMismatchError`, and changes nothing, if the data has no such shards.
         """
         if growth != self.growth:
             self._example, self.growth = self._built(growth), growth
 
     def draw_subsets_by(self, order: int | None) -> None:
-        """Look from now on at lanes whose readers draw subsets by this order's number."""
+        """From now on inspect lanes whose readers draw subsets by this order's number."""
         if order != self.subset_order:
             self.subset_order, self._example = order, None
 
     def looked_at(self, saved: LaneState, growth: Growth) -> Stage:
-        """The last stage of a lane at a saved position, in data that grew so: only to be looked at."""
+        """The last stage of a lane at a saved position, in data that has grown in this way: only for inspection."""
         with as_in_a_worker(set(KINDS)):
             kept: dict[str, Any] = {"subset_order": self.subset_order, "downloads": False}
             stage, _ = self.runner.build(saved.lane, saved.epoch, growth, **kept)

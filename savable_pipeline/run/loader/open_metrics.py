@@ -1,4 +1,4 @@
-"""`open_metrics`: a loader's counters as OpenMetrics text, for Prometheus and what reads its format."""
+"""`open_metrics`: a loader's counters as OpenMetrics text, for Prometheus and programs that read its format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS = re.compile(r"(^|_)s$")
 
 
 class _Point(NamedTuple):
-    """A number: its family, the kind of that, its labels, and the end of its name."""
+    """A number: its family, the family's kind, its labels, and the end of its name."""
 
     family: str
     kind: str
@@ -32,21 +32,29 @@ class _Point(NamedTuple):
 
 
 def open_metrics(loader: SavableLoader) -> str:
-    """What `loader.stats()` counts, without rates, as OpenMetrics 1.0 text; each number has the label `rank`.
+    """Format the counters of `loader.stats()`, without rates, as OpenMetrics 1.0 text.
 
-    Serve it by what you have, or write it to a file for a collector to read. Sources, stages and reasons are labels;
-    percentiles are quantiles; `savable_slowest_sample_seconds` names its shard and sample in the label `what`.
+    Serve it with a server of yours, or write it to a file for a collector to read. Each number has the label `rank`;
+    sources, stages and reasons are labels too, percentiles are quantiles; `savable_slowest_sample_seconds` names its
+    shard and sample in the label `what`.
 
-    >>> class Numbers(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["id"]
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
-    >>> with sp.SavableLoader(pipeline, seed=7) as loader:
-    ...     batch = next(loader)
-    ...     text = sp.open_metrics(loader)
-    >>> [line for line in text.splitlines() if "batches_total" in line]
-    ['savable_batches_total{rank="0"} 1']
+    Args:
+        loader: The loader of this rank.
+
+    Returns:
+        The text, ending with `# EOF`.
+
+    Example:
+        >>> class Numbers(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+        >>> with sp.SavableLoader(pipeline, seed=7) as loader:
+        ...     batch = next(loader)
+        ...     text = sp.open_metrics(loader)
+        >>> [line for line in text.splitlines() if "batches_total" in line]
+        ['savable_batches_total{rank="0"} 1']
     """
     run = run_of(loader)
     rank = {"rank": str(run.ranks.rank)}

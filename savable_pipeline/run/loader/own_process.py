@@ -1,12 +1,15 @@
-"""Where a loader may be iterated: in the process that made it; in a worker of torch's DataLoader if it was told which.
+"""Where a loader may be iterated: in the process that made it, or a worker of torch's DataLoader that knows its share.
 
-Each of N such workers, or a forked process and its parent, would give the same batches.
+Otherwise each of N workers, or a forked process and its parent, would yield the same batches.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from weakref import WeakSet
 
 from savable_pipeline.errors import SavableError
@@ -14,6 +17,8 @@ from savable_pipeline.errors import SavableError
 
 class OwnProcess:
     """The process in which this was made. `ranked`: whether rank and world size were given as numbers there.
+
+    One thread at a time moves the loader: `thread` holds its "id" meanwhile.
 
     `checked` is for a loader to note that it may iterate here, so that nothing is asked at each batch; it is False
     again in a forked process.
@@ -23,26 +28,50 @@ class OwnProcess:
         self._pid = os.getpid()
         self._ranked = ranked
         self.checked = False
+        self.thread: dict[str, int] = {}
         _known.add(self)
 
+    def claim(self) -> None:
+        """Note this thread as the one that moves the loader. Raises `SavableError` if another one does."""
+        this = get_ident()
+        if self.thread.setdefault("id", this) != this:
+            raise SavableError(
+                "two threads use one loader at a time: take batches, skip and load in one thread, or under a lock; "
+                "state_dict() may be called from any"
+            )
+
+    def release(self) -> None:
+        """Let other threads move the loader, if this one may."""
+        if self.thread.get("id") == get_ident():
+            self.thread.clear()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Claim the loader, and release it at the end."""
+        try:
+            self.claim()
+            yield
+        finally:
+            self.release()
+
     def check(self) -> None:
-        """Raise `SavableError` in another process, and in a worker that was not told its share."""
+        """Raise `SavableError` in another process, and in a worker that does not know its share."""
         worker = _torch_worker()
         if os.getpid() == self._pid:
             if worker and not self._ranked:
                 raise SavableError(
-                    f"this loader was made in {worker}, each of which would give every batch: {_INSTEAD}, or tell each "
-                    "worker its share: rank=get_worker_info().id, world_size=get_worker_info().num_workers"
+                    f"this loader was made in {worker}, each of which would yield every batch: {_INSTEAD}, or give "
+                    "each worker its share: rank=get_worker_info().id, world_size=get_worker_info().num_workers"
                 )
             return
         if worker:
             raise SavableError(
-                f"this loader was made in another process than {worker}, each of which would give every batch: "
+                f"this loader was made in another process than {worker}, each of which would yield every batch: "
                 f"{_INSTEAD}"
             )
         raise SavableError(
             f"this loader was made in process {self._pid} and is iterated in process {os.getpid()}, forked from it: "
-            "both would give the same batches, and a state of the one knows nothing of the other's. Make the loader in "
+            "both would yield the same batches, and a state of the one does not cover the other's. Make the loader in "
             "the process that iterates over it; load_state_dict takes it to where another one was"
         )
 

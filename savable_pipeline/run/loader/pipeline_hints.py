@@ -1,4 +1,4 @@
-"""What is odd about a pipeline that runs: said in the log when it is first looked at."""
+"""Hints about a pipeline that works but looks odd, logged when it is first looked at."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage
 
 log = logging.getLogger(__name__)
 
-_MANY_EPOCHS = 4  # of a lane, of which a buffer holds samples at a time
+_MANY_EPOCHS = 4  # of a lane, whose samples a buffer holds at a time
 
 
 def log_hints(last: Stage) -> None:
-    """Warn of what is hardly meant; what may be meant is information."""
+    """Warn of settings that are hardly intended; those that may be are logged as information."""
     for message in _warnings(last):
         log.warning(message)
     stages = list(upstream(last))
@@ -26,7 +26,7 @@ def log_hints(last: Stage) -> None:
     for stage in stages:
         if isinstance(stage, RecordReader) and stage.shuffle and (stage.block_size or 8) > 1:
             log.info(
-                "no ShuffleBuffer: blocks of %d samples that lie side by side in a shard come as they lie; "
+                "no ShuffleBuffer: blocks of %d neighbouring samples of a shard come in the shard's order; "
                 "sp.ShuffleBuffer(samples, size=...) after the reader mixes them",
                 stage.block_size,
             )
@@ -36,7 +36,7 @@ def log_hints(last: Stage) -> None:
 def _warnings(last: Stage) -> Iterator[str]:
     if not isinstance(last, BatchStage):
         yield (
-            f"the pipeline ends with {type(last).__name__}, which gives {last.gives}, so each step gives a single one: "
+            f"the pipeline ends with {type(last).__name__}, which yields {last.gives}, so a step takes a single one: "
             "end it with sp.Batcher(..., size=...) for batches"
         )
     for stage in upstream(last):
@@ -52,7 +52,7 @@ def _warnings(last: Stage) -> Iterator[str]:
 
 
 def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:
-    """Of a buffer that holds samples of many epochs of a lane, as of little data on many lanes."""
+    """A hint about a buffer that spans many epochs of a lane, as with little data on many lanes."""
     readers = [stage for stage in upstream(buffer) if isinstance(stage, RecordReader)]
     if len(readers) != 1 or not readers[0].population:
         return
@@ -63,7 +63,7 @@ def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:
     fewer, smaller = population // buffer.size, population // lanes
     fitting = [f"lanes={fewer} or fewer"] * (fewer > 0) + [f"size={smaller} or less"] * (smaller > 0)
     yield (
-        f"ShuffleBuffer(size={buffer.size}): an epoch of {population} samples on {lanes} lanes gives each lane "
+        f"ShuffleBuffer(size={buffer.size}): an epoch of {population} samples on {lanes} lanes leaves each lane "
         f"{population / lanes:.3g}, so the buffer mixes those of {spanned:.3g} epochs: a sample may come epochs late, "
         f"or twice in a batch; begin with {', or '.join(fitting) or f'lanes=1 and size={population}'}"
     )

@@ -1,6 +1,6 @@
-"""`Position`: where a rank stands in a run. It never changes: each method gives the position that follows.
+"""`Position`: where a rank is in a run. It is immutable: each method returns the position that follows.
 
-So a loader moves by one assignment, and whatever fails or is interrupted before that has given nothing:
+So a loader moves by one assignment, and a step that fails or is interrupted before it gives nothing:
 
     position ── advanced(delivery) ──▶ position        slot, the lane's state and the history, all or none of them
 
@@ -12,9 +12,9 @@ An epoch ends when its last batch is given:
 Slots that are skipped there are of the next epoch, as they are where a state from there was loaded; `previous` stays
 until StopIteration has been raised.
 
-An endless run may be cut into epochs of n slots (`epoch_slots`): its slots count on, and its lanes go on. A step
-belongs to the epoch that its first slot lies in: each has n / ranks steps, and no slot is lost where a run began at one
-that its ranks do not divide.
+An endless run may be cut into epochs of n slots (`epoch_slots`): the numbers of its slots and its lanes continue. A
+step belongs to the epoch of its first slot: each has n / ranks steps, and no slot is lost if a run began at one that
+its ranks do not divide.
 
 A *step* takes one slot on each rank. Another rank's position differs in `lanes`, `ranks` and `history` alone.
 """
@@ -49,7 +49,7 @@ class LanePosition(NamedTuple):
 class Given(NamedTuple):
     """A batch that this rank's trainer received: the first slot of its step, its lane, that lane before it.
 
-    `skipped`: the lanes of which batches were passed over since, before the next was given, as they were before.
+    `skipped`: the lanes whose batches were passed over after it, before the next was given, as they were before.
     """
 
     step: int
@@ -74,7 +74,7 @@ class Position(msgspec.Struct, frozen=True):
     epoch: int
     slot: int  # the first slot of the next step
     lanes: dict[int, LanePosition]
-    end: int  # the first slot of which it is not known that it lies in the epoch
+    end: int  # the first slot not known to be in the epoch
     final: bool = False  # whether the epoch ends there
     history: tuple[Given, ...] = ()
     previous: Position | None = None
@@ -112,7 +112,7 @@ class Position(msgspec.Struct, frozen=True):
         pad: bool,
         subset_order: int | None = None,
     ) -> Position:
-        """The position in a flat state dict, of which `read` holds this rank's lanes."""
+        """The position in a flat state dict; `read` holds this rank's lanes from it."""
         lanes = {lane: LanePosition(state[lane_name(lane)], found.more) for lane, found in read.items()}
         slot = state["slot"]
         growth = common_growth(read.values())
@@ -131,12 +131,12 @@ class Position(msgspec.Struct, frozen=True):
 
     @property
     def has_step(self) -> bool:
-        """Whether it is known that the next step lies in the epoch: with filled-up batches, its first slot."""
+        """Whether the next step is known to be in the epoch: with filled-up batches, its first slot."""
         return self.slot < self.end if self.pad else self.slot + self.step <= self.end
 
     @property
     def must_vote(self) -> bool:
-        """Whether the ranks must agree on where the epoch goes on or ends, before the next step."""
+        """Whether the ranks must agree, before the next step, on how far the epoch goes."""
         return not self.final and not self.has_step
 
     @property
@@ -156,6 +156,17 @@ class Position(msgspec.Struct, frozen=True):
         """The batch given last; None if none has been since the loader was made or loaded, or began the epoch."""
         return next(reversed((self.previous or self).history), None)
 
+    def given(self, lag: int = 0) -> Given:
+        """The batch given `lag` batches before the last one. Raises ValueError for one that is not known."""
+        history = (self.previous or self).history
+        if 0 <= lag < len(history):
+            return history[-1 - lag]
+        found = f"{len(history)} have" if history else "none has"
+        raise ValueError(
+            f"trace(lag={lag}) shows one of the last {MAX_LAG} batches, and {found} been given since the loader was "
+            "made, loaded, or began the epoch"
+        )
+
     def next_slot(self, lane: int) -> int:
         """The slot of a lane's next batch."""
         return self.slot + (lane - self.slot) % self.lane_count
@@ -167,7 +178,7 @@ class Position(msgspec.Struct, frozen=True):
         return self._moved(delivery, (*self.history[1 - MAX_LAG :], received))
 
     def passed_over(self, delivery: Delivery) -> Position:
-        """After the next step, which is skipped: its batch is given to nobody."""
+        """After the next step, skipped: no rank gets its batch."""
         lane, history = self.own_slot % self.lane_count, self.history
         if history:
             skipped = {lane: self.lanes[lane], **history[-1].skipped}
@@ -179,20 +190,20 @@ class Position(msgspec.Struct, frozen=True):
         return replace(self, slot=self.slot + self.step, lanes={**self.lanes, lane: at}, history=history)
 
     def learned(self, peeks: Mapping[int, Delivery]) -> Position:
-        """With what `peeks` say of some lanes: whether they have another batch."""
+        """With the answers `peeks` of some lanes: whether they have another batch."""
         return replace(self, lanes=self.lanes | {lane: LanePosition(at.state, at.more) for lane, at in peeks.items()})
 
     def with_changes(self) -> Position:
-        """In an epoch that was begun with other settings, without knowing of any lane whether it has another batch."""
+        """In an epoch begun with other settings: no lane is known to have another batch."""
         lanes = {lane: LanePosition(at.state, None) for lane, at in self.lanes.items()}
         return replace(self, lanes=lanes, changed=True)
 
     def begun_with(self, cuts: Cuts) -> Position:
-        """In an epoch in which the lanes' shares are cut so."""
+        """In an epoch with these cuts of the lanes' shares."""
         return replace(self, cuts=cuts)
 
     def agreed(self, end: int) -> Position:
-        """With the `end` that the ranks have agreed on: the epoch ends here unless it lies beyond the one known."""
+        """With the `end` that the ranks have agreed on: the epoch ends here unless it is beyond the known one."""
         return replace(self, end=end) if end > self.end else replace(self, final=True)
 
     def ending_at(self, end: int) -> Position:
@@ -210,11 +221,11 @@ class Position(msgspec.Struct, frozen=True):
         return replace(self, history=(), previous=replace(self, previous=None))
 
     def epoch_of(self, epoch_slots: int) -> int:
-        """The number of the epoch of so many slots that the next step is of."""
+        """The number of the epoch, of this many slots, that the next step belongs to."""
         return self.slot // epoch_slots
 
     def left_of_epoch(self, epoch_slots: int) -> int:
-        """How many slots the steps take that are left of the epoch."""
+        """The number of slots in the remaining steps of the epoch."""
         left = epoch_slots - self.slot % epoch_slots
         return -(-left // self.step) * self.step
 
@@ -223,14 +234,14 @@ class Position(msgspec.Struct, frozen=True):
         return replace(self, previous=self.previous or self, told=True)
 
     def begun(self) -> Position:
-        """With an iterator that goes on here."""
+        """With an iterator that continues here."""
         return replace(self, previous=None, told=False, loaded=False)
 
     def before(self, lag: int) -> Position:
         """The position `lag` batches ago.
 
-        Where none has been given since it was made or loaded, or its epoch was begun, it is the start whatever `lag`.
-        Raises ValueError if it lies before the history.
+        If no batch has been given since it was made or loaded, or its epoch was begun, it is the start, whatever `lag`.
+        Raises ValueError if it is before the history.
         """
         at = self.previous if lag and self.previous is not None and not self.told else self
         if not 0 <= lag <= (len(at.history) or MAX_LAG):

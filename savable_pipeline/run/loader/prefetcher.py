@@ -6,6 +6,7 @@ slot of this rank    4              6             8             10
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -13,19 +14,21 @@ from typing import Any
 from savable_pipeline.errors import ShardError
 from savable_pipeline.run.engine.in_process import InProcess
 from savable_pipeline.run.engine.last_look import is_told
-from savable_pipeline.run.engine.launchers import Launcher, close_with, launcher
+from savable_pipeline.run.engine.launchers import Launcher, check_picklable, close_with, launcher
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.engine.pool import Pool
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.settings import LoaderSettings
 
+log = logging.getLogger(__name__)
+
 
 class Prefetcher:
     """Hands out batches slot by slot.
 
-    Asked for another slot than the next one, as at the start of an epoch, it forgets what was requested, and the makers
-    of batches begin there. After any error, Ctrl-C too, no one knows what they are at: they are ended.
+    When asked for another slot than the next one, as at the start of an epoch, it forgets its requests, and the makers
+    of batches begin there. After any error, including Ctrl-C, their position is unknown: they are ended.
     """
 
     def __init__(self, settings: LoaderSettings, local: LocalLanes) -> None:
@@ -41,12 +44,12 @@ class Prefetcher:
         self._end_makers: Callable[[], Any] = _nothing
         self._restarts = self._moves = 0  # of the pools that are gone
         self._fault = ""  # of batches that were given, as the makers that are gone found at last
-        self._told = False  # whether an error has told of it
+        self._told = False  # whether an error has reported it
 
     def next(self, position: Position, want: RequestKind = "batch", last: int = -1) -> Delivery:
         """Hand out the batch of this rank's next slot, and forget it. Waits for it.
 
-        Slots up to `last` will be wanted in the same way. Raises the stages' own errors, or `WorkerError`.
+        Slots up to `last` will be requested in the same way. Raises the stages' own errors, or `WorkerError`.
         """
         try:
             delivery = self._receive(position, want, last)
@@ -76,9 +79,9 @@ class Prefetcher:
             raise
 
     def find_more(self, position: Position) -> dict[int, Delivery]:
-        """Ask the lanes of which it is not known whether they have another batch. Gives their answers, by lane.
+        """Ask lanes, where it is not known, whether they have another batch. Returns their answers, by lane.
 
-        Only before batches of these lanes are requested: a lane that makes one stands elsewhere.
+        Only before batches of these lanes are requested: a lane that is making one is elsewhere.
         """
         try:
             makers = self._start(position)
@@ -91,7 +94,7 @@ class Prefetcher:
             raise
 
     def verify_given(self) -> None:
-        """Raise `ShardError` if a shard changed of which batches may be made that were given, as far as is known.
+        """Raise `ShardError` if a shard changed that given batches may be made of, as far as is known.
 
         Lanes in this process look; workers are not asked, but may have reported. Other threads may do this too.
         """
@@ -145,7 +148,7 @@ class Prefetcher:
     ) -> None:
         """Request this rank's next slots: `at_least` some, more as far as `prefetch` allows and the lanes have batches.
 
-        What is to be skipped is requested up to the slot `last`: what is wanted of later slots is not known yet.
+        Slots to skip are requested up to `last`: whether later slots are skipped is not known yet.
         """
         most = max(at_least, self._settings.prefetch * self._settings.num_workers)
         while len(self._requests) < most:
@@ -160,15 +163,30 @@ class Prefetcher:
 
     # Workers, or this process in their place.
 
+    def begin_workers(self, own_lanes: int) -> None:
+        """Begin what starts workers, if there are to be some. Raises ValueError for a pipeline they cannot be sent."""
+        workers = self._settings.num_workers
+        if workers > own_lanes:
+            log.warning(
+                "%d workers for the %d lanes of this rank: no more can work at a time than it has lanes; for a new "
+                "run, use lanes=%d or more",
+                workers,
+                own_lanes,
+                workers * (self._settings.lanes // own_lanes),
+            )
+        if workers:
+            check_picklable(self._settings.pipeline, self._settings.find_context())
+            self.launch()
+
     def launch(self) -> Launcher:
-        """Begin what starts workers: early, before this process has more threads or uses a GPU."""
+        """Start the process that starts workers: early, before this process has more threads or uses a GPU."""
         if self._launcher is None:
             self._launcher = launcher(self._settings.job, self._settings.find_context())
             self._end_launcher = close_with(self, self._launcher)
         return self._launcher
 
     def _start(self, position: Position) -> Pool | InProcess:
-        """The makers of batches, which stand at `position`; started if need be."""
+        """The makers of batches, at `position`; started if need be."""
         slot = position.own_slot
         if slot != self._slot or position.epoch != self._epoch:
             self.restart()
@@ -188,7 +206,7 @@ class Prefetcher:
         return pool
 
     def restart(self) -> None:
-        """Forget what was requested; the workers live on."""
+        """Forget all requests; the workers keep running."""
         self._slot, self._peeked, self._requests = -1, None, deque()
         if self._makers is not None:
             try:
@@ -198,7 +216,7 @@ class Prefetcher:
                 raise
 
     def reset(self) -> None:
-        """End the workers and forget what was requested of them."""
+        """End the workers and forget all requests."""
         makers, end = self._makers, self._end_makers
         self._makers, self._end_makers = None, _nothing
         self._slot, self._peeked, self._requests = -1, None, deque()
@@ -210,14 +228,14 @@ class Prefetcher:
             self._fault, self._told = makers.fault, self._told or is_told()
 
     def begin_anew(self) -> None:
-        """End the workers; what was given before does not count any more."""
+        """End the workers; batches given before no longer count."""
         self.reset()
         self._fault, self._told = "", False
 
     def close(self) -> str:
-        """End the workers and what starts them; they are begun again when they are needed.
+        """End the workers and the process that starts them; they start again when needed.
 
-        Returns what their last look at the shards has found and no error has told of; "" if nothing is wrong.
+        Returns what their last look at the shards has found and no error has reported; "" if nothing is wrong.
         """
         self.reset()
         end = self._end_launcher

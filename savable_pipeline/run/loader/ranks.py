@@ -1,4 +1,4 @@
-"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and how it talks to the other ranks.
+"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and its communication with the other ranks.
 
 Slot q is batch ⌊q/L⌋ of lane q mod L and belongs to rank q mod W; W divides L, so a rank has the lanes that are
 congruent to it:
@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from savable_pipeline.errors import SavableError
+import msgspec
+from xxhash import xxh3_128_hexdigest
+
+from savable_pipeline.data.dataset.shard_digests import count
+from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.run.state.fingerprint import FingerprintHere
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+_DATA = ("shards", "joins", "exclude")  # settings that say what is read, and what is left out
+
 
 class Ranks:
-    """Rank `rank` of `world_size`; `group` is the process group through which they talk, None without one.
+    """Rank `rank` of `world_size`; `group` is the process group through which they communicate, None without one.
 
-    `given`: whether these, or the group, were given; else they are of the world that was there.
+    `given`: whether these, or the group, were arguments; else they were found in torch.distributed.
     """
 
     def __init__(self, rank: int, world_size: int, group: Any, *, given: bool = True) -> None:
@@ -42,7 +50,7 @@ class Ranks:
         return step_start + (self.rank - step_start) % self.world_size
 
     def check_world(self) -> None:
-        """Raise ValueError if the ranks were found, and there are others now: torch.distributed came later."""
+        """Raise ValueError if the ranks were found, and are others now: torch.distributed was initialised later."""
         if self.given:
             return
         if _initialised():
@@ -62,7 +70,7 @@ class Ranks:
         )
 
     def agree(self, proposed: int, *, smallest: bool) -> int:
-        """The smallest or the largest of what the ranks propose. Collective. Raises ValueError if they cannot talk."""
+        """The smallest or largest proposal of all ranks. Collective. Raises ValueError if they cannot communicate."""
         if self.world_size == 1:
             return proposed
         group = self._find_group()
@@ -82,10 +90,10 @@ class Ranks:
         return int(agreed.item())
 
     def first_said(self, key: str, value: str) -> str:
-        """What the first of the ranks has said for `key`, which may be this `value`. Not collective, waits for none.
+        """The value of the first rank to set `key`, which may be this `value`. Not collective, waits for no rank.
 
-        A rank that says something for a key again, which its group's store counts, is compared with what the others
-        said the same time. `value` where the ranks have no store in common, or one that cannot compare. Raises torch's
+        When a rank sets a key again, which its group's store counts, it is compared with the others' values of the same
+        round. `value` where the ranks have no store in common, or one that cannot compare. Raises torch's
         error if the store does not answer.
         """
         find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
@@ -102,11 +110,11 @@ class Ranks:
 
     @property
     def can_talk(self) -> bool:
-        """Whether there are other ranks, and a group to talk to them."""
+        """Whether there are other ranks, and a group to communicate with them."""
         return self.world_size > 1 and self._find_group() is not None
 
     def _find_group(self) -> Any:
-        """The group through which the ranks talk: all of torch.distributed if its ranks are the ones given."""
+        """The group through which the ranks communicate: all of torch.distributed if its ranks are the ones given."""
         if self.group is None and _initialised():
             import torch.distributed as dist
 
@@ -131,7 +139,7 @@ class Ranks:
             dist.all_gather_object(gathered, value, group=group)
         except RuntimeError as error:
             raise SavableError(
-                f"rank {self.rank} could not gather the states of all {self.world_size} ranks, of which one has ended, "
+                f"rank {self.rank} could not gather the states of all {self.world_size} ranks, since one has ended "
                 "or does something else: the state of all ranks is collective, so ask for it on every rank (not on "
                 f"rank 0 alone) and write it on one. torch.distributed says: {error}"
             ) from error
@@ -184,7 +192,7 @@ def find_ranks(
     else:
         ranks = Ranks(0, 1, None, given=False)
     if not 0 <= ranks.rank < ranks.world_size:
-        raise ValueError(f"rank {ranks.rank} does not lie in 0 … {ranks.world_size - 1}")
+        raise ValueError(f"rank {ranks.rank} is not in 0 … {ranks.world_size - 1}")
     if lanes % ranks.world_size:
         divisors = [w for w in range(1, lanes + 1) if lanes % w == 0]
         raise ValueError(
@@ -192,3 +200,31 @@ def find_ranks(
             f"{', '.join(map(str, divisors))}. Or begin a new run with another lanes="
         )
     return ranks
+
+
+def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
+    """Raise `CheckpointMismatchError` if an earlier rank of the same run reads other shards, or excludes others.
+
+    Ranks of an endless run do not communicate, so that one which opened the folder later, when a shard had been added,
+    would deal its lanes otherwise unnoticed. The first rank that comes writes what it reads into the store of
+    torch.distributed, and each other rank compares: none waits for another.
+
+    Runs are told apart by stages, seed and lanes, the last names of their folders, and how many such a rank began in
+    its group. Raises what torch.distributed does where its store does not answer.
+    """
+    names = sorted(PurePosixPath(address).name for address in found.addresses.values())
+    key = _digest([found.fields[name] for name in ("stages", "seed", "lanes")] + names)
+    data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
+    shards = sum(count(found.fields[name]) for name in found.shards)
+    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards}")
+    digest, other, there = first.split()
+    if digest != _digest(data):
+        raise CheckpointMismatchError(
+            f"rank {ranks.rank} found other shards than rank {other}, or another list to exclude: {shards} here, "
+            f"{there} there, in {', '.join(sorted(set(found.addresses.values())))}: were some added, removed or "
+            "rewritten between the starts of the ranks, or the list? Start all ranks again"
+        )
+
+
+def _digest(value: Any) -> str:
+    return xxh3_128_hexdigest(msgspec.msgpack.encode(value))

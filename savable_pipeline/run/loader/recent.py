@@ -16,7 +16,7 @@ class Recent:
         self.add = self._numbers.append
 
     def percentiles(self, name: str) -> Iterator[tuple[str, float]]:
-        """`NAME/p50`, `/p90` and `/p99`: the least number that so many of 100 do not exceed. None without numbers."""
+        """`NAME/p50`, `/p90` and `/p99`: the least number that 50, 90 or 99 % do not exceed. None without numbers."""
         ordered = sorted(self._numbers)
         if ordered:
             for percent in _PERCENTS:

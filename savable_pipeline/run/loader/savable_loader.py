@@ -1,4 +1,4 @@
-"""`SavableLoader`: gives a rank its batches in slot order, and saves and restores where it is."""
+"""`SavableLoader`: yields a rank's batches in slot order, and saves and restores its position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.run.loader.trace import Trace
+from savable_pipeline.run.loader.trace import Trace, source_names
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_trainer, warn_unsaved
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
@@ -20,44 +20,51 @@ if TYPE_CHECKING:
 
 
 class SavableLoader:
-    """The batches of a pipeline, in an order that depends on the data, the settings, `seed` and `lanes` alone.
+    """Yields the batches of a pipeline, in an order set by the data, the settings, `seed` and `lanes` alone.
 
-    `pipeline` is a function that builds the stages of a lane. `num_workers=0` runs it in this process; workers get it
-    as it is when the loader is made. `rank` and `world_size`, of the data-parallel group, come from torch.distributed,
-    `group` or `mesh` unless they are given. A finite run ends with `tail="stop"` before the first round (a batch of
-    each lane) for which some lane has no batch, with `tail="pad"` after the last slot that holds a sample, rounded up
-    to a step of all ranks: then every sample comes, and `batch["valid"]` marks the rows that count. `prefetch` is the
-    number of batches that a worker may be ahead, `timeout` the seconds that one batch may take before its worker is
-    replaced, `max_restarts` the number of workers that may be replaced.
+    An epoch ends when its last batch is given. Workers live from pass to pass. One thread iterates at a time;
+    `state_dict()` may be called from another.
 
-    `ids=True` adds to each batch, a dict, the key "sample_ids": int64 (rows, 3), the source (its number in `sources`),
-    index and part of each row's sample; -1 for rows that only fill up. Where rows hold several samples, as packs do, it
-    has a row for each sample, and "sample_rows", int64 (samples,), is the row of the batch that each lies in.
+    Args:
+        pipeline: Builds the stages of a lane.
+        seed: Seed of all random numbers of the run.
+        lanes: Logical workers: fixed for the run, a multiple of every world size that it may have.
+        num_workers: Worker processes of this rank; 0 works in this process.
+        rank: Data-parallel rank. None: from `group`, `mesh` or torch.distributed, else 0.
+        world_size: Number of those ranks. None: as for `rank`.
+        group: Their process group.
+        mesh: Their one-dimensional device mesh.
+        prefetch: Batches that a worker may be ahead.
+        pin_memory: Copy tensors to page-locked memory.
+        multiprocessing_context: "fork", "forkserver", "spawn" or a context. None: "fork" if available.
+        tail: End of a finite run. "stop": before the first round (a batch of each lane) that some lane cannot fill.
+            "pad": after the last sample, filled up to a step of all ranks; `batch["valid"]` marks the rows that count.
+        on_iter: "continue": `iter()` continues where the loader is. "restart", for evaluation: at epoch 0, but for the
+            first after `load_state_dict`.
+        epoch_slots: Cuts an endless run into epochs of this many slots of all ranks, a multiple of the lanes; may
+            differ between runs. A step belongs to the epoch of its first slot.
+        ids: Add "sample_ids" to each batch, a dict: int64 (rows, 3), source (number in `sources`), index and part, -1
+            in filler rows. With several samples a row, one line for each, and "sample_rows", int64 (samples,), their
+            rows.
+        ledger: Folder where each rank records its batches, for `sp.Ledger`; one that cannot be recorded is not given.
+        timeout: Seconds for one batch before its worker is replaced.
+        max_restarts: Workers that may be replaced.
 
-    `ledger` is a folder to which each rank appends what it is given, so that `savable ledger` can tell when a sample
-    was, and make any batch again; see the page on the ledger. A batch that cannot be written is not given.
+    Raises:
+        ValueError: A setting is wrong.
 
-    An epoch ends when its last batch is given. With `on_iter="continue"` each `iter()` goes on where the loader is,
-    which then is the start of the next epoch. With `on_iter="restart"`, for evaluation, each begins epoch 0 anew; only
-    the first one after `load_state_dict` goes on. Workers live from pass to pass. Raises ValueError for wrong settings.
-
-    `epoch_slots` cuts a run without end into epochs of so many slots of all ranks, a multiple of the lanes, for a
-    trainer that wants epochs with a length: after them StopIteration is raised, and the next `iter()` goes on. It
-    changes no order and may differ from run to run; a step is of the epoch that its first slot lies in.
-
-    One thread iterates at a time; `state_dict()` may be called from another.
-
-    >>> class Numbers(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["id"]
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
-    >>> loader = sp.SavableLoader(pipeline, seed=7)
-    >>> first, state, second = next(loader), loader.state_dict(), next(loader)
-    >>> again = sp.SavableLoader(pipeline, seed=7)
-    >>> again.load_state_dict(state)
-    >>> bool((next(again) == second).all())
-    True
+    Example:
+        >>> class Numbers(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+        >>> loader = sp.SavableLoader(pipeline, seed=7)
+        >>> first, state, second = next(loader), loader.state_dict(), next(loader)
+        >>> again = sp.SavableLoader(pipeline, seed=7)
+        >>> again.load_state_dict(state)
+        >>> bool((next(again) == second).all())
+        True
     """
 
     def __init__(
@@ -87,9 +94,9 @@ class SavableLoader:
 
     @property
     def epoch(self) -> int:
-        """The number, from 0, of the epoch (pass of a finite pipeline) that the batch given last is of.
+        """The number, from 0, of the epoch (pass of a finite pipeline) of the batch given last.
 
-        Once StopIteration has been raised, or `iter()` has begun the next epoch, it is that one's.
+        Once StopIteration has been raised, or `iter()` has begun the next epoch, it is the next one's.
         """
         return self._run.epoch
 
@@ -97,9 +104,9 @@ class SavableLoader:
     def sources(self) -> list[str]:
         """The sorted names of the sources of a `Blend`, "text/web" in nested ones; [""] without one.
 
-        Opens the shards, and on first use indexes them.
+        Opens the shards, and indexes them on first use.
         """
-        return self._run.sources
+        return list(source_names(self._run.local.last_stage).values())
 
     # Iterating.
 
@@ -115,9 +122,12 @@ class SavableLoader:
             raise error.with_traceback(None)  # noqa: B904  # the same error; how it came here helps no one
 
     def __len__(self) -> int:
-        """How many batches this rank gets in an epoch. Raises TypeError where that cannot be known beforehand.
+        """The number of batches that this rank gets in an epoch.
 
-        It can with `epoch_slots`, and for a finite pipeline without packing whose encoder says that it is `one_to_one`.
+        It is known with `epoch_slots`, and for a finite pipeline without packing whose encoder sets `one_to_one`.
+
+        Raises:
+            TypeError: It cannot be known beforehand.
         """
         length = self._run.length()
         if length is None:
@@ -145,21 +155,30 @@ class SavableLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def skip(self, slots: int) -> None:
-        """Pass over the next `slots` slots of all ranks together, as after a spike of the loss. Call it on each rank.
+        """Pass over slots without making their batches, as after a spike of the loss. Call it on each rank.
 
-        No batch of them is made, and workers pass over theirs side by side. An epoch ends where it would have, and what
-        is left of `slots` is not taken from the next one. Once an epoch's last batch has been given or skipped, the
-        slots are the next epoch's, in a running loader as in one that was resumed there; a `for` loop still ends, and
-        the next `iter()` goes on behind them. Raises ValueError if a step of all ranks would be cut.
+        Workers pass over theirs side by side. An epoch ends where it would have, and the rest of `slots` is not taken
+        from the next one. Once an epoch's last batch has been given or skipped, the slots are the next epoch's, in a
+        running loader as in one that was resumed there; a `for` loop still ends, and the next `iter()` continues after
+        them.
+
+        Args:
+            slots: How many slots, of all ranks together.
+
+        Raises:
+            ValueError: A step of all ranks would be cut.
         """
         self._run.check_nothing_held()
         self._run.skip(slots)
 
     def close(self) -> None:
-        """End the workers and close the shards, after a last look at them. Iterating again goes on at the same place.
+        """Stop the workers and close the shards, after a last look at them.
 
-        Raises `ShardError` if a shard was overwritten while batches were read from it that were given; where another
-        error is under way, that is logged.
+        Iterating again continues at the same place.
+
+        Raises:
+            ShardError: A shard was overwritten while batches read from it were given. During another error this is
+                logged.
         """
         self._run.close()
 
@@ -172,29 +191,44 @@ class SavableLoader:
     # Saving and restoring.
 
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
-        """Where this rank is after the batch given last, or `lag` batches before: a flat dict of int and bytes.
+        """Return where this rank is after the batch given last: a flat dict of int and bytes, with its own lanes.
 
-        After an epoch's last batch that is the start of the next one. It holds the rank's own lanes. Starts nothing,
-        waits for nothing. A trainer that fetches one batch ahead takes `lag=1` always: before any batch has been given
-        since the loader was made, loaded or began the epoch, that is where it stands. What was skipped since the batch
-        that is taken back comes again: skip it again after loading. Raises ValueError for a lag beyond the batches that
-        have been given since, or beyond 16; `SavableError` where a trainer asks that keeps rank 0's state only, or
-        fetches ahead, or behind an `OnDevice`: `savable_pipeline.trainers` has what it takes; `ShardError` if a shard
-        was overwritten while batches were read from it that were given: without workers the shards are looked at,
-        workers may have told.
+        Starts nothing and waits for nothing. After an epoch's last batch it is the start of the next epoch.
+
+        Args:
+            lag: How many batches earlier, up to 16: a trainer that fetches one batch ahead always takes 1. Before the
+                first batch since the loader was made, loaded or began the epoch, it is where the loader is. What was
+                skipped since the batch taken back comes again: skip it again after loading.
+
+        Returns:
+            The state, which `torch.save` and torch.distributed.checkpoint take.
+
+        Raises:
+            ValueError: Fewer than `lag` batches have been given since.
+            SavableError: A trainer asks that keeps rank 0's state only or fetches ahead (use
+                `savable_pipeline.trainers`), or the loader is behind an `OnDevice`.
+            ShardError: A shard was overwritten while batches read from it were given. Without workers the shards are
+                looked at; with workers it is what they have reported.
         """
         refuse_trainer(caller(), caller(up=1), self._run.ranks.world_size)
         self._run.check_nothing_held()
         return self._run.state_dict(lag)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Go on from where `state` was saved, by any number of ranks and workers, as long as it has our lanes.
+        """Continue from a saved state, on any number of ranks and workers.
 
-        `allow` names fields that may differ from the saved ones, as `CheckpointMismatchError` calls them. With "shards"
-        new shards, which lie after all old ones, join at the epoch after the last that any lane has begun: that takes
-        the state of all lanes (`global_state_dict`). With "joins" a `Join` may be added or exchanged. Raises that
-        error if another field differs or a lane is missing, `StateError` if the state is damaged; then nothing has
-        changed here.
+        If it raises, nothing has changed.
+
+        Args:
+            state: A state that holds this rank's lanes.
+            allow: Names of fields that may differ from the saved ones, as `CheckpointMismatchError` names them. With
+                "shards", new shards that sort after all old ones join at the epoch after the last that any lane has
+                begun: that takes the state of all lanes (`global_state_dict`). With "joins", a `Join` may be added or
+                exchanged.
+
+        Raises:
+            CheckpointMismatchError: Another field differs, or a lane is missing.
+            StateError: The state is damaged.
         """
         self._run.check_nothing_held()
         self._run.load_state_dict(state, allow)
@@ -205,11 +239,20 @@ class SavableLoader:
         return self._run.state_dict(0)
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """The same as `load_state_dict(state)`."""
+        """The same as `load_state_dict(state)`.
+
+        Args:
+            state: As for `load_state_dict`.
+        """
         self.load_state_dict(state)
 
     def global_state_dict(self, group: dist.ProcessGroup | None = None, *, lag: int = 0) -> dict[str, Any]:
-        """The state with the lanes of all ranks, on each of them; `lag` as in `state_dict`. Collective."""
+        """Return the state with the lanes of all ranks, on each of them. Collective.
+
+        Args:
+            group: The process group of the data-parallel ranks. None: that of the loader.
+            lag: As for `state_dict`.
+        """
         self._run.check_nothing_held()
         return self._run.global_state(group, lag=lag)
 
@@ -219,23 +262,31 @@ class SavableLoader:
             "the process that uses it (give a function that makes it), and go on with load_state_dict(state_dict())"
         )
 
+    def __savable_run__(self) -> Run:
+        """What `trainers`, `verify` and `testing` move, save and look at: a protocol inside of the library."""
+        return self._run
+
     # Looking at it.
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of this rank since the loader was made, by flat names; rates since the last call.
+        """Return the counters of this rank since the loader was made, by flat names; rates since the last call.
 
         `wait_s` is the trainer's time in `next`, `seconds/STAGE` the workers' (measured on some batches),
-        `STAGE/skipped/REASON` the samples left out, `source/NAME/samples` those that a source of a `Blend` gave. The
+        `STAGE/skipped/REASON` the samples left out, `source/NAME/samples` those used from a source of a `Blend`. The
         page on operations lists all.
         """
         return {**self._run.stats.numbers(), **self._run.prefetcher.numbers()}
 
     def trace(self, *, lag: int = 0) -> Trace:
-        """The slot and lane of the last batch given to this rank, and (shard, key, ref) of each sample in it, in order.
+        """Return the slot and lane of the last batch given to this rank, and shard, key and ref of each of its samples.
 
-        `lag`: of the batch that many before the last one. The refs came with the batch; only keys are read. Raises
-        ValueError if no such batch has been given since the loader was made or loaded, or began the epoch, or if it
-        lies more than 16 batches back.
+        The refs came with the batch; only keys are read.
+
+        Args:
+            lag: How many batches before the last one, up to 16.
+
+        Raises:
+            ValueError: No such batch has been given since the loader was made or loaded, or began the epoch.
         """
         return self._run.trace(lag)
 
@@ -250,10 +301,10 @@ class SavableLoader:
 
 
 def run_of(loader: SavableLoader) -> Run:
-    """The run that a loader shows: for `trainers`, without another public name on the class."""
-    return loader._run  # noqa: SLF001
+    """The run that a loader shows."""
+    return loader.__savable_run__()
 
 
 def settings_of(loader: SavableLoader) -> LoaderSettings:
-    """The settings that a loader was made with: for `verify` and `trainers`."""
+    """The settings of a loader, for `verify` and `trainers`."""
     return run_of(loader).settings

@@ -61,9 +61,9 @@ class LoaderSettings:
                 f"epoch_slots counts the slots of all ranks and must be a multiple of the {self.lanes} lanes, not "
                 f"{self.epoch_slots}: the nearest is {near}"
             )
-        if self.ledger is not None and self.on_iter == "restart":
+        if self.ledger is not None and self.restarts:
             raise ValueError(
-                "a ledger says what a run was given, once; with on_iter='restart' each pass begins anew: give the "
+                "a ledger records what a run was given, once; with on_iter='restart' each pass begins again: give the "
                 "ledger to the training's loader"
             )
         self.find_context()
@@ -72,6 +72,11 @@ class LoaderSettings:
     def pad(self) -> bool:
         """Whether an epoch's last batches are filled up with rows that do not count."""
         return self.tail == "pad"
+
+    @property
+    def restarts(self) -> bool:
+        """Whether each iterator begins epoch 0 again."""
+        return self.on_iter == "restart"
 
     @property
     def job(self) -> Job:

@@ -42,6 +42,6 @@ class Slowest:
 
     @property
     def shard(self) -> tuple[str, float] | None:
-        """The shard whose samples took longest on average, and that mean in s; None as long as few were timed."""
+        """The shard whose samples took longest on average, and that mean in s; None while few have been timed."""
         known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)

@@ -1,7 +1,7 @@
 """`StatefulDataset`: the same lanes for torchdata's `StatefulDataLoader`.
 
 Each of that loader's N workers takes every N-th of the rank's slots, as if it were a rank of its own, so that its
-round-robin over the workers gives the slots in order:
+round-robin over the workers yields the slots in order:
 
     slot    0   1   2   3   4   5      2 ranks × 2 workers: worker w of rank r is share r + 2w of 4
     rank    0   1   0   1   0   1
@@ -30,25 +30,36 @@ _SEED_BITS = 40
 
 
 class StatefulDataset(IterableDataset[Any]):
-    """Batches for `StatefulDataLoader(dataset, batch_size=None, num_workers=N)`.
+    """Yields batches for `StatefulDataLoader(dataset, batch_size=None, num_workers=N)`.
 
-    Resumes exactly with the same number of workers and ranks; with another, loading raises `CheckpointMismatchError`
-    (`SavableLoader` knows no such limit). Each `iter()` of the loader begins the next epoch. Where the length of a
-    finite run cannot be counted beforehand, its workers cannot agree on the end: each ends as its own lanes do.
+    It resumes exactly with the same number of workers and ranks (`SavableLoader` has no such limit). Each `iter()` of
+    the loader begins the next epoch. Making it opens the shards, and indexes them on first use: all its workers, in
+    each epoch, read the shards of that moment. Where the length of a finite run cannot be counted beforehand, its
+    workers cannot agree on the end: each ends with its own lanes.
 
-    Making it opens the shards, and on first use indexes them: all its workers, in each epoch, read those that were
-    there then. Raises ValueError for wrong settings, and once it is iterated, if ranks and workers together do not
-    divide the lanes; `ShardError` for shards that cannot be read, or are others in a worker than when it was made.
+    Args:
+        pipeline: A function that builds the stages of a lane.
+        seed: The seed of all random numbers of the run.
+        lanes: The number of logical workers: a multiple of ranks × workers.
+        rank: The rank in the data-parallel group. None: from `group` or torch.distributed; 0 without them.
+        world_size: The number of those ranks. None: as for `rank`.
+        group: The process group of those ranks.
+        tail: The end of a finite run, as for `SavableLoader`.
 
-    >>> class Numbers(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["id"]
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
-    >>> from torchdata.stateful_dataloader import StatefulDataLoader
-    >>> batches = StatefulDataLoader(sp.StatefulDataset(pipeline, seed=7), batch_size=None)
-    >>> len(next(iter(batches)))
-    4
+    Raises:
+        ValueError: A setting is wrong or, in iteration, ranks × workers do not divide the lanes.
+        ShardError: Shards cannot be read, or differ in a worker from those when the dataset was made.
+
+    Example:
+        >>> class Numbers(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=4)
+        >>> from torchdata.stateful_dataloader import StatefulDataLoader
+        >>> batches = StatefulDataLoader(sp.StatefulDataset(pipeline, seed=7), batch_size=None)
+        >>> len(next(iter(batches)))
+        4
     """
 
     def __init__(
@@ -84,12 +95,20 @@ class StatefulDataset(IterableDataset[Any]):
         return next(self._run)
 
     def state_dict(self) -> dict[str, Any]:
-        """A new flat dict of int and bytes, of which StatefulDataLoader sends the entries that changed."""
+        """Return a new flat dict of int and bytes; StatefulDataLoader sends the entries that changed."""
         run = self._run or self._begin(self._next_iteration())
         return {"shares": self._shares()[1], "iteration": self._iteration, **run.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Raises `CheckpointMismatchError` if it was saved with other workers or settings."""
+        """Continue from a saved state.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            CheckpointMismatchError: It was saved with other numbers of workers or other settings.
+            StateError: It is damaged.
+        """
         if not isinstance(state, Mapping) or not all(_is_count(state.get(name)) for name in ("shares", "iteration")):
             raise StateError("this is no state of a StatefulDataset")
         shares = self._shares()[1]
@@ -108,7 +127,7 @@ class StatefulDataset(IterableDataset[Any]):
         self._begun[0] = self._packed(self._iteration + 1)
 
     def _begin(self, iteration: int) -> Run:
-        """Stand at the start of an epoch."""
+        """Go to the start of an epoch."""
         self._run, self._iteration = self._run_of(iteration), iteration
         return self._run
 
@@ -125,7 +144,7 @@ class StatefulDataset(IterableDataset[Any]):
             )
         settings = replace(self._settings, rank=share, world_size=shares)
         run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
-        run.draw_subsets_by(int(self._subset_order[0]) or None)
+        run.states.draw_subsets_by(int(self._subset_order[0]) or None)
         run.begin_epoch(iteration)
         return run
 
@@ -162,7 +181,7 @@ def _is_count(value: object) -> bool:
 
 
 def _pinned(settings: LoaderSettings) -> PinnedShards:
-    """The shards that the pipeline reads now; they are closed again."""
+    """The shards that the pipeline reads now; closed again."""
     local = LocalLanes(settings.job, 0)
     try:
         assert local.last_stage

@@ -23,7 +23,8 @@ _STARVING = 0.25  # the share of a window above which waiting for data is a warn
 class Stats:
     """Counters of one loader, since it was made.
 
-    `find_sources` gives the name of each source ("" without a `Blend`) by its tag; it is asked when a batch was given.
+    `find_sources` returns the name of each source ("" without a `Blend`) by its tag; it is called once a batch has been
+    given.
     """
 
     def __init__(self, num_workers: int, find_sources: Callable[[], dict[int, str]]) -> None:
@@ -69,7 +70,7 @@ class Stats:
             self._window = now, self._wait_s
 
     def _time(self, delivery: Delivery) -> None:
-        """Count what was measured of a batch that was timed."""
+        """Count the measurements of a timed batch."""
         watched = delivery.watched
         if watched is not None:
             self._slowest.add(watched)
@@ -105,7 +106,7 @@ class Stats:
         return {name: number / total for name, number in spent.items()} if total else {}
 
     def numbers(self) -> dict[str, int | float]:
-        """All that `totals` gives, and rates since the last call."""
+        """All counters of `totals`, and rates since the last call."""
         now = time.perf_counter()
         items = self._counts["Encode/items"]
         then, batches, items_then = self._read
@@ -147,7 +148,7 @@ class Stats:
         return int(seen * (self._counts["Encode/items"] / items))
 
     def _of_sources(self) -> dict[str, int | float]:
-        """What each source of a `Blend` gave: samples in batches; drawn, skipped, by the counters of the stages."""
+        """Counts by source of a `Blend`: samples in batches; drawn and skipped ones, from the stages' counters."""
         if not any(self._sources.values() if self._batches else ()):
             return {}
         found: Counter[str] = Counter()
@@ -173,7 +174,7 @@ class Stats:
         }
 
     def names(self) -> dict[str, str]:
-        """Which shard and sample the numbers `slowest_shard_s` and `slowest_sample_s` are of."""
+        """The shard and the sample behind `slowest_shard_s` and `slowest_sample_s`."""
         sample, shard = self._slowest.sample, self._slowest.shard
         return {
             **({} if sample is None else {"slowest_sample_s": f"{sample.shard}, sample {untagged(sample.number)}"}),

@@ -1,15 +1,15 @@
-"""What trainers do wrong with a bare loader, as far as it shows in who calls it.
+"""Detects trainers that use a bare loader wrongly, by the modules that call it.
 
-Those that keep rank 0's state only, or that fetch ahead of it, are refused the state: their checkpoints would look
-whole, and be found to lack lanes, or to be a batch late, when they are needed. Those that save no state at all are
-named in a warning when they begin: with a callback of the user's that saves it, all is well.
+Trainers that keep rank 0's state only, or that fetch ahead, are refused the state: their checkpoints would look
+complete, and prove to lack lanes, or to be a batch late, only when they are needed. Trainers that save no state at all
+cause a warning when they begin: with a user's callback that saves it, all is well.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from types import FrameType
 from typing import NoReturn
 
 from savable_pipeline.errors import SavableError
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _LIGHTNING = "lightning.pytorch"
 _KEEPS_ONE = "keeps the state of rank 0 only, and the other lanes would be missing at the resume"
-_CURES = {  # by the module that asks: whether one rank is refused too, what is wrong, and the cure
+_CURES = {  # by the calling module: whether one rank is refused too, what is wrong, and the cure
     "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
     "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
     _LIGHTNING: (
@@ -48,7 +48,7 @@ def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
 def refuse_fetching_ahead(caller: str) -> None:
     """Raise `SavableError` if the module `caller` belongs to Lightning's Trainer, which fetches ahead of a `Whole`.
 
-    It also drops what it saved, where it resumes from a checkpoint of an epoch's end.
+    It also drops the saved state when it resumes from a checkpoint of an epoch's end.
     """
     if _known(caller).startswith(_LIGHTNING):
         _, why, cure = _CURES[_LIGHTNING]
@@ -56,7 +56,7 @@ def refuse_fetching_ahead(caller: str) -> None:
 
 
 def _known(module: str) -> str:
-    """The name in the package `lightning` of a module that lies in one of the older packages."""
+    """The name in the package `lightning` of a module of one of the older packages."""
     return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
 
 
@@ -79,34 +79,36 @@ def warn_unsaved(caller: str, run: Run) -> None:
         )
     elif (state := sys.modules.get("accelerate.state")) and state.is_initialized():
         _warn(
-            "there is an Accelerator, whose save_state knows nothing of loaders, and beside it a loop iterates over",
-            "Iterate over what savable_pipeline.trainers.accelerate.prepare(accelerator, loader) gives",
+            "there is an Accelerator, whose save_state does not save loaders, and a loop that iterates over",
+            "Iterate over what savable_pipeline.trainers.accelerate.prepare(accelerator, loader) returns",
         )
 
 
 def _warn(what: str, cure: str) -> None:
     log.warning(
-        "%s a bare SavableLoader, of which no checkpoint holds the state: a run that is resumed would begin at slot 0 "
-        "again, without a word. %s; if you save and load its state yourself, all is well",
+        "%s a bare SavableLoader, whose state is in no checkpoint: a resumed run would silently begin at slot 0 "
+        "again. %s; if you save and load its state yourself, all is well",
         what,
         cure,
     )
 
 
 def refuse_dataset() -> NoReturn:
-    """Raise AttributeError: what looks for a loader's dataset means to skip the batches of a run that is resumed."""
+    """Raise AttributeError: code that looks for a loader's dataset wants to skip batches of a resumed run."""
     raise AttributeError(
-        "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where to go "
-        "on. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
+        "a SavableLoader has no dataset, and needs no skip_first_batches or the like: its saved state says where to "
+        "continue. Leave the skipping out (Hugging Face Trainer: ignore_data_skip=True)"
     )
 
 
 def caller(up: int = 0) -> str:
-    """The module that calls the function that asks this, or the one so many frames above it; "" where there is none.
+    """The module that called the function which calls this, or the one `up` frames above it; "" if there is none.
 
-    Who asks for a state shows in nothing else: trainers know only the protocol that loaders share.
+    Trainers ask each loader by the protocol that all loaders share, and offer no place to be asked what they keep of
+    it. Without a look at who asks, a checkpoint without most lanes would be found out when it is needed: at the resume,
+    perhaps days later. The look is one of a microsecond at each state, and decides nothing but whether to raise.
     """
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001  # Python's own name for it
-    for _ in range(up):
-        frame = None if frame is None else frame.f_back
+    frame = inspect.currentframe()
+    for _ in range(2 + up):
+        frame = frame and frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -37,12 +37,6 @@ _FIXED = {
 _NO_RULE = SettingRule()
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
 _COME_AND_GO = ("joins", "exclude")  # fields that many states lack: `allow` may name them all the same
-_SHORT = {  # names in states that are shorter than STAGE.SETTING
-    ("Batcher", "size"): "batch_size",
-    ("Blend", "weights"): "weights",
-    ("Blend", "sources"): "sources",
-    ("Join", "joins"): "joins",
-}
 _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "stages": list[str],
     "sources": list[str],
@@ -54,7 +48,7 @@ _LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed: older stat
 class Fingerprint(msgspec.Struct):
     """Settings that change the data, by field name; and versions of libraries that may change pixels.
 
-    `addresses`: where the data of a field lay, which is told where the field differs, and never compared.
+    `addresses`: where the data of a field lay, which is shown where the field differs, and never compared.
     """
 
     fields: dict[str, Any]
@@ -112,7 +106,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
-    """Whether two packed fingerprints are equal, wherever the data lay. Raises `StateError` if one is damaged."""
+    """Whether two packed fingerprints are equal, wherever the data was. Raises `StateError` if one is damaged."""
     if left == right:
         return True
     one, other = unpack_fingerprint(left), unpack_fingerprint(right)
@@ -210,7 +204,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     if refused:
         lines = [f"  {name}: {_difference(name, before, after, here)}{_places(name, saved, here)}" for name in refused]
         may_differ = not any(_rule(name, here).fixed for name in refused)
-        hint = f"\nTo go on all the same, without exactness: allow={refused}" if may_differ else ""
+        hint = f"\nTo continue all the same, without exactness: allow={refused}" if may_differ else ""
         raise CheckpointMismatchError(
             "the state was saved by a run with other settings or data:\n" + "\n".join(lines) + hint
         )
@@ -246,7 +240,7 @@ def _follows(name: str, differing: list[str], here: FingerprintHere) -> bool:
 
 
 def _in_names_of(here: FingerprintHere, saved: Fingerprint) -> Fingerprint:
-    """A saved fingerprint whose fields are called as they are here."""
+    """A saved fingerprint with the names that its fields have here."""
     fields = {here.renamed.get(name, name): value for name, value in saved.fields.items()}
     return msgspec.structs.replace(saved, fields=fields)
 
@@ -257,11 +251,7 @@ def stage_field(stage: Stage, setting: str) -> str:
     Another stage of its kind in the same branch adds a number.
     """
     rule = rules_of(stage).get(setting, _NO_RULE)
-    return _in_branch(stage.info.branch, rule.field or _long_or_short(type(stage).__qualname__, setting))
-
-
-def _long_or_short(stage: str, setting: str) -> str:
-    return _SHORT.get((stage, setting), f"{stage}.{setting}")
+    return _in_branch(stage.info.branch, rule.field or f"{type(stage).__qualname__}.{setting}")
 
 
 def _in_branch(branch: str, name: str) -> str:
@@ -303,7 +293,7 @@ def checked_allow(allow: Iterable[str], saved: Fingerprint, here: FingerprintHer
 
 
 def _never(name: str, here: FingerprintHere) -> str:
-    """Why a name in `allow` that is no field, but a field's without its branch or its stage, may never differ."""
+    """Why a name in `allow` may never differ: one that is no field, but part of a field's name."""
     fixed = {field: rule.fixed for field, rule in here.rules.items() if rule.fixed}
     return next((fixed[field] for field in fixed if _base(name) in (_base(field), _setting(field))), "")
 
@@ -315,7 +305,7 @@ def _plain(field: str, value: Any) -> Any:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
     except (TypeError, OverflowError, ValueError) as error:
         raise ValueError(
-            f"the setting {field} = {value!r} cannot be kept in a state ({error}): settings() gives numbers, strings, "
+            f"the setting {field} = {value!r} cannot be kept in a state ({error}): settings() holds numbers, strings, "
             "bytes, and lists or dicts of these"
         ) from error
 
@@ -341,7 +331,7 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 
 
 def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
-    """Where the data of a field lay when the state was saved, which old states do not tell, and where they lie here."""
+    """Where the data of a field was when the state was saved (old states do not say), and where it is here."""
     before, now = saved.addresses.get(name), here.addresses.get(name)
     if now is None:
         return ""

@@ -98,8 +98,7 @@ def decoded(body: bytes, kind: type[T], name: str) -> T:
 
 
 def _check_depth(state: msgspec.Struct, name: str) -> None:
-    """Raises `StateError` for lists and dicts within each other so deep that they were forged, and would end in
-    RecursionErrors."""
+    """Raise `StateError` for lists and dicts nested so deep that they were forged, and would raise RecursionErrors."""
     level = [getattr(state, field) for field in state.__struct_fields__]
     for _ in range(_DEEPEST):
         level = [

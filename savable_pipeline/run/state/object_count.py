@@ -1,7 +1,7 @@
 """Counts the objects in MessagePack before they are made: a byte can be an empty list, which takes 72 bytes.
 
-A compressed state of 131 kB could so become gigabytes. Each object begins with a byte that tells its size, or how many
-bytes its length takes; the objects inside of a list or a map follow its header, and count themselves:
+A compressed state of 131 kB could so become gigabytes. Each object begins with a byte that gives its size, or the
+number of bytes of its length; the objects inside of a list or a map follow its header, and count themselves:
 
     93 a1 61 05 90    a list of three: "a", 5, []    four objects
 """
@@ -27,7 +27,7 @@ def _widths() -> list[int]:
     return [0 if first in _LENGTHS else width for first, width in enumerate(widths)]
 
 
-_LENGTHS = {  # bytes of the length that follows, and bytes between that and what is so long
+_LENGTHS = {  # bytes of the length that follows, and bytes between it and the content
     0xC4: (1, 0),
     0xC5: (2, 0),
     0xC6: (4, 0),  # bytes
@@ -44,7 +44,7 @@ _WIDTHS = _widths()
 def has_too_many(packed: bytes, stored: int) -> bool:
     """Whether there are more objects in `packed` than a million and one for each of the `stored` bytes of a file.
 
-    So what is large in memory is large on the disk. Nothing is decoded, and no more is counted than may be there.
+    So a state that is large in memory is large on the disk. Nothing is decoded, and counting stops at the limit.
     """
     most = _FREE + stored
     if len(packed) <= most:  # an object takes a byte

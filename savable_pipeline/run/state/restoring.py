@@ -1,8 +1,8 @@
-"""`restoring`: the one place where whatever a damaged or forged state breaks becomes a `StateError`.
+"""`restoring`: the one place where the errors of a damaged or forged state become a `StateError`.
 
-A checksum tells damage, not what was written on purpose or by a fault: then any line that reads a state may fail, in
-the library, or in `restore_state` of a stage of the user's. What says itself what is wrong passes through unchanged,
-and so does a fault of the environment: a disk, a server, memory.
+A checksum detects damage, but not a state written wrongly, by intent or by a fault: then any line that reads it may
+fail, in the library or in `restore_state` of a user's stage. Errors that already say what is wrong pass through
+unchanged, and so do faults of the environment: a disk, a server, memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from savable_pipeline.errors import EncodeError, SavableError, StateError
 
 @contextmanager
 def restoring(what: str) -> Iterator[None]:
-    """Raises `StateError`, with the error that is its cause, where reading or restoring `what` fails in here.
+    """Raise `StateError`, with the original error as its cause, where reading or restoring `what` fails in here.
 
-    `SavableError`, OSError and MemoryError pass, but for an `EncodeError`: nothing is encoded when a state is restored,
-    so it is about a number in the state.
+    `SavableError`, OSError and MemoryError pass, except an `EncodeError`: nothing is encoded when a state is restored,
+    so its cause is a number in the state.
     """
     try:
         yield

@@ -30,7 +30,7 @@ def lane_numbers(state: Mapping[str, Any]) -> list[int]:
 
 
 def batches_before(slot: int, lane: int, lanes: int) -> int:
-    """The number of batches that lane `lane` gave to the slots before `slot`."""
+    """The number of batches of lane `lane` in the slots before `slot`."""
     return max(0, slot - lane + lanes - 1) // lanes
 
 
@@ -102,18 +102,26 @@ def common_growth(lanes: Iterable[LaneState]) -> Growth:
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state with all lanes, from the states that the ranks of a run saved after the same step.
+    """Merge the states that the ranks of a run saved after the same step into one with all lanes.
 
-    The result is a flat dict, which `SavableLoader.load_state_dict` takes on any number of ranks. Raises
-    `CheckpointMismatchError` if the states are of different runs or steps, `StateError` for a damaged one, ValueError
-    for none at all.
+    Args:
+        states: The states, in any order.
 
-    >>> def pipeline(lane):
-    ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
-    >>> loaders = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
-    >>> states = [loader.state_dict() for loader in loaders]
-    >>> [name for name in sp.merge_states(states) if name.startswith("lane_")]
-    ['lane_00000', 'lane_00002', 'lane_00001', 'lane_00003']
+    Returns:
+        A flat dict, which `SavableLoader.load_state_dict` takes on any number of ranks.
+
+    Raises:
+        CheckpointMismatchError: The states are of different runs or steps.
+        StateError: A state is damaged.
+        ValueError: There is no state.
+
+    Example:
+        >>> def pipeline(lane):
+        ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
+        >>> loaders = [sp.SavableLoader(pipeline, seed=7, lanes=4, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> states = [loader.state_dict() for loader in loaders]
+        >>> [name for name in sp.merge_states(states) if name.startswith("lane_")]
+        ['lane_00000', 'lane_00002', 'lane_00001', 'lane_00003']
     """
     merged: dict[str, Any] = {}
     lanes: dict[int, LaneState] = {}
@@ -136,7 +144,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as ranges: [0, 1, 2, 5] gives "0-2, 5"."""
+    """Sorted numbers as ranges: [0, 1, 2, 5] is "0-2, 5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

@@ -32,7 +32,7 @@ class StateSummary:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The loader's state in a file that `torch.save` wrote; it may lie anywhere in nested dicts and lists.
+    """The loader's state in a file that `torch.save` wrote; it may be anywhere in nested dicts and lists.
 
     Raises `StateError` if there is no such file, or if it cannot be read or does not hold exactly one state.
     """
@@ -131,7 +131,7 @@ def shown(field: str, value: Any) -> str:
 
 
 def differences(left: StateSummary, right: StateSummary) -> list[tuple[str, str, str]]:
-    """The differing fields of two states: name, and the value in each. Equal states go on alike."""
+    """The differing fields of two states: name, and the value in each. Equal states continue alike."""
     found = _differing(left.numbers, right.numbers, "")
     found += _differing(left.settings, right.settings, "")
     found += _differing(left.environment, right.environment, "")

@@ -1,10 +1,10 @@
-"""Spans of slots that a run will pass over, behind batches that its trainer has fetched and not trained on yet.
+"""Spans of slots that a run will pass over, after batches that its trainer has fetched but not yet trained on.
 
     slot       2            3            4   5        6
                trained on   fetched      to skip
     state      "slot" 3, "to_skip" [[0, 4, 6]]
 
-Only a trainer that fetches ahead has such a state, and only until it has trained on what it had fetched.
+Only a trainer that fetches ahead has such a state, and only until it has trained on the fetched batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def with_spans(state: Mapping[str, Any], spans: Iterable[Span]) -> dict[str, Any
 
 
 def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Span]]:
-    """A flat dict without spans, and these. Raises `StateError` if they are damaged."""
+    """A flat dict without spans, and the spans. Raises `StateError` if they are damaged."""
     with restoring(_NAME):
         spans = msgspec.json.decode(state.get(_NAME, b"[]"), type=list[Span])
     return {name: value for name, value in state.items() if name != _NAME}, spans

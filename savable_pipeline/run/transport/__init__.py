@@ -1,1 +1,1 @@
-"""Bytes and file descriptors between two processes; knows neither samples nor stages."""
+"""Passes bytes and file descriptors between two processes; knows neither samples nor stages."""

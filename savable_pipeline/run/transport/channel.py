@@ -42,7 +42,7 @@ class Channel:
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
     def has_come(self) -> bool:
-        """Whether `receive` has something to say at once."""
+        """Whether `receive` would return at once."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

@@ -5,7 +5,7 @@
 Segments are anonymous (memfd) and passed by descriptor, so that nothing is left in the system when a process dies. The
 worker marks a segment as in use before it writes to it. The trainer's tensors view it without a copy, and when the last
 of them is gone, the trainer marks the segment as free. The worker reuses the segment that it used last, whose pages are
-in the processor's caches, and makes a new one if none is free. Memory from `batch_memory` lies in the segment of the
+in the processor's caches, and makes a new one if none is free. Memory from `batch_memory` is in the segment of the
 next batch from the start, and is not copied. A trainer that keeps more than 8 batches of a worker gets copies. A
 segment that was viewed when the trainer forked is retired, never freed: the child may still view it.
 """
@@ -180,7 +180,7 @@ class SegmentWriter:
 
 
 def _laid_out(views: Sequence[memoryview], begun: _Begun | None) -> tuple[list[tuple[int, int, bool]], int]:
-    """For each view its offset, its length, and whether it lies there already; and the offset behind all views."""
+    """For each view its offset, its length, and whether it is already there; and the offset after all views."""
     places = []
     end = ALIGN if begun is None else begun.end
     for view in views:

@@ -4,7 +4,7 @@
     depth  │ index │ epoch │ ticket │ length │ looks │ text     worker crashes or receives STACK_SIGNAL
 
 `depth` is the number of stages before the one that runs; `index` and `epoch` are the ref of the sample being encoded;
-`ticket` is the number of the request; `text`, of so many bytes, says what is wrong with batches that were given;
+`ticket` is the number of the request; `text`, of `length` bytes, says what is wrong with batches already given;
 `looks` counts how often the worker has looked for that because it was asked to. The page outlives the worker.
 `faulthandler` writes the stack, even in a worker that is stuck in C code.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 NOTHING = (1 << 64) - 1
 _PAGE = 4096
 _TEXT = 48  # the byte where the text begins
-STACK_SIGNAL = signal.SIGUSR2  # tells a worker to write its stack
+STACK_SIGNAL = signal.SIGUSR2  # makes a worker write its stack
 
 
 class WorkerStatus(NamedTuple):
@@ -61,22 +61,22 @@ class StatusPage:
         faulthandler.register(STACK_SIGNAL, self.descriptor)
 
     def report(self, fault: str) -> None:
-        """In the worker: tell what is wrong with batches that were given before."""
+        """In the worker: record what is wrong with batches already given."""
         raw = fault.encode(errors="replace")[: _PAGE - _TEXT]
         self._page[_TEXT : _TEXT + len(raw)] = raw
         self.words[4] = len(raw)  # last: the text is whole
 
     def looked(self) -> None:
-        """In the worker: tell that it has looked, as it was asked to, and that what was found is reported."""
+        """In the worker: record that it has looked, as requested, and reported its findings."""
         self.words[5] += 1
 
     @property
     def looks(self) -> int:
-        """In the trainer: how often it has told so."""
+        """In the trainer: how often the worker has recorded that."""
         return int(self.words[5])
 
     def reported(self) -> str:
-        """In the trainer, in any thread: what was told so; "" if nothing was."""
+        """In the trainer, in any thread: what the worker recorded as wrong; "" if nothing."""
         try:
             length = self.words[4]
             return self._page[_TEXT : _TEXT + length].decode(errors="ignore") if length else ""

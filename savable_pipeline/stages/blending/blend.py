@@ -22,34 +22,33 @@ from savable_pipeline.stages.task_encoder import Skip
 class Blend(WeightedSources):
     """Merges sources by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
-    The sources all give samples (readers, with or without a `ShuffleBuffer`) or all give items or packs (branches, each
-    with its own encoder); a Blend may be a source of a Blend. `by="samples"` counts samples or items, `by="tokens"`
-    counts their lengths by the branch's `encoder.length`.
+    Among the first n samples of a lane, n a multiple of `stride`, each source's share is within 1.5 samples of the
+    exact one; by tokens, within about twice the longest item. Sums over all lanes are as close, except with very many
+    rare sources. In between, each lane shuffles its turns, so that the ranks of a step hold different sources
+    (Tijdeman: The Chairman Assignment Problem, Discrete Mathematics 32, 1980).
 
-    Among the first n samples of a lane, n a multiple of `stride`, the share of each source is within 1.5 samples of the
-    exact share; by tokens, within about twice the longest item. The sums over all lanes are as close at these n, except
-    with very many rare sources. Set `stride` to the batch size if that is no multiple of 8. Between, each lane shuffles
-    its turns, so that the ranks of a step hold different sources. Each process counts for all lanes of the run: of very
-    many, a small `stride` costs time. The turns follow Tijdeman: The Chairman Assignment Problem, Discrete Mathematics
-    32, 1980.
+    Args:
+        sources: Stages by name: all of samples, or all of items or packs, each branch with its own encoder; a Blend may
+            be one. The name is part of the keys of a source's order and random numbers: the same shards under two names
+            are two sources.
+        weights: The weight of each source. None: its number of samples. 0 turns a source off, which keeps its place for
+            `allow={"weights"}`. With a `Schedule` they change during the run: a lane is then within 2.5 samples of the
+            integral of each share, and sums over lanes are not controlled.
+        by: "samples" counts samples or items, "tokens" their lengths by the branch's `encoder.length`.
+        until: When a source that does not repeat (`epochs=`) ends: "all" continues with the rest by their weights,
+            "first" ends the Blend.
+        stride: Set it to the batch size if that is no multiple of 8. With very many lanes a small one costs time.
 
-    Without `weights` each source's is its number of samples. A weight of 0 turns a source off: it gives nothing and
-    keeps its place, for when it is turned on again with `allow={"weights"}`.
+    Raises:
+        ValueError: A setting is wrong.
+        CheckpointMismatchError: A ref is of a source that was removed or renamed.
 
-    `weights` may be a `Schedule`, by which they change while the run goes on. Then a lane is within 2.5 samples of the
-    integral of each share, at these n; the sums over lanes are not controlled.
-
-    A source repeats if its reader has `epochs=None`. When another source ends, the rest go on by their weights
-    (`until="all"`), or the Blend ends (`until="first"`). The name of a source is part of the keys of its order and its
-    samples' random numbers: the same shards under two names are two sources.
-
-    Raises ValueError for wrong settings; `CheckpointMismatchError` for a ref of a source that was removed or renamed.
-
-    >>> lane = sp.Lane(seed=7)
-    >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane, shuffle=False) for name in "01"}
-    >>> blend = sp.Blend(sources, weights={"0": 0.75, "1": 0.25})
-    >>> [next(blend).shard for _ in range(8)].count("0.tar")
-    6
+    Example:
+        >>> lane = sp.Lane(seed=7)
+        >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane, shuffle=False) for name in "01"}
+        >>> blend = sp.Blend(sources, weights={"0": 0.75, "1": 0.25})
+        >>> [next(blend).shard for _ in range(8)].count("0.tar")
+        6
     """
 
     @overload

@@ -9,11 +9,11 @@ sample off, and so is the sum over lanes, since floor(x) + floor(x + 1/L) + ... 
 Between multiples of `block` the closed form could decrease. So a block is halved repeatedly, down to `stride` steps:
 
     0 ............... block        closed form at both ends
-    0 ..... middle .. block        the closed form, clipped to lie between the counts at the left and the right end;
+    0 ..... middle .. block        the closed form, clipped to stay between the counts at the left and the right end;
     0 . m . middle .. block        then single samples are moved to correct the lanes, and after them the sums
 
 The counts at a step depend on the step alone and take log2(block / stride) halvings. That no lane is more than 1.5
-samples off, and no sum over lanes much more, was found by search (tools/search_blend.py); it is not proven.
+samples off, and no sum over lanes much more, was found by search (tools/soak/blends.py); it is not proven.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _settle_lanes(step: int, counts: Ints, behind: Ints, left: Ints, right: Ints
 def _settle_sums(counts: Ints, behind: Ints, left: Ints, right: Ints, dues: Ints, *, limit: int, most: int) -> None:
     """Exchange samples of one source for another's, until no two sums over lanes are more than `most` apart.
 
-    Choose the lanes that gain most, among those that stay within `limit` and can go on from there.
+    Choose the lanes that gain most, among those that stay within `limit` and can continue from there.
     """
     sums = behind.sum(axis=0)
     closed = np.zeros((len(sums), len(sums)), bool)

@@ -171,7 +171,7 @@ class TokenTurns:
         return behind.index(max(behind))
 
     def took(self, source: int, tokens: int) -> None:
-        """Count an item of `tokens` tokens that the source gave."""
+        """Count an item of `tokens` tokens from the source."""
         if not any(self.counts):
             self.unit = tokens
         self.counts[source] += tokens

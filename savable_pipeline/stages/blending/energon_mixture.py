@@ -27,7 +27,7 @@ _CLASSES = ("Metadataset", "MetadatasetV2")
 _BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}
 _NESTED = (".yaml", ".yml", ".json")
 _DEEPEST = 20
-# Keys of a dataset that change what it gives, with the value that changes nothing.
+# Keys of a dataset that change its samples, with the value that changes nothing.
 _PLAIN = {"shuffle_over_epochs_multiplier": 1, "dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 _REFUSED = {
     "join": "datasets are not joined here: join them when the shards are made",
@@ -62,7 +62,7 @@ class _Reading:
         splits = entry.inner("splits")
         known = ", ".join(map(str, splits.value))
         if split is None:
-            raise splits.wrong(f"a metadataset is read a split at a time: say split=, one of {known}")
+            raise splits.wrong(f"a metadataset is read one split at a time: give split=, one of {known}")
         if split not in splits.value:
             raise splits.wrong(f"there is no split {split!r}; it has {known}")
         chosen = splits.inner(split)

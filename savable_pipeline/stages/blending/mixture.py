@@ -1,4 +1,4 @@
-"""`Mixture`: datasets, with weights or repetitions, as a file names them; `samples` builds the `Blend` of one lane."""
+"""`Mixture`: datasets, with weights or repetitions, from a file; `samples` builds the `Blend` of one lane."""
 
 from __future__ import annotations
 
@@ -36,17 +36,22 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Mixture(msgspec.Struct, frozen=True):
-    """Datasets and nested mixtures, by name; `weight` is this mixture's own among those beside it, and `schedule` has
-    the weights of its sources where they change. See `read_mixture`.
+    """Datasets and nested mixtures by name, as `read_mixture` reads them.
 
-    >>> _ = Path("two.yaml").write_text('''
-    ... sources:
-    ...   web: {path: shards/0.tar, weight: 0.7}
-    ...   books: {path: [shards/1.tar, shards/2.tar], weight: 0.3}
-    ... ''')
-    >>> mixture = sp.read_mixture("two.yaml")
-    >>> {name: source.weight for name, source in mixture.sources.items()}
-    {'web': 0.7, 'books': 0.3}
+    Attributes:
+        sources: The datasets and mixtures, by name.
+        weight: This mixture's own among its neighbours in a mixture.
+        schedule: The weights of its sources, if they change.
+
+    Example:
+        >>> _ = Path("two.yaml").write_text('''
+        ... sources:
+        ...   web: {path: shards/0.tar, weight: 0.7}
+        ...   books: {path: [shards/1.tar, shards/2.tar], weight: 0.3}
+        ... ''')
+        >>> mixture = sp.read_mixture("two.yaml")
+        >>> {name: source.weight for name, source in mixture.sources.items()}
+        {'web': 0.7, 'books': 0.3}
     """
 
     sources: dict[str, Source | Mixture]
@@ -65,24 +70,41 @@ class Mixture(msgspec.Struct, frozen=True):
         exclude: str | os.PathLike[str] | None = None,
         stride: int = 8,
     ) -> SampleStage:
-        """A `Blend` of one reader per dataset, with these settings of the readers and of the Blend.
+        """Build a `Blend` of one reader for each dataset.
 
-        The reader is that of the files: `TarShardReader`, `ParquetReader`, `ArrowReader`, `JsonlReader`, `TokenReader`.
+        Each reader is the one for its files: `TarShardReader`, `ParquetReader`, `ArrowReader`, `JsonlReader` or
+        `TokenReader`.
 
-        Raises ValueError for wrong settings, `ShardError` or `RemoteError` for shards that cannot be read.
+        Args:
+            lane: The lane of the pipeline.
+            shuffle: As for `sp.TarShardReader`.
+            block_size: As for `sp.TarShardReader`.
+            window: As for `sp.TarShardReader`.
+            cache: As for `sp.TarShardReader`.
+            cache_bytes: As for `sp.TarShardReader`.
+            exclude: As for `sp.TarShardReader`.
+            stride: As for `sp.Blend`.
 
-        >>> _ = Path("one.yaml").write_text("sources: {web: {path: shards/0.tar, repetitions: 2}}")
-        >>> len(list(sp.read_mixture("one.yaml").samples(sp.Lane(seed=7))))
-        200
+        Raises:
+            ValueError: A setting is wrong.
+            ShardError: Shards cannot be read.
+            RemoteError: A server cannot be reached.
+
+        Example:
+            >>> _ = Path("one.yaml").write_text("sources: {web: {path: shards/0.tar, repetitions: 2}}")
+            >>> len(list(sp.read_mixture("one.yaml").samples(sp.Lane(seed=7))))
+            200
         """
         return _built(self, lane, SharedSettings(shuffle, block_size, window, cache, cache_bytes, exclude), stride)
 
     def tags(self) -> dict[str, dict[str, Any]]:
-        """The tags of each dataset, by the name that `Sample.source` has: "code/python" in a nested mixture.
+        """Return the tags of each dataset, by the name that `Sample.source` has: "code/python" in a nested mixture.
 
-        >>> _ = Path("tagged.yaml").write_text("sources: {web: {path: shards/0.tar, weight: 1, tags: {kind: page}}}")
-        >>> sp.read_mixture("tagged.yaml").tags()
-        {'web': {'kind': 'page'}}
+        Example:
+            >>> text = "sources: {web: {path: shards/0.tar, weight: 1, tags: {kind: page}}}"
+            >>> _ = Path("tagged.yaml").write_text(text)
+            >>> sp.read_mixture("tagged.yaml").tags()
+            {'web': {'kind': 'page'}}
         """
         return dict(self._tags())
 
@@ -114,7 +136,7 @@ def _built(entry: Source | Mixture, lane: Lane, settings: SharedSettings, stride
 
 
 def _weight(entry: Source | Mixture, stage: SampleStage) -> Weight:
-    """What a mixture's entry says; with repetitions the samples that it gives, with nothing the samples that it has."""
+    """The weight of a mixture's entry; with repetitions the number of samples read, else that of the samples it has."""
     if entry.weight is not None:
         return entry.weight
     repetitions = entry.repetitions if isinstance(entry, Source) else None

@@ -15,7 +15,7 @@
           c: {path: shards/c, repetitions: 1}
           python: {path: shards/python, repetitions: 3}
 
-or, with weights that change while the run goes on:
+or, with weights that change during the run:
 
     schedule:
       shape: linear                      # or step
@@ -51,28 +51,37 @@ _HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # of ten, in a weight that is 
 
 
 def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> Mixture:
-    """The mixture in a YAML file; paths in it are relative to the file's folder.
+    """Read a mixture from a YAML file; paths in it are relative to the file's folder.
 
     A source has a `path` as `TarShardReader` takes it, a `weight` or `repetitions` (epochs), and may have a `split` and
-    a `subset`; or it is a mixture with `sources` of its own. Sources beside each other all have a `weight` (a share;
-    they repeat for ever), or all have `repetitions` (they end at about the same time), or have neither, and come by
-    their sizes, or by the `schedule` beside `sources`: its `points`, each with a count `at` and `weights`, and a
-    `shape`, as of `Schedule`. `tags` are your own, for `Mixture.tags`.
+    a `subset`; or it is a mixture with `sources` of its own. Neighbouring sources all have a `weight` (a share; they
+    repeat for ever), or all have `repetitions` (they end at about the same time), or have neither: then they come by
+    their sizes, or by the `schedule` beside `sources`: `points`, each with a count `at` and `weights`, and a `shape`,
+    as of `Schedule`. `tags` are your own, for `Mixture.tags`.
 
-    A metadataset of Megatron-Energon, version 1 or 2, is a mixture, too; `split` is the one of its splits to read. A
-    source has the name of its folder, and its subflavors as tags; `blend_epochized` gives repetitions, which end.
+    A metadataset of Megatron-Energon, version 1 or 2, is a mixture too. A source has the name of its folder, and its
+    subflavors as tags; `blend_epochized` sets repetitions, which end.
 
-    Raises ValueError, which names file and line, for a file that is no valid mixture or has what cannot be kept, and
-    OSError for one that cannot be read.
+    Args:
+        path: The YAML file.
+        split: The split of a metadataset to read; it needs one.
 
-    >>> _ = Path("mixture.yaml").write_text('''
-    ... sources:
-    ...   web: {path: shards/0.tar, weight: 3}
-    ...   books: {path: shards/1.tar, weight: 1}
-    ... ''')
-    >>> samples = sp.read_mixture("mixture.yaml").samples(sp.Lane(seed=7))
-    >>> [next(samples).shard for _ in range(8)].count("0.tar")
-    6
+    Returns:
+        The mixture, whose `samples(lane)` is the first stage of a pipeline.
+
+    Raises:
+        ValueError: The file is no valid mixture, or has what cannot be kept; it names file and line.
+        OSError: The file cannot be read.
+
+    Example:
+        >>> _ = Path("mixture.yaml").write_text('''
+        ... sources:
+        ...   web: {path: shards/0.tar, weight: 3}
+        ...   books: {path: shards/1.tar, weight: 1}
+        ... ''')
+        >>> samples = sp.read_mixture("mixture.yaml").samples(sp.Lane(seed=7))
+        >>> [next(samples).shard for _ in range(8)].count("0.tar")
+        6
     """
     entry = read_yaml(Path(path))
     if is_metadataset(entry):
@@ -124,7 +133,7 @@ def _schedule(entry: Entry, sources: dict[str, Source | Mixture]) -> Schedule:
     except ValueError as error:
         raise entry.wrong(str(error)) from error
     if absent := sources.keys() - schedule.names:
-        raise entry.wrong(f"no point gives {min(absent)!r} a weight: give it one, or leave the source out")
+        raise entry.wrong(f"no point has a weight for {min(absent)!r}: add one, or leave the source out")
     return schedule
 
 

@@ -1,4 +1,4 @@
-"""The reader of a dataset in a mixture: that of the kind of its files."""
+"""The reader of a dataset in a mixture, by the kind of its files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.kinds import kind_of
 from savable_pipeline.data.shards.paths import Shards
-from savable_pipeline.stages.readers.arrow_reader import ArrowReader
-from savable_pipeline.stages.readers.jsonl_reader import JsonlReader
-from savable_pipeline.stages.readers.parquet_reader import ParquetReader
+from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.readers.tar_reader import TarShardReader
-from savable_pipeline.stages.readers.token_reader import TokenReader
+from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
 
 _READERS: dict[str, Any] = {
     "tar": TarShardReader,

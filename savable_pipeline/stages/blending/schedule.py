@@ -1,6 +1,6 @@
-"""`Schedule`: weights of a `Blend` that change while the run goes on, by the samples or tokens that all lanes drew.
+"""`Schedule`: weights of a `Blend` that change during the run, by the samples or tokens that all lanes drew.
 
-A point says which shares hold once so much has been drawn. What a source should have given by then is the integral of
+A point holds the shares from a count of drawn samples on. The due of a source by then is the integral of
 its share, in closed form and in integers:
 
     share    ──┐ step        ╲ linear
@@ -26,21 +26,25 @@ _LARGEST = 1 << 62
 class Schedule:
     """Weights that change: `Schedule([(0, {"web": 8, "code": 2}), (1_000_000, {"web": 4, "code": 6})])`.
 
-    Each point is a count and the weights that hold from there on. The count is of the samples, or items, or with
-    `unit="tokens"` the tokens that the `Blend` has given in all lanes since the run began, in whatever epoch. With
-    `shape="step"` the weights hold until the next point; with "linear" the shares change evenly from each point to the
-    next; those of the last one stay. A source without a weight at a point, or with 0, is not drawn from there. What a
-    lane gives counts once for each lane of the run: the same for every number of ranks and workers.
+    Counts include each lane of the run, so they are the same for every number of ranks and workers.
 
-    Raises ValueError for points that are not ascending from 0, weights that are no numbers or all 0.
+    Args:
+        points: Pairs of a count, ascending from 0, and the weights from there on; the last ones stay. A source without
+            a weight at a point, or with 0, is not drawn from there on.
+        unit: What is counted since the run began, in whatever epoch: "samples" (or items) or "tokens" of the `Blend`.
+        shape: "step": weights hold until the next point. "linear": shares change evenly from point to point.
 
-    >>> schedule = sp.Schedule([(0, {"0": 1}), (80, {"0": 1, "1": 1})])
-    >>> lane = sp.Lane(seed=7)
-    >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane) for name in "01"}
-    >>> blend = sp.Blend(sources, weights=schedule)
-    >>> drawn = [next(blend).shard for _ in range(160)]
-    >>> drawn[:80].count("1.tar"), drawn[80:].count("1.tar")
-    (0, 40)
+    Raises:
+        ValueError: Points are not ascending from 0, or weights are no numbers or all 0.
+
+    Example:
+        >>> schedule = sp.Schedule([(0, {"0": 1}), (80, {"0": 1, "1": 1})])
+        >>> lane = sp.Lane(seed=7)
+        >>> sources = {name: sp.TarShardReader(f"shards/{name}.tar", lane) for name in "01"}
+        >>> blend = sp.Blend(sources, weights=schedule)
+        >>> drawn = [next(blend).shard for _ in range(160)]
+        >>> drawn[:80].count("1.tar"), drawn[80:].count("1.tar")
+        (0, 40)
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Schedule:
         return {name for weights in self.weights for name in weights}
 
     def settings(self) -> dict[str, Any]:
-        """What a saved state must agree on."""
+        """Return the settings that a saved state must agree on."""
         points = [[start, weights] for start, weights in zip(self.starts, self.weights, strict=True)]
         return {"points": points, "unit": self.unit, "shape": self.shape}
 
@@ -89,10 +93,11 @@ class _Piece(NamedTuple):
 
 
 class Dues:
-    """What each of some sources of a schedule should have given by a count, in units of 1 / `unit`: integers.
+    """The dues of some sources of a schedule, by count, in units of 1 / `unit`: integers.
 
-    Counts are of `begin` or more, and dues from the point on that holds there. Raises ValueError if there is a point
-    from there on at which none of the sources has a weight.
+    Counts start at `begin`, and dues at the point that holds there. Raises ValueError if none of the sources has a
+    weight at
+    a point from there on.
     """
 
     def __init__(self, schedule: Schedule, names: Sequence[str], begin: int = 0) -> None:

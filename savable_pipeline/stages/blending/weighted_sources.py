@@ -47,6 +47,8 @@ class WeightedSources(BlendSources):
     ref: ItemRef = ()
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         "order": SettingRule(fixed=OTHER_ORDER),
+        "sources": SettingRule(field="sources"),
+        "weights": SettingRule(field="weights"),
         "schedule": SettingRule(allowed_by="weights"),
     }
 
@@ -94,7 +96,7 @@ class WeightedSources(BlendSources):
     def _check_schedule(self, schedule: Schedule) -> None:
         """Raise ValueError for a schedule that counts otherwise than the Blend, or in a finite run.
 
-        What the passes before gave is not known in the next one.
+        The counts of earlier passes are not known in the next one.
         """
         if schedule.unit != self.by:
             raise ValueError(f"Blend: a schedule by {schedule.unit} needs by={schedule.unit!r}; it is {self.by!r}")
@@ -144,7 +146,7 @@ class WeightedSources(BlendSources):
         return self._begun
 
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
-        """Count what a source gave. A Blend in this one counts its own sources."""
+        """Count the elements of a source. A Blend in this one counts its own sources."""
         counters = self._counters.get(name)
         if counters is None:
             tags = self._stages[name].info.tags

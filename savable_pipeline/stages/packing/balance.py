@@ -1,4 +1,4 @@
-"""`Balance`: the stage that gives packs in an order in which all lanes give packs of about equal cost at a time."""
+"""`Balance`: the stage that yields packs in an order in which all lanes yield packs of about equal cost at a time."""
 
 from __future__ import annotations
 
@@ -33,45 +33,48 @@ class _BalanceState(msgspec.Struct):
 
 
 class _Place(NamedTuple):
-    """A pack that is held, as the rule sees it and as a state has it."""
+    """A held pack, as the rule sees it and as a state keeps it."""
 
     waiting: Waiting
     saved: bytes  # a `_HeldState`: encoded once, though every batch brings a state
 
 
 class Balance(ItemStage):
-    """Gives packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
+    """Yields packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
 
-    Each lane holds `hold` packs. For each slot all lanes have the same random rank between 0.0 and 1.0, drawn from the
-    run's seed, and each gives the held pack whose cost has the nearest rank among its held packs and the last 16 ·
-    `hold` that it gave; one that has waited long a little sooner. So the lanes of a step give packs of like cost,
-    whatever the number of ranks, and nothing is exchanged. No pack is held for more than 6 · `hold` slots. At the start
-    4 packs are held, then one more each slot.
+    For each slot all lanes draw the same random rank from the run's seed, 0.0 to 1.0. Each yields the held pack whose
+    cost has the nearest rank among its held packs and the last 16 · `hold`, one that has waited long a little sooner.
+    So lanes balance any number of ranks without an exchange. No pack is held for more than 6 · `hold` slots; at the
+    start 4 are held, then one more each slot.
 
-    `cost(length, images)` is what a document costs, an int: `sp.attention_cost(hidden=2048)`, or a function of your
-    own; a pack costs the sum over its items. Only the order of these costs matters. A saved state must agree on the
-    function's name: rename it if you change it.
+    Put it last before the `Batcher`, after any `Blend`: a later stage must not leave out a pack, or this lane is ahead
+    of the ranks for the rest of the run. A pack that turns out to be a `Skip` is replaced in its slot.
 
-    It stands last before the `Batcher`, after any `Blend`: what comes after it must not leave out a pack, or this lane
-    gives the next ranks too early for the rest of the run. A pack that turns out to be a `Skip` is replaced in its
-    slot. In place of packs it takes items, too, by their `length` and `images`; `encoder=None` takes the encoder
-    upstream.
+    Args:
+        source: A stage of packs, or of items.
+        hold: Packs that each lane holds.
+        cost: `cost(length, images)` of a document, an int, such as `sp.attention_cost(hidden=2048)`; a pack costs the
+            sum over its items. Only the order of costs matters. A state must agree on the function's name: rename it if
+            you change it.
+        max_held_bytes: Most bytes of items held by all stages of a process; packs beyond that are made again when they
+            are due. With an encoder's `length_of`, packs are only made then.
+        encoder: Measures items. None: the encoder upstream.
 
-    All stages of a process together hold at most `max_held_bytes` bytes of items; the encoder makes packs beyond that
-    again when they are given. Where the encoder tells lengths (`length_of`), packs are not made before.
+    Raises:
+        ValueError: A setting is wrong, or the stage is in a branch of a `Blend`.
+        EncodeError: `cost` raised, or is no int.
 
-    Raises ValueError for wrong settings and in a branch of a `Blend`, `EncodeError` if `cost` raises or is no int.
-
-    >>> class Texts(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return "a" * (1 + sample.json()["id"] % 7)
-    ...     def pack(self, items, rng):
-    ...         return " ".join(items)
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), Texts())
-    >>> packs = sp.OnlinePacker(items, max_length=9, max_cost=40, cost=lambda length, images: length**2)
-    >>> balanced = sp.Balance(packs, hold=8, cost=sp.attention_cost(hidden=4))
-    >>> len(next(balanced).replace(" ", "")) <= 9
-    True
+    Example:
+        >>> class Texts(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return "a" * (1 + sample.json()["id"] % 7)
+        ...     def pack(self, items, rng):
+        ...         return " ".join(items)
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), Texts())
+        >>> packs = sp.OnlinePacker(items, max_length=9, max_cost=40, cost=lambda length, images: length**2)
+        >>> balanced = sp.Balance(packs, hold=8, cost=sp.attention_cost(hidden=4))
+        >>> len(next(balanced).replace(" ", "")) <= 9
+        True
     """
 
     source: ItemStage
@@ -129,7 +132,7 @@ class Balance(ItemStage):
         return items[0]
 
     def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
-        """The next pack and its ref; none only at the end. Raises the source's errors; asked again, it tries again."""
+        """The next pack and its ref; none only at the end. After an error of the source, the next call tries again."""
         while True:
             self._fill()
             if not self._held:

@@ -1,8 +1,8 @@
-"""`RankRule`: which held pack a lane gives next, so that all lanes give packs of about equal cost at a time.
+"""`RankRule`: which held pack a lane yields next, so that all lanes yield packs of about equal cost at a time.
 
     all lanes share a rank for each slot    u = 0.42, 0.08, 0.91, …        drawn from the run's seed
-    each knows where a held pack lies       cheapest 0.0 ─────── 1.0 dearest    among those it holds and gave lately
-    it gives the one nearest to u, an old one a little sooner; one that has waited too long, at once
+    each ranks its held packs               cheapest 0.0 ─────── 1.0 dearest    among those held and recently given
+    it yields the one nearest to u, an old one a little sooner; one that has waited too long, at once
 
 Lanes whose packs are alike then give packs of like cost, whatever the number of ranks, without asking each other. A
 shared target *cost* would not last: what a lane received beyond it would pile up. All arithmetic is of integers.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from savable_pipeline.core.keyed_random import derive_key, permutation
 
 PAST = 16  # times `hold`: packs given last that count
-WEIGHT = 8  # a held pack counts as much as so many given ones
+WEIGHT = 8  # a held pack counts as much as this many given ones
 LONGEST = 6  # times `hold`: the longest that a pack may be held, in slots
 AGE = 50  # times `hold`: slots of waiting that outweigh the whole range of ranks
 
@@ -90,7 +90,7 @@ class RankRule:
             del self._sorted[bisect_left(self._sorted, self.past.pop(0))]
 
     def restore(self, count: int, past: Sequence[int]) -> None:
-        """Go on after `count` packs, the last of which had these costs."""
+        """Continue after `count` packs; the last ones had these costs."""
         self.count = count
         self.past = array("q", past)
         self._sorted = sorted(past)

@@ -1,4 +1,4 @@
-"""`OnlinePacker`: the stage that joins items, as they come, into packs of bounded length."""
+"""`OnlinePacker`: the stage that joins items, in the order of their arrival, into packs of bounded length."""
 
 from __future__ import annotations
 
@@ -30,51 +30,48 @@ _LEAST = 1  # token that an item must have: a pack of empty items would never be
 
 
 class OnlinePacker(ItemStage):
-    """Gives packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
+    """Yields packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
 
-    `policy` chooses the pack for each item, of at most `open_packs` open ones (Johnson: Near-Optimal Bin Packing
-    Algorithms, 1973):
+    Args:
+        source: A stage of items.
+        max_length: Most tokens of a pack.
+        policy: "best_fit": an item goes into the fullest open pack with room; "first_fit": the oldest;
+            "first_fit_decreasing": items for `open_packs` packs are held, none for over 5 times that, and the largest
+            placed first: least waste; "sequential": one pack, items cut at its end (Johnson: Near-Optimal Bin Packing
+            Algorithms, 1973). Or a function from a list of lengths, enough for `open_packs` packs, to packs as lists of
+            indices, each once, by the lengths alone; not with `max_images`, `max_cost`. A state keeps its name, and
+            `settings()` of an object.
+        open_packs: Most packs open; at a finite source's end they follow.
+        max_images: Most of `encoder.images(item)` in a pack.
+        max_cost: Most `cost` in a pack, so that packs train equally long; costlier items are alone, or cut by
+            "sequential".
+        cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
+        too_long: Items beyond `max_length`: "skip", counted, "truncate" or "split" by `encoder.cut`. None: "split" with
+            "sequential", else "skip".
+        max_held_bytes: Most bytes of items in all open packs of a process; others are made again.
+        encoder: Measures, cuts and packs. None: the one upstream.
 
-    - "best_fit": the fullest pack with room.
-    - "first_fit": the oldest pack with room.
-    - "first_fit_decreasing": holds items for `open_packs` packs, then places the largest first: least room is wasted,
-      most items are held, none for more than 5 times that many packs.
-    - "sequential": one open pack; an item that does not fit is cut at the end of the pack.
-    - a function of your own: it gets the lengths of held items, enough for `open_packs` packs, as a list of int, and
-      returns the packs as lists of indices into it, each index once. It must depend on the lengths alone. The
-      fingerprint keeps its name, and `settings()` of an object. `max_images` and `max_cost` are refused.
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: The encoder raised, very many items in a row were skipped, or a function's packs are not valid.
+        CheckpointMismatchError: An item made again after a resume has another length.
 
-    `max_images` bounds the sum of `encoder.images(item)` in a pack, too, and `max_cost` the sum of `cost(length,
-    images)`, such as `sp.attention_cost(hidden=2048)`: a pack closes at whichever is reached first, so that packs take
-    about the same time in training. An item that costs more has a pack to itself; the policy "sequential" cuts it. When
-    a finite source ends, the open packs are given.
-
-    `too_long` decides about an item longer than `max_length`: "skip" leaves it out, "truncate" cuts off its end,
-    "split" cuts it into several; None splits with the policy "sequential" and skips otherwise. `encoder.cut` does the
-    cutting. Skipped items and tokens are counted. `encoder=None` takes the encoder upstream.
-
-    All open packs of a process together hold at most `max_held_bytes` bytes of items; the encoder makes items beyond
-    that again when their pack is given.
-
-    Raises ValueError for wrong settings, `EncodeError` if a method of the encoder raises or a very long row of items is
-    skipped, or the function's packs are not valid, `CheckpointMismatchError` if an item made again after a resume has
-    another length.
-
-    >>> class Captions(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return "abc"[: 1 + sample.json()["id"] % 3]  # 1, 2, 3, 1, 2, 3, … tokens
-    ...     def pack(self, items, rng):
-    ...         return "|".join(items)
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
-    >>> packs = sp.OnlinePacker(items, max_length=4, policy="first_fit")
-    >>> next(packs), next(packs)
-    ('a|ab|a', 'abc|a')
-    >>> def in_pairs(lengths):
-    ...     return [range(start, min(start + 2, len(lengths))) for start in range(0, len(lengths), 2)]
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
-    >>> packs = sp.OnlinePacker(items, max_length=5, policy=in_pairs)
-    >>> next(packs), next(packs)
-    ('a|ab', 'abc|a')
+    Example:
+        >>> class Captions(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return "abc"[: 1 + sample.json()["id"] % 3]  # 1, 2, 3, 1, 2, 3, … tokens
+        ...     def pack(self, items, rng):
+        ...         return "|".join(items)
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
+        >>> packs = sp.OnlinePacker(items, max_length=4, policy="first_fit")
+        >>> next(packs), next(packs)
+        ('a|ab|a', 'abc|a')
+        >>> def in_pairs(lengths):
+        ...     return [range(start, min(start + 2, len(lengths))) for start in range(0, len(lengths), 2)]
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
+        >>> packs = sp.OnlinePacker(items, max_length=5, policy=in_pairs)
+        >>> next(packs), next(packs)
+        ('a|ab', 'abc|a')
     """
 
     source: ItemStage
@@ -241,7 +238,7 @@ class OnlinePacker(ItemStage):
             self._taken = None
 
     def _total_of(self, taken: Piece) -> int | None:
-        """The length of the taken item, as the encoder tells it or of the item; None if it can no longer be made."""
+        """The length of the taken item, from `length_of` or from the item; None if it can no longer be made."""
         if self._taken_size is not None:
             return self._calls.least_told(self._taken_size[0], least=_LEAST)
         item = self._item_of(taken)
@@ -256,7 +253,7 @@ class OnlinePacker(ItemStage):
     def _measure(self, piece: Piece) -> Any:
         """Set images and cost of a piece of the taken item, and return its part of the item; MISSING if not made yet.
 
-        How many images are in a part is not known without the item.
+        The number of images in a part is only known with the item.
         """
         assert self._taken is not None
         if self._taken_size is not None and not (piece.is_cut and self._taken_size[1]):
@@ -292,7 +289,7 @@ class OnlinePacker(ItemStage):
         return packed
 
     def _close(self, pack: OpenPack, pieces: list[Piece]) -> tuple[Size, ...]:
-        """Give a pack of these of its pieces, and return their sizes."""
+        """Close a pack with these of its pieces, and return their sizes."""
         self._let_go(pack)
         self.ref = (self._count, *map(piece_ref, pieces))
         self.sizes = sizes = tuple([(piece.length, piece.images) for piece in pieces])
@@ -301,7 +298,7 @@ class OnlinePacker(ItemStage):
         return sizes
 
     def _count_pack(self, sizes: Sequence[Size]) -> None:
-        """Count a pack that was made, of items of these sizes."""
+        """Count a pack, made of items of these sizes."""
         tokens = sum([length for length, _ in sizes])
         self.counts["packs"] += 1
         self.counts["items"] += len(sizes)
@@ -319,7 +316,7 @@ class OnlinePacker(ItemStage):
     def _left_out(self, skip: Skip, pieces: list[Piece]) -> None:
         """Count a pack of these pieces that the encoder skipped: the next one has another number, and random numbers.
 
-        One of nothing is not counted: its items were.
+        An empty pack is not counted: its items were.
         """
         if pieces:
             self._count += 1

@@ -5,7 +5,7 @@
     packs     5+2   3+4   1      given in that order
 
 The packs of a round are laid out before the first of them is given, and are in the state with the refs of their items:
-a resumed run does not ask the function again about what is laid out. The first time it is asked twice, to find one that
+a resumed run does not ask the function again about packs already chosen. The first call is made twice, to find one that
 draws.
 """
 
@@ -68,7 +68,7 @@ class ByFunction(Packing):
             groups = self._groups(lengths)
             check_groups(groups, lengths, self.max_length)
             if not self._asked and self._groups(lengths) != groups:
-                raise ValueError("asked again it gave other groups; it must depend on the lengths alone")
+                raise ValueError("called again it returned other groups; it must depend on the lengths alone")
         except Exception as error:
             raise EncodeError(f"{name}, for {len(lengths)} items: {type(error).__name__}: {error}") from error
         self._asked = True

@@ -6,7 +6,7 @@
     first_fit_decreasing   pieces that fill `open_packs` packs are held, then placed from the largest to the smallest
 
 (Johnson: Near-Optimal Bin Packing Algorithms, 1973.) A policy knows no items and no encoders. The packer asks for the
-longest piece that may come next (`reach`), cuts the item to it, adds it, and gives the pack that is `due` before it
+longest piece that may come next (`reach`), cuts the item to it, adds it, and yields the pack that is `due` before it
 adds another piece.
 
 A pack also closes at `max_cost`, if there is one: it is full as soon as its tokens or its cost are. The fullest pack is
@@ -61,7 +61,7 @@ class OpenPack:
     images: int  # images that still fit
     cost: int = 0  # cost that still fits; below 0 if the only piece is dearer than a pack may be
     bounds: tuple[int, int] | None = None  # the greatest length and cost of a pack; None where only length is bounded
-    slack: int = 0  # what is left, in tokens or in cost, whichever is the smaller share; set when a piece is added
+    slack: int = 0  # room left, in tokens or in cost, whichever is the smaller share; set when a piece is added
     pieces: list[Piece] = field(default_factory=list)
 
     def fits(self, piece: Piece) -> bool:
@@ -114,7 +114,7 @@ class Packing:
         raise NotImplementedError
 
     def due(self) -> OpenPack | None:
-        """The pack to give before another piece is added; None if there is none."""
+        """The pack due before another piece is added, if any."""
         raise NotImplementedError
 
     def last(self) -> OpenPack | None:
@@ -203,7 +203,7 @@ class BestFit(Packing):
 
 
 class FirstFitDecreasing(Packing):
-    """Holds pieces for `open_packs` packs, places the largest first, and gives the packs in random order.
+    """Holds pieces for `open_packs` packs, places the largest first, and yields the packs in random order.
 
     A piece is as large as its share of a pack: of the length, images or cost, whichever is the greatest. The last pack
     of a round is seldom full: it is taken apart, and its pieces wait for the next round. One that has waited for 4

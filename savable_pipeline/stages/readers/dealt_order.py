@@ -35,7 +35,7 @@ class DealtOrder:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def _runs(self, place: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where the lane's positions lie in the order: runs of consecutive ones. The rest of a span is not dealt."""
+        """The places of the lane's positions in the order, as runs. The rest of a span is not dealt."""
         runs = []
         while start < min(stop, self._dealt):
             block, inside = divmod(start, self._block)

@@ -4,7 +4,7 @@
     epoch    0        1        2          3
     shards   0 1 2    0 1 2    0 1 2 3 4  0 1 2 3 4
 
-New shards lie after all old ones, so that a sample keeps its number, and an epoch is read as if there were no later
+New shards come after all old ones, so that a sample keeps its number, and an epoch is read as if there were no later
 shard. Without pairs every epoch has all shards.
 """
 
@@ -65,7 +65,7 @@ class GrowingSamples:
         return self._stretches[int(np.searchsorted(self._begins, epoch, side="right")) - 1]
 
     def first(self, shards: int) -> EpochSamples:
-        """The samples of the first so many shards."""
+        """The samples of the first `shards` shards."""
         firsts, selection = self._dataset.firsts, self._selection
         if selection is None:
             return EpochSamples(shards, firsts[: shards + 1], int(firsts[shards]), None)

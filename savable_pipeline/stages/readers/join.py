@@ -5,7 +5,7 @@
                         ▼
                    "captions.txt"
 
-Since it has no state and no random numbers, a run can be given one in the middle, and goes on in the same order.
+Since it has no state and no random numbers, it can be added to a run in its middle, which continues in the same order.
 """
 
 from __future__ import annotations
@@ -33,32 +33,36 @@ Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
 
 
 class Join(SampleStage):
-    """Puts parts of other datasets beside each sample: `sample["captions.txt"]` is the `txt` of the one with its key.
-
-    `stores` has them by a name of yours, which the names of their parts begin with: a folder, or all that a reader
-    takes; or what `sp.open_dataset` gives. A sample whose key one of them lacks is left out and counted
-    (`missing="skip"`), or has no such parts (`"empty"`). `on` is "key": the key of both samples; of a
-    row of a table it is in the column that `sp.open_dataset(path, key=COLUMN)` names.
+    """Adds the parts of other datasets to each sample: `sample["captions.txt"]` is the `txt` of the one with its key.
 
     The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
-    numbers, with a Join or without; `allow={"joins"}` lets a state go on with another one. What a buffer before the
-    Join then holds is not left out: such a sample has no part of a store that lacks its key.
+    numbers, with a Join or without; `allow={"joins"}` loads a state with another one. Samples already in a buffer
+    before the Join are not left out: one whose key a store lacks has no part of it.
 
-    Raises ValueError for wrong settings, `ShardError` for a store in which two samples have one key, or if hardly any
-    key is found.
+    Args:
+        source: A stage of samples.
+        stores: Datasets by a name of yours, with which the names of their parts begin: anything that a reader or
+            `sp.open_dataset` takes, or what the latter returns.
+        on: "key": by the keys of both samples; a table's keys are in the column of `sp.open_dataset(path, key=COLUMN)`.
+        missing: For a sample whose key a store lacks: "skip" leaves it out, counted; "empty" adds no parts.
 
-    >>> samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
-    >>> samples = sp.Join(samples, {"other": "shards/1.tar"}, missing="skip")
-    >>> sample = next(samples)
-    >>> sample.key, list(sample), sample["other.txt"]
-    ('s000100', ['json', 'txt', 'png', 'other.json', 'other.txt', 'other.png'], b'picture 100')
-    >>> samples.counts["skipped/no such key in other"]
-    100
+    Raises:
+        ValueError: A setting is wrong.
+        ShardError: Two samples of a store have one key, or hardly any key is found.
+
+    Example:
+        >>> samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
+        >>> samples = sp.Join(samples, {"other": "shards/1.tar"}, missing="skip")
+        >>> sample = next(samples)
+        >>> sample.key, list(sample), sample["other.txt"]
+        ('s000100', ['json', 'txt', 'png', 'other.json', 'other.txt', 'other.png'], b'picture 100')
+        >>> samples.counts["skipped/no such key in other"]
+        100
     """
 
     source: SampleStage
     ref: ItemRef = ()
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"joins": SettingRule(whole_stage=True)}
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"joins": SettingRule(field="joins", whole_stage=True)}
 
     def __init__(
         self,
@@ -130,8 +134,8 @@ class Join(SampleStage):
         if self._row >= max_empty_samples(self.info.population):
             raise ShardError(
                 f"Join: of {self._row} samples in a row {lacking[0]!r} has none, the last with the key {sample.key!r}: "
-                "are its keys made in another way? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
-                "names their column; missing='empty' goes on without its parts",
+                "are its keys made differently? A table's are FILE:ROW, unless sp.open_dataset(path, key=COLUMN) "
+                "names their column; missing='empty' continues without its parts",
                 reason="no such key",
             )
         return False
@@ -150,7 +154,7 @@ class Join(SampleStage):
         for place, sample in enumerate(samples):
             try:
                 keys.append(sample.key)
-            except SavableError as error:  # of a damaged shard: for the policy of who reads the sample
+            except SavableError as error:  # of a damaged shard: for the policy of the stage that reads the sample
                 faults[place] = error
                 keys.append("")
         found: list[Found] = [{} for _ in samples]

@@ -1,32 +1,82 @@
-"""`ReaderSettings`: the settings that the readers of all stores have in common."""
+"""What the readers of all stores share: their settings, and the data that lanes open together."""
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypedDict
 
-from savable_pipeline.core.on_error import OnError, check_on_error
-from savable_pipeline.data.shards.selection import Subset, check_subset
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import OnError
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.shards.selection import Subset
+from savable_pipeline.data.stores.record_store import RecordStore
+
+
+class ReaderSettings(TypedDict, total=False):
+    """The settings that all readers have in common; `TarShardReader` explains them, `RecordReader` has the defaults."""
+
+    split: str | None
+    """A split in the dataset's `.nv-meta/split.yaml`. Default: None, all samples."""
+    subset: Subset | None
+    """A share of the samples (0.1), a range of shares (0.1, 0.3), or a count. Default: None, all samples."""
+    epochs: int | float | None
+    """How many epochs a pass has; the last may be a part, as in 2.5. Default: None, a run without end."""
+    shuffle: bool
+    """Whether shards and blocks are permuted, differently in each epoch. Default: True."""
+    block_size: int | None
+    """Samples that stay together. Default: None, 8; in file order a batch, where each sample makes one row."""
+    window: int | None
+    """Shards whose blocks are mixed; None: all. Default: 128."""
+    on_error: OnError
+    """What happens to unreadable shards: "raise", "skip", or what a function of the error says. Default: "raise"."""
+    quarantine: str | os.PathLike[str] | None
+    """A file that gets a line of JSON for each skipped sample. Default: None."""
+    exclude: str | os.PathLike[str] | None
+    """A file that names samples which must not be given. Default: None."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderSettings:
-    """The settings that the readers of all stores have in common; see `TarShardReader`."""
+class ReaderData:
+    """The data of a reader: `open` opens what is `named`, with the reader's `on_error` and `quarantine`.
 
-    split: str | None
-    subset: Subset | None
-    epochs: int | float | None
-    shuffle: bool
-    block_size: int | None
-    window: int | None
-    on_error: OnError
-    exclude: str | os.PathLike[str] | None = None
+    Only the first lane of a process opens them, for all readers with the same `kind`, names and `options` of the
+    format. A run pins the shards that it found under `pinned_as` (default: all these names).
+    """
 
-    def check(self, reader: str) -> None:
-        """Raises ValueError, which names the `reader`, for a wrong setting."""
-        for name in ("block_size", "window"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{reader}: {name} must be at least 1, not {value}")
-        check_subset(reader, self.subset)
-        check_on_error(reader, self.on_error)
+    kind: str
+    named: Any
+    open: Callable[..., Dataset]
+    options: tuple[Any, ...] = ()
+    pinned_as: str = ""
+
+    @classmethod
+    def of_store(cls, store: RecordStore, lane: Lane) -> ReaderData:
+        """The data of a store that is open."""
+        pinned_as = f"store {store.address} {_number_of(store, lane)}"
+        return cls("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
+
+
+def _number_of(store: RecordStore, lane: Lane) -> int:
+    """The number of a store among those with its address, in the order in which readers were made: the same in each
+    process.
+    """
+    known: list[RecordStore] = lane.shared(("stores", store.address), list)
+    if not any(each is store for each in known):
+        known.append(store)
+    return next(number for number, each in enumerate(known) if each is store)
+
+
+def show_settings(init: Any, base: Any) -> None:
+    """Make `inspect.signature` show, for `init`, the settings that it passes on to the constructor `base`."""
+    shown = inspect.signature(init)
+    *own, last = shown.parameters.values()
+    if last.annotation == f"Unpack[{ReaderSettings.__name__}]":
+        passed_on = [each for each in inspect.signature(base).parameters.values() if each.name in _SETTINGS]
+        init.__signature__ = shown.replace(parameters=[*own, *passed_on])
+
+
+_SETTINGS = ReaderSettings.__annotations__

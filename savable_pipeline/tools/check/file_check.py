@@ -174,7 +174,7 @@ def _after_damage(store: RecordStore, row: int) -> int:
 
 def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str) -> Problem:
     reason, _, detail = fault.partition(": ")
-    offset = store.offset(0, row) if store.unit == "byte offset" else None
+    offset = store.part_offset(0, row, extension)
     return Problem(reason, encodable(detail), name, encodable(store.key(0, row)), extension, offset, row)
 
 

@@ -1,21 +1,34 @@
-"""`savable convert`."""
+"""`savable convert`, what it prints, and the option `--engine`: the processes of this machine, or a cluster."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
+from rich.console import Console
 
-from savable_pipeline.tools.cli.console import err, out
-from savable_pipeline.tools.cli.convert_output import print_report
-from savable_pipeline.tools.cli.engines import EngineOption, engine_named
-from savable_pipeline.tools.cli.errors import errors_as_lines
-from savable_pipeline.tools.cli.progress import progress_of
-from savable_pipeline.tools.convert import REJECTED, Options, recognize, run_conversion
+from savable_pipeline.core.wording import counted, human_bytes
+from savable_pipeline.tools.cli.console import (
+    err,
+    errors_as_lines,
+    out,
+    print_counts,
+    print_warnings,
+    printable,
+    progress_of,
+)
+from savable_pipeline.tools.convert import REJECTED, Options, Report, recognize, run_conversion
 from savable_pipeline.tools.convert.jsonl import FILE_FIELDS
 from savable_pipeline.tools.convert.run import check_reshard
 from savable_pipeline.tools.convert.sources import WORDS
+
+if TYPE_CHECKING:
+    from savable_pipeline.core.job_engine import Engine
 
 
 def convert(
@@ -82,7 +95,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Write the samples of SRC as WebDataset shards into DST. What SRC is, is told by its marks, and said.
+    """Write the samples of SRC as WebDataset shards into DST. SRC is recognized by its marks.
 
     In a folder, files that share a path up to the first dot of their name are one sample: cat.jpg, cat.txt;
     with --key-end last, up to the last.
@@ -159,3 +172,54 @@ def _keys(path: Path) -> list[str]:
     if not keys:
         raise ValueError(f"{path}: no key in it; expected the keys of samples, one a line")
     return keys
+
+
+ENGINES = ("local", "ray")
+EngineOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(ENGINES), help="Who does it: processes of this machine, or the nodes of a Ray cluster."
+    ),
+]
+
+
+@contextlib.contextmanager
+def engine_named(name: str, workers: int | None) -> Iterator[Engine | None]:
+    """The engine of this name, with at most `workers` tasks at once; None for local processes. Raises ValueError."""
+    if name not in ENGINES:
+        raise ValueError(f"--engine is one of {', '.join(ENGINES)}, not {name!r}")
+    if name == "local":
+        yield None
+        return
+    from savable_pipeline.tools.convert.ray_engine import RayEngine  # only who asks for it needs Ray
+
+    with contextlib.redirect_stdout(sys.stderr), RayEngine(workers) as engine:  # Ray tells on stdout of lost nodes
+        yield engine
+
+
+_SHOWN = 10  # rejects printed one by one; the file has all
+
+
+def print_report(console: Console, report: Report, path: str) -> None:
+    """How much was written, what was rejected, and why; `path` is the file with all rejects."""
+    if report.already:
+        console.print("all is there already, nothing was written:")
+    console.print(
+        f"{counted(report.samples, 'sample')} in {counted(report.shards, 'shard')}, {human_bytes(report.size)}"
+    )
+    if report.hidden:
+        console.print(f"{counted(report.hidden, 'hidden file or folder', 'hidden files or folders')} skipped")
+    print_warnings(console, report.warnings)
+    print_counts(console, "null, and so no part", report.nulls)
+    if not report.rejected:
+        console.print("no sample rejected" if report.nulls else "nothing rejected")
+        return
+    console.print(f"{len(report.rejected):,} rejected and left out:")
+    for reason, count in Counter(reject.reason for reject in report.rejected).most_common():
+        console.print(f"  {count:>7,} × {printable(reason)}")
+    for reject in report.rejected[:_SHOWN]:
+        detail = f" ({reject.detail})" if reject.detail else ""
+        console.print(printable(f"  {reject.file}: {reject.reason}{detail}"))
+    if len(report.rejected) > _SHOWN:
+        console.print(f"  … {len(report.rejected) - _SHOWN:,} more")
+    console.print(printable(f"all of them: {path}"))

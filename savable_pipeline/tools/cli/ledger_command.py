@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.tools.cli.console import out, printable
-from savable_pipeline.tools.cli.errors import errors_as_lines
-from savable_pipeline.tools.cli.output_file import check_output
+from savable_pipeline.tools.cli.console import check_output, errors_as_lines, out, printable
 
-ledger_app = typer.Typer(help="Tell what a run was given, from the ledger that its loader wrote.", no_args_is_help=True)
+ledger_app = typer.Typer(help="Show what a run was given, from the ledger that its loader wrote.", no_args_is_help=True)
 
 _Folder = Annotated[Path, typer.Argument(metavar="LEDGER", help="The folder that SavableLoader(ledger=…) names.")]
 
@@ -26,7 +24,7 @@ def seen(
         str | None, typer.Option(help="Where the samples of the source lie now. Default: where the run read them.")
     ] = None,
 ) -> None:
-    """Tell when samples were given: epoch, slot, step and rank at that time.
+    """Show when samples were given: epoch, slot, step and rank at that time.
 
     What was given after a place from which the run was later resumed is marked as lost: the model that saw it is gone.
     Keys are read in the data as the run opened them. The exit code is 1 if a sample was not given.

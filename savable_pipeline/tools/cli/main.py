@@ -11,33 +11,52 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from savable_pipeline import __version__
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import human_bytes
-from savable_pipeline.tools.cli.app import app
-from savable_pipeline.tools.cli.console import err, out, printable
-from savable_pipeline.tools.cli.convert_command import convert
-from savable_pipeline.tools.cli.engines import EngineOption, engine_named
-from savable_pipeline.tools.cli.errors import errors_as_lines
+from savable_pipeline.tools.cli.console import check_output, err, errors_as_lines, out, printable, progress_of
+from savable_pipeline.tools.cli.convert_command import EngineOption, convert, engine_named
 from savable_pipeline.tools.cli.ledger_command import ledger_app
 from savable_pipeline.tools.cli.output import print_check, print_differences, print_index, print_info, print_state
-from savable_pipeline.tools.cli.output_file import check_output
 from savable_pipeline.tools.cli.plan_command import plan
-from savable_pipeline.tools.cli.progress import progress_of
+from savable_pipeline.tools.cli.verify_command import verify_resume
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["app"]
+app = typer.Typer(
+    help="Make and inspect datasets for savable_pipeline.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"savable_pipeline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Make and inspect datasets for savable_pipeline."""
+
 
 app.command()(convert)
 app.command()(plan)
 app.add_typer(ledger_app, name="ledger")
+_Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")]
 # Each command imports what it needs when it is called: `savable convert` starts without the loader and the downloader.
 
 
 @app.command()
 def info(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")],
+    path: _Path,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a dataset holds: shards, samples, parts and their sizes, splits."""
@@ -49,7 +68,7 @@ def info(
 
 @app.command()
 def index(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")],
+    path: _Path,
     workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
     engine: EngineOption = "local",
 ) -> None:
@@ -82,7 +101,7 @@ def index(
 
 @app.command()
 def check(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, glob, brace pattern, one file, or a URL.")],
+    path: _Path,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
 ) -> None:
@@ -163,57 +182,7 @@ def state(
         raise typer.Exit(1)
 
 
-@app.command("verify-resume")
-def verify_resume(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
-        ),
-    ],
-    steps: Annotated[int | None, typer.Option(help="Batches to compare. Default: two of each lane.")] = None,
-    cut: Annotated[list[int] | None, typer.Option(help="Cut after this many batches; repeatable.")] = None,
-    random_cuts: Annotated[int, typer.Option(help="More cuts, at random steps.")] = 3,
-    draw: Annotated[int, typer.Option(help="The seed of the random steps.")] = 0,
-    workers: Annotated[
-        list[int] | None, typer.Option(help="num_workers of each leg, in turn; repeatable. Default: 2, then 0.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed, for a pipeline function. Default: 0.")] = None,
-    lanes: Annotated[
-        int | None, typer.Option(help="The number of lanes, for a pipeline function. Default: 12.")
-    ] = None,
-    pictures: Annotated[Path, typer.Option(help="The folder for a picture of two images that differ.")] = Path(),
-) -> None:
-    """Run your loader whole, and again cut and resumed, and compare every byte of every batch.
-
-    TARGET is imported, so its code runs. A leg is the run between two cuts: a new interpreter with another
-    PYTHONHASHSEED and another number of workers, which continues from a state that torch.save wrote and torch.load
-    read. The first difference is shown with its slot, sample, field and both values; the exit code is then 1.
-    """
-    from savable_pipeline.tools.cli.verify_output import print_verdict
-    from savable_pipeline.tools.verify.comparison import Plan, verify
-
-    with errors_as_lines():
-        if not pictures.is_dir():
-            raise ValueError(f"{pictures}: there is no folder {pictures} for pictures; make it, or name another")
-        plan = Plan(
-            target,
-            steps=steps,
-            cuts=tuple(cut or ()),
-            random_cuts=random_cuts,
-            draw=draw,
-            workers=tuple(workers or (2, 0)),
-            seed=seed,
-            lanes=lanes,
-            pictures=pictures,
-        )
-        with progress_of(err, f"importing {target}", "batches", "comparing") as progress:
-            verdict = verify(plan, progress)
-        print_verdict(out, plan, verdict)
-    if verdict.mismatch:
-        raise typer.Exit(1)
-
+app.command("verify-resume")(verify_resume)
 
 if __name__ == "__main__":
     app()

@@ -9,8 +9,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from savable_pipeline.tools.convert.model import Options
-from savable_pipeline.tools.convert.run import Progress, Report, run_conversion
+from savable_pipeline.tools.convert.model import Options, Report
+from savable_pipeline.tools.convert.run import Progress, run_conversion
 from savable_pipeline.tools.convert.sources import recognize
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ def convert(
 ) -> Report:
     """Write the samples of a source as WebDataset shards, as `savable convert` does: the same bytes.
 
-    Damaged samples are left out and reported. The same call after one that was stopped goes on with it, and ends with
+    Damaged samples are left out and reported. The same call after one that was stopped continues it, and ends with
     the same bytes; after one that is done it writes nothing. With several processes a program needs the usual
     `if __name__ == "__main__":`.
 
     Args:
         source: A folder of files, JSONL, JSON, CSV, MDS, LitData, Parquet, Arrow or tars; or, as a str, a URL of some.
         target: The folder for the shards, made if it is missing; or, as a str, a URL (s3, gs, az).
-        kind: What the source is, one of the words of `--as`. Default: told by its marks.
+        kind: What the source is, one of the words of `--as`. Default: found by its marks.
         shard_bytes: A shard is full before it grows longer than this, in bytes.
         shard_samples: A shard is full before it holds more samples than this. Default: no limit.
         check_images: Whether each image is decoded, and rejected if that fails.
@@ -56,7 +56,7 @@ def convert(
         key_end: The dot of a file's name that ends the key; with "last", dots before it become "_".
         file_fields: Of records, the fields that name files, as "field" or "field=part"; none if empty. Default: the
             usual names.
-        files_from: The folder that these fields are relative to, or in which the files are that rows of Parquet and
+        files_from: The folder that these fields are relative to, or that has the files which rows of Parquet and
             Arrow name without their bytes. Default: that of the source.
         split: Names and shares that add up to 1, such as {"train": 0.98, "val": 0.02}, by the hash of the keys.
         only: The parts to keep, such as ["jpg", "txt"]. Default: all.
@@ -71,10 +71,10 @@ def convert(
     Returns:
         What was written: `samples`, `shards` and `size` in bytes; what was left out: `rejected`, each with `file`,
         `key`, `reason` and `detail`, and `hidden`, the number of hidden files and folders; `warnings`, texts; `nulls`,
-        by column the rows that have nothing there; `already`, whether all of it was there before.
+        by column the number of rows without a value; `already`, whether all of it had been written before.
 
     Raises:
-        ValueError: A setting is wrong, or the source is nothing that can be converted.
+        ValueError: A setting is wrong, or the source cannot be converted.
         SavableError: `target` holds anything but this conversion, its disk is full, or the source changed meanwhile.
         RemoteError: A bucket or a web server cannot be read or written.
         OSError: A file cannot be read or written.
@@ -127,7 +127,7 @@ def _parts(only: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _share(share: float | str) -> str:
-    """As the command is told it: 0.00001, never 1e-05."""
+    """A share as the command takes it: 0.00001, never 1e-05."""
     return share if isinstance(share, str) else f"{Decimal(str(share)):f}"
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
+from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.indexing import WRITTEN, index_files
+from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.scan import TARS, write_tar_idx
 from savable_pipeline.data.shards.tar_index import TarIndex
-from savable_pipeline.tools.convert.energon import energon_files
 from savable_pipeline.tools.convert.shard_job import room_on
 
 
@@ -35,12 +39,35 @@ def describe(folder: Path) -> TarIndex:
         return index
 
 
-def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
+def describe_tables(
+    folder: Path,
+    work: Path,
+    tables: Iterable[ShardTable],
+    counts: dict[str, int] | None = None,
+    texts: frozenset[str] = frozenset(),
+    splits: tuple[str, ...] = (),
+) -> TarIndex:
+    """Write the index of these tables, by way of the folder `work`, and Energon's files beside it.
+
+    `counts`, `texts` and `splits` are as of `_energon_files`.
+    """
+    write_index(work / "savable.index", tables)
+    (work / "savable.index").replace(folder / INDEX_NAME)
+    return describe_indexed(folder, folder / INDEX_NAME, counts, texts, splits)
+
+
+def describe_indexed(
+    folder: Path,
+    index_path: Path,
+    counts: dict[str, int] | None = None,
+    texts: frozenset[str] = frozenset(),
+    splits: tuple[str, ...] = (),
+) -> TarIndex:
     """Write Energon's files of a folder whose index is there."""
     index = TarIndex(index_path)
-    counts = {entry.name: entry.samples for entry in index.shards}
+    counts = counts or {entry.name: entry.samples for entry in index.shards}
     layouts = {frozenset(layout.position) for layout in index.layouts}
-    for name, content in energon_files(counts, layouts).items():
+    for name, content in _energon_files(counts, layouts, texts, splits).items():
         replace_file(folder / META / name, [content.encode()], sync=True)
     return index
 
@@ -48,3 +75,49 @@ def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
 def is_written(folder: Path) -> bool:
     """Whether `sp.ShardWriter` wrote the shards of a folder."""
     return (folder / WRITTEN).is_dir()
+
+
+_VERSION = "7.4.1"  # of Energon, whose layout this is
+
+
+def _energon_files(
+    counts: dict[str, int], layouts: Iterable[frozenset[str]], texts: frozenset[str], splits: tuple[str, ...]
+) -> dict[str, str]:
+    """Name and content of each file.
+
+    `counts` holds the samples of each shard, `layouts` the sets of extensions that samples have, `texts` the
+    fields of the part `json` that are a text in every sample. The shards of each of the `splits` are named after it;
+    without any all are for training.
+    """
+    info = {"energon_version": _VERSION, "shard_counts": counts}
+    members = {split: [name for name in counts if name.startswith(f"{split}-")] for split in splits}
+    parts = "".join(_split(split, names) for split, names in (members or {"train": list(counts)}).items())
+    return {
+        ".info.json": json.dumps(info, indent=2),
+        "split.yaml": f"split_parts:\n{parts}exclude: []\n",
+        "dataset.yaml": _dataset(list(layouts), texts),
+    }
+
+
+def _split(split: str, names: list[str]) -> str:
+    if not names:
+        return f"  {split}: []\n"
+    return f"  {split}:\n" + "".join(f"  - {json.dumps(name)}\n" for name in names)
+
+
+def _dataset(layouts: list[frozenset[str]], texts: frozenset[str]) -> str:
+    """Captioned images where every sample is one; anything else crude: as it is, for a cooker."""
+    images = [image for image in IMAGE_PARTS if any(image in layout for layout in layouts)]
+    caption = _caption(layouts, texts)
+    if caption is None or not all(layout.intersection(images) for layout in layouts):
+        return "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    fields = {"image": ",".join(images), "caption": caption}
+    mapped = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in fields.items())
+    sample = "sample_type:\n  __module__: megatron.energon\n  __class__: CaptioningSample\n"
+    return f"{sample}field_map:\n{mapped}"
+
+
+def _caption(layouts: list[frozenset[str]], texts: frozenset[str]) -> str | None:
+    if all("txt" in layout for layout in layouts):
+        return "txt"
+    return f"json[{min(texts)}]" if texts else None

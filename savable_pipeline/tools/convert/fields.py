@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from savable_pipeline.tools.convert.sample_values import npy
+from savable_pipeline.tools.convert.names import npy
 from savable_pipeline.tools.convert.stretches import RecordError, Stretch
 
 _SNIFFED = {  # the first bytes of files, in fields that say no more than that they are bytes

@@ -105,3 +105,17 @@ class Input:
     warnings: list[str] = field(default_factory=list)
     nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there
     place: str = ""  # of a source behind a URL: see `place_of`
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of a conversion: what is in the shards, and what was left out."""
+
+    samples: int
+    shards: int
+    size: int
+    rejected: list[Reject]
+    hidden: int  # hidden files and folders, skipped
+    warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
+    nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there, and so no part
+    already: bool = field(default=False, compare=False)  # all of it was there before, and nothing was written

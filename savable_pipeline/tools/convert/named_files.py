@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from savable_pipeline.tools.convert.choose import is_kept
 from savable_pipeline.tools.convert.file_reader import FileReader
 from savable_pipeline.tools.convert.model import Files, Input, Part, SampleReader
 from savable_pipeline.tools.convert.names import outside
-from savable_pipeline.tools.convert.plan import place_of
+from savable_pipeline.tools.convert.plan import is_kept, place_of
 from savable_pipeline.tools.convert.source_file import place_behind
 from savable_pipeline.tools.convert.stretches import changed
 

@@ -1,27 +1,32 @@
-"""Which samples go into which shard: decided from names and sizes alone, before anything is written.
+"""Which samples are taken, by parts, keys and splits, and which go into which shard: from names and sizes alone.
 
 So the bytes of a shard depend only on the input and the options, not on the process that writes it. A sample that is
-found damaged while its shard is written is left out; no other sample takes its place.
+found damaged while its shard is written is left out; no other sample takes its place. The split of a sample depends on
+its key and the shares alone: where data are added, a sample stays where it was.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
+from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
-from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.choose import split_samples
-from savable_pipeline.tools.convert.model import Files, Input, Options
+from savable_pipeline.tools.convert.model import Files, Input, Options, Reject
 
 MANIFEST = f"{META}/savable.convert.json"
+REJECTED = f"{META}/savable.rejected.jsonl"
 WORK = f"{META}/savable.convert"  # below it lies what is unfinished
 RECORDS = f"{WORK}/records.jsonl"  # of a source whose records must be unpacked
 _VERSION = 1  # of the plan: to be raised when the same input would give other bytes
@@ -95,13 +100,6 @@ def source_name(source: Path | str) -> str:
     return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
 
 
-def two_sources(here: Manifest, there: Manifest) -> str:
-    """Which source was converted, and which is to be, where they lie at two places; else ""."""
-    if not there.place or there.place == here.place:
-        return ""
-    return f"source {there.source or 'not noted'!r} there, {here.source!r} here"
-
-
 def _shards(samples: list[Files], options: Options, prefix: str, first: int) -> list[PlannedShard]:
     """The shards of samples that follow one another from number `first` on."""
     cuts = _cuts(samples, options)
@@ -141,30 +139,61 @@ def _digest(found: Input) -> str:
     return digest.hexdigest()
 
 
-def read_manifest(target: Path) -> Manifest | None:
-    """The manifest of a folder, None if it has none. Raises `SavableError` for one that cannot be read."""
-    path = target / MANIFEST
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except FileNotFoundError:
-        return None
-    except msgspec.DecodeError as error:
-        raise SavableError(f"{path}: not a manifest of this version: {error}; convert into another folder") from error
+_NUMBERED = re.compile(r"[0-9]+[.]")  # of several files of one field: 0.jpg, 1.jpg
+_ALL = 1 << 64
 
 
-def check_manifest(target: Path, here: Manifest, there: Manifest) -> None:
-    """Raise `SavableError` that lists what differs, unless both are the same conversion."""
-    old, new = _flat(there), _flat(here)
-    differences = [f"{name} {old[name]!r} there, {new[name]!r} here" for name in new if old[name] != new[name]]
-    if differences:
-        differences = [text for text in (two_sources(here, there), *differences) if text]
-        raise SavableError(
-            f"{target} holds another conversion: {'; '.join(differences)}. Give the same input and options "
-            "to go on with it, or another folder, or remove this one"
-        )
+def keep_parts(found: Input, only: tuple[str, ...]) -> None:
+    """Leave the parts named in `only`; `jpg` is 0.jpg, 1.jpg, … too. Samples without any are rejected.
+
+    Raises ValueError for a part that no sample has.
+    """
+    wanted = {name.lower() for name in only}
+    there = {part.extension.lower() for sample in found.samples for part in sample.parts}
+    unknown = wanted - there - {_plain(name) for name in there}
+    if unknown:
+        raise ValueError(f"no sample has a part {listed(unknown)}; there are {listed(there)}")
+    kept = []
+    for sample in found.samples:
+        parts = tuple(part for part in sample.parts if is_kept(part.extension, wanted))
+        if parts:
+            kept.append(replace(sample, parts=parts))
+        else:
+            found.rejected.append(Reject(sample.parts[0].path, sample.key, "no part that is kept"))
+    found.samples = kept
+    found.texts = found.texts if "json" in wanted else frozenset()
 
 
-def _flat(manifest: Manifest) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(manifest)
-    del fields["done"], fields["place"], fields["source"]
-    return {**fields.pop("options"), **fields, "input": manifest.input[:12]}
+def is_kept(extension: str, only: Collection[str]) -> bool:
+    """Whether a part of this name is one of `only`, in small letters; any is where it names none."""
+    extension = extension.lower()
+    return not only or extension in only or _plain(extension) in only
+
+
+def _plain(extension: str) -> str:
+    return _NUMBERED.sub("", extension, count=1)
+
+
+def keep_keys(found: Input, keys: Iterable[str]) -> None:
+    """Leave the samples with these keys. Raises ValueError for keys that no sample has, and for none."""
+    wanted = set(keys)
+    if not wanted:
+        raise ValueError("no key is given: name the samples to keep, or give None to keep all")
+    found.samples = [sample for sample in found.samples if sample.key in wanted]
+    found.rejected = [reject for reject in found.rejected if not reject.key or reject.key in wanted]
+    missing = wanted - {sample.key for sample in found.samples} - {reject.key for reject in found.rejected}
+    if missing:
+        raise ValueError(f"no sample has one of {len(missing)} of the keys: {listed(missing)}")
+
+
+def split_samples(samples: list[Files], split: tuple[tuple[str, str], ...]) -> dict[str, list[Files]]:
+    """The samples of each split, in their order; under "" all of them without a split."""
+    if not split:
+        return {"": samples}
+    ends = [int(end * _ALL) for end in accumulate(Fraction(share) for _, share in split)]
+    groups: dict[str, list[Files]] = {name: [] for name, _ in split}
+    names = list(groups)
+    for sample in samples:
+        point = xxh3_64_intdigest(sample.key.encode("utf-8", "surrogateescape"))
+        groups[names[next(i for i, end in enumerate(ends) if point < end)]].append(sample)
+    return groups

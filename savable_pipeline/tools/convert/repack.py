@@ -11,7 +11,6 @@ import filecmp
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,22 +18,30 @@ from pathlib import Path
 
 import msgspec
 
-from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.bucket import Found
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.changed import is_newer
+from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
 from savable_pipeline.tools.convert.compressed import DamagedError, is_compressed, opened
-from savable_pipeline.tools.convert.describe import describe, describe_indexed
-from savable_pipeline.tools.convert.elsewhere import attempts_in, wait_until_seen
-from savable_pipeline.tools.convert.model import Reject
+from savable_pipeline.tools.convert.describe import describe, describe_tables
+from savable_pipeline.tools.convert.mirror import Target
+from savable_pipeline.tools.convert.model import Options, Reject, Report
 from savable_pipeline.tools.convert.names import TAR_ENDINGS, is_tar, printable
-from savable_pipeline.tools.convert.shard_job import ShardPlace, make_hole, put_in_place
+from savable_pipeline.tools.convert.plan import WORK, Manifest, place_of, source_name
+from savable_pipeline.tools.convert.resume import (
+    begin,
+    check_manifest,
+    is_newer,
+    read_manifest,
+    write_manifest,
+    write_rejects,
+)
+from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place
 
 _CHUNK = 1 << 20
 
@@ -47,7 +54,7 @@ def packed_tars(source: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tar(ShardPlace):
+class _TarJob(ShardPlace):
     """A tar to write; of one that is in its place already, to compare with, `there` has the bytes."""
 
     path: Path
@@ -64,75 +71,98 @@ class _Repacked:
 
 
 def repack(
-    source: Path,
-    tars: list[Path],
-    place: ShardPlace,
-    engine: Engine | None,
-    progress: Callable[[int, int, int], None],
-    *,
-    moved: bool,
-) -> tuple[list[Reject], TarIndex | None, int]:
-    """Write the tars, each to its own `place`; gives what was left out, their index, and how many were looked at anew.
+    source: Path, target: Target, options: Options, engine: Engine | None, progress: Callable[[int, int, int], None]
+) -> Report:
+    """Write compressed tars as plain ones, each to its own place; `progress` counts tars.
 
-    A tar that is there is compared with its source if that may have changed since, or the whole source was `moved`.
+    A tar that is there is compared with its source if that may have changed since, or the whole source was moved.
     Raises OSError where a file cannot be written, and ValueError for two tars that would have one name.
     """
-    base, target = source if source.is_dir() else source.parent, place.target
+    tars = packed_tars(source)
+    base = source if source.is_dir() else source.parent
     names = [_plain_name(path.relative_to(base).as_posix()) for path in tars]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"{source}: two tars would become {twice}; convert them into two folders")
-    jobs = [
-        _Tar(
-            name=name,
-            target=target,
-            work=place.work,
-            aside=place.aside,
-            bucket=place.bucket,
-            path=path.absolute(),
-            there=(target / name).stat().st_size if (target / name).exists() else None,
-        )
-        for path, name in zip(tars, names, strict=True)
-        if moved or not (target / name).exists() or is_newer(path, target / name)
-    ]
-    done, size = len(tars) - len(jobs), 0
-    progress(done, len(tars), size)
-    faults: dict[str, str] = {}
-    for job, made in _repacked(jobs, place.work, engine):
-        faults[job.name] = made.fault
-        done, size = done + 1, size + job.path.stat().st_size
-        progress(done, len(tars), size)
+    manifest = Manifest(
+        version=1,
+        samples=len(tars),
+        shards=len(tars),
+        input=_digest_of(base, tars),
+        options=options,
+        place=place_of(source),
+        source=source_name(source),
+    )
+    there = read_manifest(target.folder)
+    if there is None:
+        begin(target, manifest)
+    else:
+        check_manifest(target.folder, manifest, there)
+    moved = there is not None and there.place != manifest.place
+    faults, looked_at = _all_repacked(dict(zip(names, tars, strict=True)), target, engine, progress, moved=moved)
     rejected = [
         Reject(str(path), "", "damaged tar", printable(faults[name]))
         for path, name in zip(tars, names, strict=True)
         if faults.get(name)
     ]
-    if len(rejected) == len(tars):
-        return rejected, None, len(jobs)
-    if place.bucket is None:
-        return rejected, describe(target), len(jobs)
-    return rejected, _describe_holes(place, {name for name in names if (target / name).exists()}), len(jobs)
+    index = None if len(rejected) == len(tars) else _described(target, names)
+    if moved:
+        write_manifest(target.folder, manifest)
+    write_rejects(target.folder, rejected)
+    entries = [] if index is None else index.shards
+    told = "" if index is None else links_told(target.name, index, range(len(entries)))
+    samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
+    return Report(samples, len(entries), size, rejected, 0, [told] if told else [], already=not looked_at)
 
 
-def _describe_holes(place: ShardPlace, names: set[str]) -> TarIndex:
-    """Write the index of tars that lie in a bucket, of what was noted of each, or an earlier index says."""
-    path = place.target / INDEX_NAME
-    old = TarIndex(path) if path.exists() else None
+def _all_repacked(
+    tars: dict[str, Path],
+    target: Target,
+    engine: Engine | None,
+    progress: Callable[[int, int, int], None],
+    *,
+    moved: bool,
+) -> tuple[dict[str, str], int]:
+    """The faults of those that were looked at, by name, and how many these are."""
+    jobs = [
+        _TarJob(
+            name=name,
+            **target.shard_place,
+            path=path.absolute(),
+            there=(target.folder / name).stat().st_size if (target.folder / name).exists() else None,
+        )
+        for name, path in tars.items()
+        if moved or not (target.folder / name).exists() or is_newer(path, target.folder / name)
+    ]
+    done, size = len(tars) - len(jobs), 0
+    progress(done, len(tars), size)
+    faults: dict[str, str] = {}
+    for job, made in _repacked(jobs, target.folder / WORK, engine):
+        faults[job.name] = made.fault
+        done, size = done + 1, size + job.path.stat().st_size
+        progress(done, len(tars), size)
+    return faults, len(jobs)
+
+
+def _described(target: Target, names: list[str]) -> TarIndex:
+    """Write the index, of tars in a bucket of what was noted of each, or an earlier index says."""
+    folder = target.folder
+    if target.bucket is None:
+        return describe(folder)
+    old = TarIndex(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
 
     def tables() -> Iterator[ShardTable]:
-        for name in sorted(names):
-            noted = place.work / f"{name}.index"
+        for name in sorted(name for name in names if (folder / name).exists()):
+            noted = folder / WORK / f"{name}.index"
             if noted.exists():
                 yield TarIndex(noted).table(0)
             elif old is not None:
                 yield old.table(old.number(name))
 
-    write_index(place.work / "savable.index", tables())
-    (place.work / "savable.index").replace(path)
-    return describe_indexed(place.target, path)
+    return describe_tables(folder, folder / WORK, tables())
 
 
-def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[tuple[_Tar, _Repacked]]:
+def _repacked(jobs: list[_TarJob], work: Path, engine: Engine | None) -> Iterator[tuple[_TarJob, _Repacked]]:
     """The tars, each once it is written, or has a fault."""
     if engine is None:
         yield from ((job, _repack_one(job)) for job in jobs)
@@ -143,30 +173,19 @@ def _repacked(jobs: list[_Tar], work: Path, engine: Engine | None) -> Iterator[t
     ):
         for job, made in finished:
             if made.index:
-                _note(job, made)
+                note_shard(job, made.size, made.index)
             elif not made.fault:
                 wait_until_seen(job.target / job.name, (job.target / job.name).exists)
             yield job, made
 
 
-def _attempt(job: _Tar) -> _Repacked:
-    """`_repack_one`, by way of a folder of its own: in `job.aside`, or before a bucket one of this machine alone."""
-    with tempfile.TemporaryDirectory(dir=job.aside if job.bucket is None else None) as own:
-        if job.bucket is None:
-            return _repack_one(replace(job, aside=Path(own)))
-        made = Path(own, "made")
-        return _repack_one(replace(job, aside=Path(own), target=made, work=made))
+def _attempt(job: _TarJob) -> _Repacked:
+    """`_repack_one`, by way of a folder of its own."""
+    with own_folder(job) as own:
+        return _repack_one(own)
 
 
-def _note(job: _Tar, made: _Repacked) -> None:
-    """Leave here what `put_in_place` leaves of a tar that went to a bucket."""
-    index = job.work / f"{job.name}.index"
-    index.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(index, [made.index])
-    make_hole(job.target / job.name, made.size)
-
-
-def _repack_one(job: _Tar) -> _Repacked:
+def _repack_one(job: _TarJob) -> _Repacked:
     """Write one tar, and put it in its place if it is whole; or compare it with what is there."""
     aside = job.aside / "repacked.tar"
     with aside.open("wb") as file:
@@ -196,10 +215,10 @@ def _repack_one(job: _Tar) -> _Repacked:
     (job.aside / job.name).parent.mkdir(parents=True, exist_ok=True)
     aside.replace(job.aside / job.name)
     put_in_place(job, msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=job.name)))
-    return _Repacked("", size, (job.work / f"{job.name}.index").read_bytes())
+    return _Repacked("", size, index_of(job))
 
 
-def _brought(job: _Tar) -> Path:
+def _brought(job: _TarJob) -> Path:
     """The tar that is in its place, brought from a bucket if it lies there."""
     if job.bucket is None:
         return job.target / job.name
@@ -212,9 +231,8 @@ def _plain_name(name: str) -> str:
     return f"{name[: -len(ending)]}.tar"
 
 
-def digest_of(source: Path, tars: list[Path]) -> str:
+def _digest_of(base: Path, tars: list[Path]) -> str:
     """A hash of the names and sizes of the tars: a conversion that continues must have the same."""
-    base = source if source.is_dir() else source.parent
     digest = hashlib.sha256()
     for path in tars:
         digest.update(

@@ -30,7 +30,7 @@ from savable_pipeline.tools.convert.plan import WORK
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Written(msgspec.Struct, frozen=True):
+class WrittenShard(msgspec.Struct, frozen=True):
     """The record of a finished shard: its samples and rejects; without a sample there is no tar."""
 
     samples: int
@@ -53,7 +53,7 @@ class ShardPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(ShardPlace):
+class ShardJob(ShardPlace):
     """One shard to write, of these samples."""
 
     samples: list[Files]
@@ -61,17 +61,17 @@ class Job(ShardPlace):
     check_images: bool
 
 
-def read_written(target: Path, work: Path, name: str) -> Written | None:
+def read_written(target: Path, work: Path, name: str) -> WrittenShard | None:
     """The record of a finished shard; None for one that must be written."""
     try:
-        written = msgspec.json.decode((work / f"{name}.json").read_bytes(), type=Written)
+        written = msgspec.json.decode((work / f"{name}.json").read_bytes(), type=WrittenShard)
         size = (target / name).stat().st_size if written.samples else 0
     except (FileNotFoundError, msgspec.DecodeError):
         return None
     return written if size == written.size else None
 
 
-def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
+def write_shard(job: ShardJob, tick: Callable[[int], None]) -> WrittenShard:
     """Write one shard and its record; `tick` is called before each sample with its size in bytes.
 
     Raises `SavableError` if a file is no longer what the plan was made from, or the disk is full.
@@ -86,7 +86,7 @@ def write_shard(job: Job, tick: Callable[[int], None]) -> Written:
             if parts:
                 shard.add(sample.key, parts)
         table = shard.finish()
-        written = Written(shard.samples, shard.size if shard.samples else 0, rejected)
+        written = WrittenShard(shard.samples, shard.size if shard.samples else 0, rejected)
         if shard.samples:
             put_in_place(job, table)
         else:
@@ -138,7 +138,7 @@ def make_hole(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def _checked(job: Job, sample: Files, rejected: list[Reject]) -> dict[str, bytes]:
+def _checked(job: ShardJob, sample: Files, rejected: list[Reject]) -> dict[str, bytes]:
     """The parts of a sample; empty, and a reject more, if one of them is bad."""
     parts = job.reader.read(sample)
     for part in sample.parts:

@@ -29,8 +29,8 @@ from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
+from savable_pipeline.tools.convert.names import sample_parts
 from savable_pipeline.tools.convert.plan import MANIFEST
-from savable_pipeline.tools.convert.sample_values import sample_parts
 from savable_pipeline.tools.convert.shard_job import room_on
 
 
@@ -41,27 +41,35 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 class ShardWriter:
-    """Writes samples into the shards of a folder. Killed and begun again, it goes on after those that are safe.
+    """Writes samples into the shards of a folder. Killed and started again, it continues after those that are safe.
 
     A sample is a dict with its `"__key__"` and its parts by extension: bytes, str (UTF-8), int (its digits), a NumPy
-    array for `npy`, anything that JSON holds for `json`. A shard grows no longer than `max_bytes` and holds no more
-    than `max_samples` samples, unless one alone is larger. `part=(i, n)` is for process i of n that write into one
-    folder, such as tasks of Ray; `savable index` joins what they wrote. Equal samples in equal order make equal bytes.
+    array for `npy`, any JSON value for `json`. Equal samples in equal order make equal bytes. Leaving the `with` block
+    ends the last shard and indexes the folder; leaving it by an error does not, and the samples of the last shard are
+    not safe. Not for several threads at once.
 
-    Leaving the `with` block ends the last shard and indexes the folder; leaving it by an error does not, and the
-    samples of the last shard are not safe. Not for several threads at once.
+    Args:
+        folder: The folder of the shards; made if it does not exist.
+        max_bytes: Most bytes of a shard, unless one sample alone is larger.
+        max_samples: Most samples of a shard. None: no limit.
+        part: (i, n) for process i of n that write into one folder, such as tasks of Ray; `savable index` joins what
+            they wrote. None: one process.
 
-    Raises ValueError and TypeError for a setting or a sample that cannot be, `SavableError` if the folder holds shards
-    of another origin or of other settings, if another writer is at it, or if its disk is full.
+    Raises:
+        ValueError: A setting, or a sample's value, is wrong.
+        TypeError: A part of a sample is of a type that cannot be written.
+        SavableError: The folder holds shards of another origin or of other settings, another writer is using it, or its
+            disk is full.
 
-    >>> samples = [{"__key__": f"{i:06d}", "txt": f"no. {i}", "json": {"n": i}} for i in range(3)]
-    >>> with sp.ShardWriter("written/", max_bytes=1_000_000) as writer:
-    ...     for sample in samples[writer.written :]:  # all of them, or after a kill those that are not safe
-    ...         writer.write(sample)
-    >>> writer.written
-    3
-    >>> [sample.text() for sample in sp.TarShardReader("written/", sp.Lane(), shuffle=False, epochs=1)]
-    ['no. 0', 'no. 1', 'no. 2']
+    Example:
+        >>> samples = [{"__key__": f"{i:06d}", "txt": f"no. {i}", "json": {"n": i}} for i in range(3)]
+        >>> with sp.ShardWriter("written/", max_bytes=1_000_000) as writer:
+        ...     for sample in samples[writer.written :]:  # all of them, or after a kill those that are not safe
+        ...         writer.write(sample)
+        >>> writer.written
+        3
+        >>> [sample.text() for sample in sp.TarShardReader("written/", sp.Lane(), shuffle=False, epochs=1)]
+        ['no. 0', 'no. 1', 'no. 2']
     """
 
     def __init__(
@@ -92,14 +100,18 @@ class ShardWriter:
 
     @property
     def written(self) -> int:
-        """The samples that are safe: in shards that are finished, of this part, by this writer and those before it."""
+        """The number of samples that are safe: in finished shards of this part, by this writer and those before it."""
         return sum(entry.samples for entry in self._entries)
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Append a sample; see the class for what it may hold. It is safe when its shard is: see `written`.
+        """Append a sample. It is safe when its shard is: see `written`.
 
-        >>> with sp.ShardWriter("single/") as writer:
-        ...     writer.write({"__key__": "a/b", "cls": 3})
+        Args:
+            sample: Its key and parts, as the class describes them.
+
+        Example:
+            >>> with sp.ShardWriter("single/") as writer:
+            ...     writer.write({"__key__": "a/b", "cls": 3})
         """
         if self._ended:
             raise ValueError(f"{self._folder}: this writer {self._ended}; open another to go on")

@@ -1,174 +1,118 @@
 """The processes that write shards. None outlives the conversion, however that ends.
 
-    conversion ──starts──▶ fork server ──forks──▶ workers: each shares the work folder's lock while it lives
-         └─ killed: the workers see it and exit; the next conversion waits until that lock is free
+    conversion ── a shard, one job ─────▶ workers: each shares the work folder's lock while it lives
+         │     ◀── samples and bytes ───
+         └─ killed: the workers cannot tell it any more, and exit; the next one waits until that lock is free
 
-A shard is one job; the workers take jobs as they come, and the bytes do not depend on who takes which.
+The workers take jobs as they come, and the bytes do not depend on who takes which.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
-import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.sharedctypes import SynchronizedArray
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 
+from savable_pipeline.data.shards.processes import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
-from savable_pipeline.tools.convert.shard_job import Job, write_shard
+from savable_pipeline.tools.convert.shard_job import ShardJob, write_shard
 
-_POLL_S = 0.2  # between two reports of progress
-_AHEAD = 2  # jobs a worker in the pool
-
-
-class _StoppedError(Exception):
-    """The conversion ends early: another worker failed, or someone pressed Ctrl-C."""
+_EVERY_S = 0.1  # between two notes of a worker
 
 
-def write_shards(jobs: list[Job], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
+class _Counts:
+    """Samples and bytes, which are told on now and then."""
+
+    def __init__(self, told: Callable[[int, int], None], every_s: float = 0.0) -> None:
+        self._told = told
+        self._every_s = every_s
+        self._next = 0.0
+        self.samples = self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count a sample, whose writing begins."""
+        if time.monotonic() >= self._next:
+            self._told(self.samples, self.size)
+            self._next = time.monotonic() + self._every_s
+        self.samples, self.size = self.samples + 1, self.size + size
+
+
+def write_shards(jobs: list[ShardJob], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
     """Write all shards, with `workers` processes or in this one if that is 1.
 
     `progress` is called with the samples and the bytes done.
 
     Raises `WorkerError` if a process dies, and whatever `write_shard` raises.
     """
-    workers = min(workers, len(jobs))
-    if workers > 1:
+    if min(workers, len(jobs)) > 1:
         _write_in_workers(jobs, work, workers, progress)
         return
-    done, size = 0, 0
-
-    def tick(sample_bytes: int) -> None:
-        nonlocal done, size
-        progress(done, size)
-        done += 1
-        size += sample_bytes
-
+    counts = _Counts(progress)
     for job in jobs:
-        write_shard(job, tick)
-    progress(done, size)
+        write_shard(job, counts.add)
+    progress(counts.samples, counts.size)
 
 
-def _write_in_workers(jobs: list[Job], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
-    with _signals_held() as deliver:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["savable_pipeline.tools.convert.writer_processes"])
-        stop = context.Event()
-        done = context.Array("Q", 2)  # samples, bytes
-        given = work, dict(os.environ), stop, done
-        with ProcessPoolExecutor(workers, context, _begin_worker, given) as pool:
-            try:
-                for _ in _finished(pool, jobs, _AHEAD * workers):
-                    deliver()
-                    progress(done[0], done[1])
-            except BrokenProcessPool as error:
+def _write_in_workers(jobs: list[ShardJob], work: Path, workers: int, progress: Callable[[int, int], None]) -> None:
+    samples, size = 0, 0
+    serve = "savable_pipeline.tools.convert.writer_processes:serve"
+    with _sigterm_exits(), contextlib.closing(each_job(serve, (os.fspath(work),), jobs, workers)) as answers:
+        for _, answer in answers:
+            if answer is None:
                 raise WorkerError(
                     "a process that writes shards was killed, perhaps since memory ran out; give fewer --workers and "
                     "run the same command again to go on"
-                ) from error
-            except BaseException:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-
-
-def _finished(pool: Executor, jobs: list[Job], at_once: int) -> Iterator[None]:
-    """Have all jobs done, `at_once` of them in the pool; gives way now and then. Raises what one of them raised."""
-    left = iter(jobs)
-    waiting: set[Future[None]] = set()
-    while True:
-        waiting |= {pool.submit(_write, job) for job in itertools.islice(left, at_once - len(waiting))}
-        if not waiting:
-            return
-        finished, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-        for future in finished:
-            future.result()
-        yield
+                )
+            found = pickle.loads(answer.removeprefix(NOTE))
+            if isinstance(found, Exception):
+                raise found
+            samples, size = samples + found[0], size + found[1]
+            progress(samples, size)
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C and SIGTERM back until the function that it gives is called, or until the end; a second one acts.
-
-    An exception that a signal raises inside a pool can leave a lock held for which its threads wait for ever. SIGTERM
-    exits, so that the workers end and their semaphores are freed, unless the program handles it itself.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
+def _sigterm_exits() -> Iterator[None]:
+    """Have SIGTERM exit as an error does, unless the program handles it itself: what is open is closed."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
         return
-    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    usual = {number: held for number, held in handlers.items() if callable(held) or held is signal.SIG_DFL}
-    came: list[int] = []
-
-    def hold(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(number, usual[number])
-
-    def deliver() -> None:
-        while came:
-            number = came.pop(0)
-            handler = usual[number]
-            if callable(handler):
-                handler(number, None)
-            else:
-                sys.exit(128 + number)
-
-    for number in usual:
-        signal.signal(number, hold)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        yield deliver
+        yield
     finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-        deliver()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-_stop: Event
-_done: SynchronizedArray[int]
-
-
-def _begin_worker(work: Path, environ: dict[str, str], stop: Event, done: SynchronizedArray[int]) -> None:
-    """Begin a worker: ignore Ctrl-C, which is the parent's, share the folder's lock, and exit when the parent does.
-
-    (It has the parent's `environ`, with credentials: the server that forks it may have begun before they were set.)
-    """
-    global _stop, _done
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(environ)
-    _stop, _done = stop, done
+def serve(connection: Connection, jobs: Iterator[ShardJob], work: str) -> None:
+    """The worker: writes one shard after the other, and tells what is done of each, or what was raised."""
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # open until the process ends
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    if not parent.is_alive():
-        os._exit(1)
-    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+    told = 0, 0
 
+    def tell(samples: int, size: int) -> bytes:
+        nonlocal told
+        before, told = told, (samples, size)
+        return pickle.dumps((samples - before[0], size - before[1]))
 
-def _exit_after(parent: multiprocessing.process.BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def _write(job: Job) -> None:
-    write_shard(job, _tick)
-
-
-def _tick(sample_bytes: int) -> None:
-    if _stop.is_set():
-        raise _StoppedError
-    with _done.get_lock():
-        _done[0] += 1
-        _done[1] += sample_bytes
+    counts = _Counts(lambda *done: connection.send_bytes(NOTE + tell(*done)), _EVERY_S)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
+        for job in jobs:
+            try:
+                write_shard(job, counts.add)
+                answer = tell(counts.samples, counts.size)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                answer = pickle.dumps(error)
+            connection.send_bytes(answer)
 
 
 @contextlib.contextmanager

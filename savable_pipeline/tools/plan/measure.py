@@ -1,4 +1,4 @@
-"""`Measured`: what one rank of the run does on this machine: its rate, its stages' time, its state and its resume."""
+"""`RankMeasurement`: what one rank of the run does on this machine: its rate, stages, state and resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankMeasurement:
     """Of one rank, on this machine."""
 
     cores: int
@@ -60,7 +60,7 @@ def worker_counts(cores: int, lanes: int) -> list[int]:
 
 def measure(
     settings: LoaderSettings, *, ranks: int, seconds: float, told: Callable[[int, int], None] = lambda done, total: None
-) -> Measured:
+) -> RankMeasurement:
     """Run rank 0 of `ranks` for `seconds` with each number of workers; `told` hears how many of the runs are done."""
     alone = replace(settings, rank=0, world_size=ranks, group=None, mesh=None, ledger=None, num_workers=0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,7 +73,7 @@ def measure(
         told(2 + number, len(counts) + 2)
     state_bytes, state_ms, resume_s = _state(alone, seconds)
     told(len(counts) + 2, len(counts) + 2)
-    return Measured(cores, rates, stages, timed_batches, state_bytes, state_ms, resume_s)
+    return RankMeasurement(cores, rates, stages, timed_batches, state_bytes, state_ms, resume_s)
 
 
 def _run(settings: LoaderSettings) -> Run:

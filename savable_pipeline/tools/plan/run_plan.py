@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.pipeline import data_path
-from savable_pipeline.tools.plan.lengths import Lengths, sample_lengths
-from savable_pipeline.tools.plan.measure import Measured, measure
+from savable_pipeline.tools.plan.measure import RankMeasurement, measure
+from savable_pipeline.tools.plan.memory import RankMemory, SourceBytes, plan_bytes, plan_memory
 from savable_pipeline.tools.plan.mixing import Mixing, measure_mixing
-from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
-from savable_pipeline.tools.plan.room import Memory, SourceBytes, plan_bytes, plan_memory
+from savable_pipeline.tools.plan.path_parts import LaneBuilder, Lengths, PathParts, sample_lengths
 from savable_pipeline.tools.plan.steps import (
     LanesChoice,
     Steps,
@@ -63,10 +62,10 @@ class RunPlan:
     steps: Steps
     choices: list[LanesChoice]
     mixing: Mixing | None
-    memory: Memory
+    memory: RankMemory
     sources: list[SourceBytes]
     waits: Waits | None
-    measured: Measured | None
+    measured: RankMeasurement | None
 
 
 def plan_run(
@@ -124,7 +123,7 @@ def _items_a_batch(parts: PathParts, waits: Waits | None) -> float | None:
     return parts.rows * (1.0 if waits is None else waits.items_a_pack)
 
 
-def _measured(settings: LoaderSettings, wanted: Wanted, lanes: int, progress: Progress) -> Measured | None:
+def _measured(settings: LoaderSettings, wanted: Wanted, lanes: int, progress: Progress) -> RankMeasurement | None:
     if wanted.seconds is None:
         return None
     return measure(replace(settings, lanes=lanes), ranks=wanted.ranks, seconds=wanted.seconds, told=progress)

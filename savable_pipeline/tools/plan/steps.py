@@ -8,8 +8,7 @@ from typing import Literal
 
 from savable_pipeline.run.loader.epoch_end import counted_end
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.tools.plan.lengths import Lengths
-from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
+from savable_pipeline.tools.plan.path_parts import LaneBuilder, Lengths, PathParts
 
 How = Literal["counted", "estimated", "unknown"]
 _MULTIPLES = (1, 2, 3, 4, 6)  # of the ranks: numbers of lanes to choose from

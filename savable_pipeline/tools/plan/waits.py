@@ -1,21 +1,30 @@
 """`Waits`: how long the ranks of a step wait for the slowest, with and without `Balance` and `max_cost`.
 
-Simulated with the stages themselves, on documents drawn from the sample. A step lasts as long as its dearest batch.
+Simulated with the stages themselves, `OnlinePacker` and `Balance` of every lane, on documents drawn from the sample:
+(length, images) without contents; nothing is encoded. A step takes W consecutive slots, and lasts as long as its
+dearest batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.bucket_batcher import BucketBatcher
-from savable_pipeline.stages.cost import Cost, Size, attention_cost
-from savable_pipeline.tools.plan.lengths import Lengths
-from savable_pipeline.tools.plan.path_parts import PathParts
-from savable_pipeline.tools.plan.simulation import Packs, balance, pack, unpacked, waiting
+from savable_pipeline.stages.cost import Cost, Size, attention_cost, waiting_share
+from savable_pipeline.stages.item_ref import MISSING, ItemRef
+from savable_pipeline.stages.packing.balance import Balance
+from savable_pipeline.stages.packing.packer import OnlinePacker
+from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State
+from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.tools.plan.path_parts import Lengths, PathParts
 
 HOLD = 32  # of the `Balance` that is tried
 _LANES = 256  # simulated at most, unless there are more ranks
@@ -157,3 +166,126 @@ class _Trial:
             return unpacked(drawn, self.cost, lanes=self.lanes, items=packs), None
         found = pack(drawn, self.cost, lanes=self.lanes, packs=packs, seed=self.seed, **packing)
         return found.costs, found.fill
+
+
+Documents: TypeAlias = Callable[[int], Iterator[tuple[Size, ...]]]
+"""The endless sizes of the documents of a lane, by its number."""
+
+
+class Null(TaskEncoder):
+    """Makes nothing."""
+
+    global_rng = False
+
+    def pack(self, items: list[Any], rng: Rng) -> Any:
+        """Nothing."""
+
+    def length(self, item: Any) -> int:
+        """Never asked."""
+        raise NotImplementedError
+
+
+class Told(ItemStage):
+    """Gives elements of which only sizes are told; `given` counts them, `fetch` makes nothing."""
+
+    ref: ItemRef = ()
+    unmade = True
+
+    def __init__(self, sizes: Iterator[tuple[Size, ...]], lane: Lane, encoder: TaskEncoder) -> None:
+        self._sizes = sizes
+        self._lane = lane
+        self._encoder = encoder
+        self.given = 0
+
+    def take_measured(self) -> Measured | None:
+        """The next one."""
+        sizes = next(self._sizes, None)
+        if sizes is None:
+            return None
+        self.given += 1
+        return Measured((self.given - 1, 0, 0), sizes, MISSING)
+
+    def fetch(self, ref: Any) -> Any:
+        """The number of the element."""
+        return ref[0]
+
+    def save_state(self) -> State:
+        """Nothing: no state is restored."""
+        return {}
+
+    def describe(self) -> StageInfo:
+        """A source of nothing else."""
+        none = frozenset([0])
+        return StageInfo(self._lane, 0, population=1, endless=False, tags=none, origins=none, encoder=self._encoder)
+
+
+@dataclass
+class Packs:
+    """The packs of all lanes, in the order in which the packer gives them."""
+
+    costs: NDArray[np.int64]  # (lanes, packs)
+    fill: float  # mean share of max_length
+    items: float  # a pack
+    open_items: float  # in the open packs of a lane, at the end
+
+
+def pack(documents: Documents, cost: Cost, /, *, lanes: int, packs: int, seed: int, **settings: Any) -> Packs:
+    """Pack the documents of every lane by `OnlinePacker(**settings)`."""
+    encoder = Null()
+    costs = np.empty((lanes, packs), np.int64)
+    items, tokens, left = 0, 0, 0
+    for index in range(lanes):
+        told = Told(documents(index), Lane(index, lanes, seed), encoder)
+        packer = OnlinePacker(told, **settings)
+        for n in range(packs):
+            packer.take_measured()
+            sizes = packer.sizes or ()
+            costs[index, n] = sum(cost(length, images) for length, images in sizes)
+            items, tokens = items + len(sizes), tokens + sum(length for length, _ in sizes)
+        state = packer.save_state()
+        left += sum(map(len, state["packs"])) + len(state.get("held", ()))
+    fill = tokens / costs.size / settings["max_length"]
+    return Packs(costs, fill, items / costs.size, left / lanes)
+
+
+def unpacked(documents: Documents, cost: Cost, *, lanes: int, items: int) -> NDArray[np.int64]:
+    """The cost of each document of each lane where none are packed: int64 (lanes, items)."""
+    found = np.empty((lanes, items), np.int64)
+    for index in range(lanes):
+        given = documents(index)
+        found[index] = [sum(cost(*size) for size in next(given)) for _ in range(items)]
+    return found
+
+
+@dataclass
+class Balanced:
+    """The costs as `Balance` gives them, and how long it held each pack."""
+
+    costs: NDArray[np.int64]  # (lanes, slots)
+    held: NDArray[np.int64] = field(repr=False)  # slots, of every pack that was given
+    us: float  # a pack
+
+
+def balance(costs: NDArray[np.int64], *, hold: int, slots: int, seed: int) -> Balanced:
+    """Let `Balance` of every lane give `slots` packs of these costs: (lanes, packs)."""
+    given = np.empty((len(costs), slots), np.int64)
+    held, encoder = np.empty_like(given), Null()
+    start = time.process_time()
+    for index, own in enumerate(costs.tolist()):
+        told = Told((((cost, 0),) for cost in own), Lane(index, len(costs), seed), encoder)
+        stage = Balance(told, hold=hold, cost=_itself)
+        arrived: list[int] = []
+        for slot in range(slots):
+            (number,), _ = stage.take(1)
+            arrived += [slot] * (told.given - len(arrived))
+            given[index, slot], held[index, slot] = own[number], slot - arrived[number]
+    return Balanced(given, held, 1e6 * (time.process_time() - start) / given.size)
+
+
+def _itself(length: int, images: int) -> int:
+    return length
+
+
+def waiting(costs: NDArray[np.int64], ranks: int) -> float:
+    """The share of the ranks' time spent waiting, when a step is `ranks` consecutive slots of (lanes, slots)."""
+    return waiting_share(costs.T.reshape(-1, ranks).tolist())

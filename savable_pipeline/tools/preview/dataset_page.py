@@ -15,8 +15,7 @@ from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.sample import REF
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tools.preview.page import render
-from savable_pipeline.tools.preview.page_model import first_line
+from savable_pipeline.tools.preview.page import first_line, render
 from savable_pipeline.tools.preview.sample_entries import sample_card
 
 MOST_SAMPLES = 500

@@ -1,20 +1,26 @@
-"""The page of a pipeline: its data path, and the first batches of a lane with the samples they were made of."""
+"""The page of a pipeline: its data path, and the first batches of a lane, field by field, with the samples in them."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
+from savable_pipeline.core.containers import listed_parts, named_parts
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.loader.trace import traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 from savable_pipeline.stages.stage import Stage
-from savable_pipeline.tools.preview.batch_entries import MOST_FIELDS, Fields
-from savable_pipeline.tools.preview.page import render
-from savable_pipeline.tools.preview.page_model import Card, Entry, first_line
+from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
+from savable_pipeline.tools.preview.page import Card, CardEntry, cut, first_line, render
+from savable_pipeline.tools.preview.sample_entries import part_entry
+from savable_pipeline.tools.preview.token_entries import Decoder, tokens_entry, tokens_name
 
 MOST_BATCHES = 50
 _MOST_SOURCES = 64  # samples of a batch that are named
@@ -81,9 +87,9 @@ def _cards(stage: Stage, batches: int) -> list[Card]:
 
 def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     """A batch, shown before the lane goes on: a stage may give again what it has given."""
-    entries: list[Entry] = list(islice(fields.entries(batch), MOST_FIELDS))
+    entries: list[CardEntry] = list(islice(fields.entries(batch), MOST_FIELDS))
     if len(entries) == MOST_FIELDS:
-        entries.append(Entry("…", "and perhaps more"))
+        entries.append(CardEntry("…", "and perhaps more"))
     try:
         found = [sample for row in traced_rows(stage, BatchSamples.of(stage.ref)) for sample in row]
     except SavableError as error:
@@ -92,3 +98,84 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     if len(found) > _MOST_SOURCES:
         sources.append(f"{len(found) - _MOST_SOURCES:,} more")
     return Card(f"batch {number}", f"{len(found):,} samples", entries, sources=sources)
+
+
+MOST_FIELDS = 60  # of a batch that are shown
+_MOST_ITEMS = 8  # of a list
+_SHORT = 100  # characters of a value shown in its heading
+_DEEPEST = 6  # fields within fields
+
+
+class Fields:
+    """Makes entries of the fields of a batch; `encoder` tells how tokens are decoded and images were normalized."""
+
+    def __init__(self, encoder: TaskEncoder | None) -> None:
+        self._encoder = encoder
+        self._decoder = Decoder(encoder)
+
+    def entries(self, batch: Any) -> Iterator[CardEntry]:
+        """An entry for every field, named by a path such as `items[0].tokens`; a field that fails is a fault."""
+        yield from self._of("", batch, 0)
+
+    def _of(self, name: str, value: Any, depth: int) -> Iterator[CardEntry]:
+        try:
+            inner = _inner(value) if depth < _DEEPEST else None
+            if isinstance(value, Sample):
+                yield from self._sample(name, value)
+            elif isinstance(inner, Mapping):
+                yield from self._mapping(name, inner, depth)
+            elif inner is not None:
+                yield from self._list(name, inner, depth)
+            else:
+                yield self._leaf(name or "batch", value)
+        except Exception as error:  # a fault of one field, such as a type whose repr raises, is not one of the page
+            yield CardEntry(name or "batch", type(value).__name__, fault=first_line(error))
+
+    def _mapping(self, name: str, fields: Mapping[Any, Any], depth: int) -> Iterator[CardEntry]:
+        """Tokens first, with their labels and borders; then the other fields."""
+        tokens = tokens_name(fields)
+        if tokens is not None:
+            yield tokens_entry(_path(name, tokens), tokens, fields, self._decoder)
+        tiles = tiles_entry(_path(name, "patches"), fields, self._encoder)
+        if tiles is not None:
+            yield tiles
+        for field, value in fields.items():
+            if field != tokens and (tiles is None or field != "patches"):
+                yield from self._of(_path(name, field), value, depth + 1)
+
+    def _list(self, name: str, items: list[Any], depth: int) -> Iterator[CardEntry]:
+        for number, item in enumerate(items[:_MOST_ITEMS]):
+            yield from self._of(f"{name}[{number}]", item, depth + 1)
+        if len(items) > _MOST_ITEMS:
+            yield CardEntry(name or "batch", f"{len(items) - _MOST_ITEMS:,} more")
+
+    def _sample(self, name: str, sample: Sample) -> Iterator[CardEntry]:
+        for extension in sample:
+            entry = part_entry(sample, extension)
+            yield dataclasses.replace(entry, name=f"{name} {entry.name}".strip())
+
+    def _leaf(self, name: str, value: Any) -> CardEntry:
+        array = as_array(value)
+        if array is not None:
+            return array_entry(name, value, array, self._encoder)
+        if isinstance(value, str):
+            return CardEntry(name, f"{len(value):,} characters", text=cut(value))
+        if isinstance(value, bytes):
+            return CardEntry(name, f"{len(value):,} bytes, beginning with {value[:12].hex(' ')}")
+        text = cut(repr(value))
+        short = len(text) <= _SHORT and "\n" not in text
+        kind = type(value).__name__
+        return CardEntry(name, f"{kind}: {text}") if short else CardEntry(name, kind, text=text)
+
+
+def _inner(value: Any) -> Mapping[Any, Any] | list[Any] | None:
+    """The parts of a container, by name or in order; None of a leaf, and of a list of plain numbers."""
+    named = named_parts(value)
+    if named is not None:
+        return named
+    listed = listed_parts(value)
+    return None if listed is None or all(isinstance(item, int | float | None) for item in listed) else listed
+
+
+def _path(name: str, field: Any) -> str:
+    return f"{name}.{field}" if name else str(field)

@@ -1,4 +1,4 @@
-"""Token sequences of a batch as spans: with loss or without, and where documents begin.
+"""Token sequences of a batch as spans: with loss or without, where documents begin, and as text if it can be decoded.
 
 tokens  a b c d   labels  b - d -        labels one ahead: b and d have loss, each as the target of the one before
                   labels  - b - d        labels in place: b and d have loss, too
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.tools.preview.page_model import Entry, Span, TokenRow, cut
-from savable_pipeline.tools.preview.tensor_entries import as_array, describe
-from savable_pipeline.tools.preview.token_decoder import Decoder
+from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.tools.preview.image_entries import as_array, describe
+from savable_pipeline.tools.preview.page import CardEntry, TokenRow, TokenSpan, cut
 
 Mask = NDArray[np.bool_]
 
@@ -50,14 +50,14 @@ def tokens_name(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def tokens_entry(shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder) -> Entry:
+def tokens_entry(shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder) -> CardEntry:
     """The tokens in field `name` as rows, by labels or loss mask and borders in the other fields."""
     array = as_array(fields[name])
     assert array is not None
     found = _sequences(np.atleast_2d(array), fields)
     rows = [_row(found, row, decoder) for row in range(min(_MOST_ROWS, len(found.tokens)))]
     more = f", the first {_MOST_ROWS} rows" if len(found.tokens) > _MOST_ROWS else ""
-    return Entry(shown_name, describe(fields[name], array) + more, rows=rows)
+    return CardEntry(shown_name, describe(fields[name], array) + more, rows=rows)
 
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
@@ -114,7 +114,7 @@ def _within(borders: NDArray[Any], size: int) -> NDArray[Any]:
 def _row(found: _Sequences, row: int, decoder: Decoder) -> TokenRow:
     length = found.tokens.shape[1]
     shown = min(length, _LONGEST_ROW)
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     start = 0
     while start < shown:
         stop = _stretch(found, row, start, shown)
@@ -142,21 +142,23 @@ def _stretch(found: _Sequences, row: int, start: int, shown: int) -> int:
     return stop
 
 
-def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[Span]:
+def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[TokenSpan]:
     ids: list[int] = found.tokens[row, start:stop].tolist()
     kind = "unknown" if found.loss is None else "loss" if found.loss[row, start] else "ignored"
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for begin, end in _runs(ids, kind):
         alike = end - begin >= _RUN and len(set(ids[begin:end])) == 1
         for text, count in decoder.pieces(ids[begin : begin + 1] if alike else ids[begin:end]):
             title = f"{' '.join(map(str, ids[begin : begin + count]))} at {start + begin}"
             at_start = begin == 0 and bool(found.begins[row, start])
-            spans.append(Span(cut(text, 80), kind, title, at_start, end - begin if alike else 1))
+            spans.append(TokenSpan(cut(text, 80), kind, title, at_start, end - begin if alike else 1))
             begin += count
     if found.beyond[row, stop - 1] and found.labels is not None:
         target = int(found.labels[row, stop - 1])
         last = spans[-1]
-        spans[-1] = Span(last.text, last.kind, last.title, last.begins, last.repeat, decoder.pieces([target])[0][0])
+        spans[-1] = TokenSpan(
+            last.text, last.kind, last.title, last.begins, last.repeat, decoder.pieces([target])[0][0]
+        )
     return spans
 
 
@@ -173,3 +175,55 @@ def _runs(ids: Sequence[int], kind: str) -> list[tuple[int, int]]:
             begin = end
         start = end
     return found + [(begin, len(ids))] * (begin < len(ids))
+
+
+_LONGEST_CHARACTER = 8  # tokens
+
+
+class Decoder:
+    """Pieces of text for tokens; their numbers where there is no text.
+
+    Asks the encoder's `tokenizer`, or what that holds as `tokenize`, for `decode(ids)`. `bos`, `eos` and `pad` of the
+    tokenizer are called so.
+    """
+
+    def __init__(self, encoder: TaskEncoder | None) -> None:
+        tokenizer = getattr(encoder, "tokenizer", None)
+        found: Any = getattr(tokenizer, "decode", None) or getattr(getattr(tokenizer, "tokenize", None), "decode", None)
+        self._decode = found if callable(found) else None
+        special = {name: getattr(tokenizer, name, None) for name in ("pad", "eos", "bos")}
+        self._names = {number: name for name, number in special.items() if type(number) is int}
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Text and number of tokens of each piece: one token, or the few that share a character."""
+        found: list[tuple[str, int]] = []
+        start, before = 0, 0  # where the piece starts, and the one before it: its text shows what stands between
+        for end in range(1, len(ids) + 1):
+            text = self._between(ids, before, start, end)
+            if not text.endswith("\ufffd") or end - start >= _LONGEST_CHARACTER or end == len(ids):
+                found.append((text or self._name(ids[start]), end - start))
+                before, start = start, end
+        return found
+
+    def _between(self, ids: Sequence[int], before: int, start: int, end: int) -> str:
+        """The text of `ids[start:end]` as it reads after those before: some put a space between words only so."""
+        context, both = self._text(ids[before:start]), self._text(ids[before:end])
+        return both.removeprefix(context) if both.startswith(context) else self._text(ids[start:end])
+
+    def _text(self, ids: Sequence[int]) -> str:
+        if self._decode is None or not ids:
+            return ""
+        try:
+            return str(_decoded(self._decode, list(ids)))
+        except Exception:  # an id out of its range is no fault of the page
+            return ""
+
+    def _name(self, number: int) -> str:
+        return f"‹{self._names.get(number, number)}›"
+
+
+def _decoded(decode: Any, ids: list[int]) -> Any:
+    try:
+        return decode(ids, skip_special_tokens=False)  # tokenizers leave them out otherwise
+    except TypeError:
+        return decode(ids)

@@ -34,15 +34,15 @@ from savable_pipeline.tools.verify.leg import (
     Failed,
     Keep,
     Save,
-    Step,
     Stepped,
+    TakeBatch,
 )
 
 _EXIT_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class VerifyPlan:
     """The settings of a comparison. `steps=None` is two batches of each lane; `draw` keys the random cuts.
 
     Raises ValueError for settings with which nothing would be compared.
@@ -157,7 +157,7 @@ class _Interpreter:
         self._process.stdout.close()
 
 
-def verify(plan: Plan, progress: Callable[[int, int], None]) -> Verdict:
+def verify(plan: VerifyPlan, progress: Callable[[int, int], None]) -> Verdict:
     """Compare up to the first difference. `progress` gets the steps compared and those to compare.
 
     Raises `SavableError` if the uninterrupted run fails, ValueError for a cut outside of the run.
@@ -182,7 +182,7 @@ class _Comparison:
     """The uninterrupted run, and the comparison of each leg with it."""
 
     def __init__(
-        self, plan: Plan, reference: _Interpreter, folder: Path, steps: int, progress: Callable[[int, int], None]
+        self, plan: VerifyPlan, reference: _Interpreter, folder: Path, steps: int, progress: Callable[[int, int], None]
     ) -> None:
         self._plan = plan
         self._reference = reference
@@ -203,8 +203,8 @@ class _Comparison:
                 if isinstance(answer, Failed):
                     return Mismatch(step, leg, error=answer.error)
                 self._progress(step, self._steps)
-                self._reference.send(Step())
-                interpreter.send(Step())
+                self._reference.send(TakeBatch())
+                interpreter.send(TakeBatch())
                 expected, answer = _successful(self._reference.answer()), interpreter.answer()
                 self.ends += answer == expected and isinstance(expected, Stepped) and expected.ends_epoch
                 if answer != expected and not isinstance(answer, Failed):

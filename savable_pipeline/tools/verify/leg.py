@@ -40,7 +40,7 @@ class Begin(msgspec.Struct, tag=True):
     state: str | None = None
 
 
-class Step(msgspec.Struct, tag=True):
+class TakeBatch(msgspec.Struct, tag=True):
     """Take the next batch."""
 
 
@@ -105,7 +105,7 @@ class Failed(msgspec.Struct, tag=True):
     error: str
 
 
-ORDERS = Begin | Step | Save | Keep | Explain
+ORDERS = Begin | TakeBatch | Save | Keep | Explain
 ANSWERS = Done | Begun | Stepped | Explained | Failed
 
 
@@ -122,7 +122,7 @@ class LegProcess:
             return self._begin(order)
         assert self._run is not None
         match order:
-            case Step():
+            case TakeBatch():
                 if self._run.position.previous is not None:
                     iter(self._run)  # begins the next epoch
                 self._batch = next(self._run)

@@ -17,7 +17,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.remote_indexing import index_remote
 from savable_pipeline.data.stores.remote_scans import RemoteScan, scan_there
 from savable_pipeline.tools.convert import run_conversion
-from tests.support.kills import run_until_killed
+from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill
 from tests.support.toy_remote_stores import KINDS, WRITERS

@@ -6,12 +6,13 @@ import gzip
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.stores import jsonl_file
+from savable_pipeline.data.stores import jsonl
 
 LINES = (
     b'{"id": 0, "caption": "\xc3\xbc", "n": [1, 2]}\n\n{"id": 1, "caption": null}\r\n\r\n[3]\n{"id": 4, "json": "?"}'
@@ -101,10 +102,10 @@ def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_cou
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = jsonl_file.scan(lines.parent, lines.name)
-    monkeypatch.setattr(jsonl_file, "_CHUNK", chunk)
-    assert jsonl_file.scan(lines.parent, lines.name) == expected
-    assert expected.array().tolist() == [0, 41, 71, 75, len(LINES)]
+    expected = jsonl.JSONL.scan(lines.parent, lines.name)
+    monkeypatch.setattr(jsonl, "_CHUNK", chunk)
+    assert jsonl.JSONL.scan(lines.parent, lines.name) == expected
+    assert np.frombuffer(expected.starts, "<u8").tolist() == [0, 41, 71, 75, len(LINES)]
 
 
 def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_file_of_no_lines_is_an_error(tmp_path: Path) -> None:
 def test_lines_of_blanks_are_no_samples_and_no_part_of_one(
     tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl_file, "_CHUNK", chunk)
+    monkeypatch.setattr(jsonl, "_CHUNK", chunk)
     lines = [b" ", b'  {"id": 0} ', b"", b" \t ", b" " * 200, b'{"id": 1}\r', b"\r", b'{"id": 2}', b"\t", b"  "]
     for number, end in enumerate((b"", b"\n")):
         path = tmp_path / f"{number}.jsonl"

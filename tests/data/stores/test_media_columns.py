@@ -18,7 +18,7 @@ from savable_pipeline.data.stores.arrow_columns import BrokenColumnError
 from savable_pipeline.data.stores.arrow_rows import ArrowRows
 from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.media_columns import MediaListColumn, NamedFile
-from savable_pipeline.data.stores.parquet_store import ParquetStore
+from savable_pipeline.data.stores.parquet import ParquetStore
 from savable_pipeline.tools.cli.main import app
 
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})

@@ -19,7 +19,7 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import STORES, kind_of, open_any
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.stores import jsonl_file
+from savable_pipeline.data.stores import jsonl
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 from tests.support.toy_remote_stores import KINDS, PAD, READERS, SIZES, WRITERS, ids_pipeline, names_of, urls_of
 from tests.support.toy_server import ToyServer, serving, use_as_s3
@@ -63,7 +63,7 @@ def local(www: Path, kind: str, **settings: Any) -> list[Any]:
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that holds a part of the files, of which as little is read at a time."""
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", "40000")
-    monkeypatch.setattr(jsonl_file, "_CHUNK", 4096)
+    monkeypatch.setattr(jsonl, "_CHUNK", 4096)
 
 
 def samples(kind: str, files: Any, **settings: Any) -> list[tuple[str, dict[str, bytes]]]:

@@ -452,6 +452,8 @@ OURS = tuple(
     for name in (
         "loader/savable_loader",
         "loader/run",
+        "loader/own_process",
+        "loader/states",
         "loader/local_lanes",
         "loader/epoch_end",
         "loader/prefetcher",

@@ -402,7 +402,7 @@ def test_wrong_folders_are_told(tmp_path: Path, shards: str) -> None:
     (tmp_path / "0-rank.ledger").write_bytes(b"not a ledger")
     with pytest.raises(sp.SavableError, match="not a ledger of this release"):
         LedgerFiles(tmp_path)
-    with pytest.raises(ValueError, match="a ledger says what a run was given, once"):
+    with pytest.raises(ValueError, match="a ledger records what a run was given, once"):
         loader(partial(toy_pipeline, shards), tmp_path, on_iter="restart")
     for seed in (1, 2):
         take(sp.SavableLoader(partial(toy_pipeline, shards), seed=seed, ledger=tmp_path / "two"), 1)

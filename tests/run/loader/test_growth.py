@@ -219,7 +219,7 @@ def test_a_count_whose_shares_would_move_is_refused_and_a_share_is_not(data: Pat
     states = {subset: after(5, folder=data, how={"subset": subset}) for subset in (10, 0.5)}
     add(data, 2)
     told = refusal(loader(data, how={"subset": 10}), states[10])
-    assert "subset=10 is a count, of which each shard gives a share that moves" in told
+    assert "subset=10 is a count, and each shard's share of it changes" in told
     made = loader(data, how={"subset": 0.5})
     made.load_state_dict(states[0.5], allow={"shards"})
     assert growth_in(made.state_dict())[0][""][-1][1] == 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.loader import run, savable_loader
+from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.signals import SignalAt, got
 from tests.support.toy_numbers import counted_pipeline
@@ -39,7 +39,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
     for at in range(1, 100_000):
         own = made()
         assert not before or got(own, before) == before
-        signal = SignalAt(at, [run, savable_loader])
+        signal = SignalAt(at, [run, savable_loader, epoch_end, own_process])
         count = got(own, batches, signal)
         if signal.left > 0:
             break

@@ -42,7 +42,7 @@ def test_a_pipeline_with_all_stages_is_no_matter(
 def test_a_pipeline_without_a_batcher_is_told_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
     (told,) = said_of(lambda lane: sp.Encode(sp.TarShardReader(root, lane, shuffle=False), NumberEncoder()), caplog)
-    assert told.startswith("WARNING the pipeline ends with Encode, which gives items, so each step gives a single one")
+    assert told.startswith("WARNING the pipeline ends with Encode, which yields items, so a step takes a single one")
 
 
 def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,14 +72,14 @@ def test_a_shuffled_pipeline_without_a_buffer_is_told_as_information(
 
     (told,) = said_of(pipeline, caplog)
     assert told.startswith(
-        "INFO no ShuffleBuffer: blocks of 8 samples that lie side by side in a shard come as they lie"
+        "INFO no ShuffleBuffer: blocks of 8 neighbouring samples of a shard come in the shard's order"
     )
 
 
 @pytest.mark.parametrize(
     ("size", "lanes", "epochs", "told"),
     [
-        (200, 96, None, "lanes gives each lane 6.25, so the buffer mixes those of 32 epochs: a sample may"),
+        (200, 96, None, "lanes leaves each lane 6.25, so the buffer mixes those of 32 epochs: a sample may"),
         (200, 96, 8, "so the buffer mixes those of 8 epochs"),
         (200, 96, 2, ""),
         (200, 96, 1, ""),

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import savable_pipeline as sp
-from savable_pipeline.run.loader import same_data
-from savable_pipeline.run.loader.ranks import Ranks, find_ranks
+from savable_pipeline.run.loader.ranks import Ranks, check_same_data, find_ranks
 from savable_pipeline.run.loader.savable_loader import run_of
 from tests.support.streams import take
 from tests.support.toy_numbers import Numbers, counted_pipeline
@@ -97,7 +96,7 @@ def test_one_of_rank_and_world_size_alone_is_an_error(given: dict[str, int]) -> 
 
 @pytest.mark.parametrize("rank,world_size", [(2, 2), (-1, 2), (0, 0), (0, -1), (1, 1)])
 def test_a_rank_outside_the_world_is_an_error(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"rank {rank} does not lie in 0 … {world_size - 1}"):
+    with pytest.raises(ValueError, match=rf"rank {rank} is not in 0 … {world_size - 1}"):
         found(rank=rank, world_size=world_size)
 
 
@@ -277,7 +276,7 @@ def test_a_setting_of_an_encoder_that_is_called_shards_is_none_of_what_ranks_rea
     folder = str(make_shards([8]))
     with sp.SavableLoader(lambda lane: _encoded(folder, lane), seed=1, lanes=2) as loader:
         told: list[str] = []
-        same_data.check_same_data(_Alone(told), run_of(loader)._fingerprint)  # type: ignore[arg-type]
+        check_same_data(_Alone(told), run_of(loader).states.fingerprint)  # type: ignore[arg-type]
     assert told[0].split()[1:] == ["0", "1"], "the rank, and one shard"
 
 

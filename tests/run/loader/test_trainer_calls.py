@@ -110,7 +110,7 @@ def test_a_loop_beside_an_accelerator_is_told_that_nothing_saves_a_bare_loader(
     make: Any, wrap: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (found,) = warned(wrap(make()), "__main__", caplog)
-    assert "whose save_state knows nothing of loaders" in found and "prepare(accelerator, loader)" in found
+    assert "whose save_state does not save loaders" in found and "prepare(accelerator, loader)" in found
 
 
 @pytest.mark.parametrize("caller", ["transformers.trainer", "__main__"])

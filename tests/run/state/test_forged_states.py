@@ -24,7 +24,7 @@ from savable_pipeline.run.state.summary import summarize
 from savable_pipeline.run.state.to_skip import taken_apart
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
-from tests.support.wide_pipelines import wide_pipeline, write_store
+from tests.support.toy_stores import WRITERS
 
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 3}
 REFUSED = (sp.StateError, sp.CheckpointMismatchError)
@@ -112,7 +112,7 @@ def forged(rng: random.Random, state: dict[str, Any]) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("forged")
     for store in ("tar", "parquet", "jsonl", "tokens"):
-        write_store(store, folder, [40, 7, 60])
+        WRITERS[store](folder / store, [40, 7, 60])
     return folder
 
 
@@ -132,7 +132,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 def search(folder: Path, name: str, seed: int, tries: int) -> int:
     """Load so many forged states and take batches; the number of those that were refused."""
-    pipeline = partial(wide_pipeline, str(folder), **PIPELINES[name])
+    how = PIPELINES[name]
+    pipeline = partial(toy_pipeline, str(folder / how["store"]), **how)
     rng = random.Random(seed)
     whole = sp.SavableLoader(pipeline, **SETTINGS)
     first, state, then = take(whole, 7), whole.state_dict(), take(whole, 3)

@@ -134,6 +134,25 @@ def test_a_state_with_the_long_name_of_such_a_readers_exclude_loads(tmp_path: Pa
     assert "\n  exclude: saved" in refusal(excluding, old)
 
 
+class Few(sp.Batcher):
+    """A Batcher of another name."""
+
+
+def test_a_state_with_the_long_name_of_another_batchers_size_loads(shards: str) -> None:
+    """Earlier releases wrote `Few.size` for a Batcher whose class was not called one."""
+
+    def pipeline(lane: sp.Lane, size: int = 2) -> sp.Stage:
+        return Few(sp.TarShardReader(shards, lane), size=size)
+
+    state, larger = state_of(pipeline), partial(pipeline, size=4)
+    saved = unpack_fingerprint(state["fingerprint"])
+    saved.fields["Few.size"] = saved.fields.pop("batch_size")
+    old = {**state, "fingerprint": pack_fingerprint(saved)}
+    sp.SavableLoader(pipeline, **RUN).load_state_dict(old)
+    assert "\n  batch_size: saved 2, here 4" in refusal(larger, old)
+    sp.SavableLoader(larger, **RUN).load_state_dict(old, allow={"batch_size"})
+
+
 def test_the_order_of_a_subset_that_is_given_up_differs_with_it(shards: str) -> None:
     def pipeline(lane: sp.Lane, subset: float | None = 0.5) -> sp.Stage:
         return sp.Batcher(sp.TarShardReader(shards, lane, subset=subset), size=2)

@@ -184,7 +184,7 @@ def test_what_cannot_be_kept_is_refused_with_its_line(write: Any, text: str, lin
 
 
 def test_a_split_is_asked_for_where_there_are_splits_and_only_there(write: Any) -> None:
-    with pytest.raises(ValueError, match=r"line 3: a metadataset is read a split at a time: say split=, one of train"):
+    with pytest.raises(ValueError, match=r"line 3: a metadataset is read one split at a time: give split=, one of"):
         sp.read_mixture(write(BLEND))
     own = write("sources: {a: {path: data/a, weight: 1}}", "own.yaml")
     with pytest.raises(ValueError, match="split='train' is for a metadataset"):

@@ -257,7 +257,7 @@ def points(point: str, shape: str = "step") -> str:
         (points("{at: 0, weights: {a: 1, b: -1}}"), 6, "must be at least 0, not -1"),
         (points("{at: 0, weights: {a: 1, b: 1e99999}}"), 6, "too large a power of ten"),
         (points("{at: 0, weights: {a: 0, b: 0}}"), 4, "above 0"),
-        (points("{at: 0, weights: {a: 1}}"), 4, "no point gives 'b' a weight"),
+        (points("{at: 0, weights: {a: 1}}"), 4, "no point has a weight for 'b'"),
         (
             points("{at: 0, weights: {a: 1, b: 1}}").replace("}\n", ", weight: 1}\n"),
             4,

@@ -128,7 +128,7 @@ class Turning(UpTo):
         ),
         (lambda lengths: None, "TypeError"),
         (lambda lengths: [[0.5], [1]], "TypeError"),
-        (Turning(), "asked again it gave other groups"),
+        (Turning(), "called again it returned other groups"),
     ],
 )
 def test_a_wrong_answer_is_an_error_each_time_and_nothing_is_lost(policy: Any, what: str) -> None:

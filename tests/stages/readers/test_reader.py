@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline.stages.readers.reader_settings import ReaderSettings
 from tests.conftest import write_tar
 from tests.support.toy_dataset import NumberDataset, drained, first, pairs, readers
 
@@ -350,3 +352,25 @@ def test_an_error_about_epochs_names_the_reader_that_is_meant(tmp_path: Path, ep
     (tmp_path / "a.jsonl").write_text("{}\n{}\n")
     with pytest.raises(ValueError, match=f"^JsonlReader: {fault}"):
         sp.JsonlReader(tmp_path, sp.Lane(), epochs=epochs)
+
+
+@pytest.mark.parametrize(
+    "reader", [sp.TarShardReader, sp.ParquetReader, sp.ArrowReader, sp.JsonlReader, sp.TokenReader]
+)
+def test_every_reader_shows_and_takes_the_settings_of_all_with_their_defaults(reader: Any, tmp_path: Path) -> None:
+    usual, shown = (inspect.signature(each).parameters for each in (sp.RecordReader, reader))
+    common = [name for name in usual if name not in ("store", "lane")]
+    assert common == list(ReaderSettings.__annotations__)
+    assert [str(shown[name]) for name in common] == [str(usual[name]) for name in common]
+    with pytest.raises(TypeError, match="shufle"):
+        reader(tmp_path, sp.Lane(), shufle=True)
+    with pytest.raises(ValueError, match=f"{reader.__name__}: window must be at least 1, not 0"):
+        reader(tmp_path, sp.Lane(), window=0)
+
+
+def test_a_reader_of_a_users_own_shows_what_it_says_itself() -> None:
+    class Mine(sp.TarShardReader):
+        def __init__(self, lane: sp.Lane, **more: Any) -> None:
+            super().__init__("mine/", lane, **more)
+
+    assert list(inspect.signature(Mine).parameters) == ["lane", "more"]

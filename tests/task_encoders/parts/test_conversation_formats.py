@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from task_encoders.parts.conversation_formats import Message, parse_conversation
-from task_encoders.parts.sample_images import SampleImages
+from task_encoders.parts.data_formats import Message, parse_conversation
+from task_encoders.parts.sample_parts import SampleImages
 from tests.support.toy_samples import plain_png, sample
 
 

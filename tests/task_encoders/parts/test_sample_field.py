@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from task_encoders.parts.sample_field import Field
+from task_encoders.parts.sample_parts import Field
 from tests.support.toy_samples import sample
 
 RECORD = {"label": 3, "meta": {"names": ["a", "b"]}, "none": None}

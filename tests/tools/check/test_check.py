@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from savable_pipeline.data.shards import processes as processes_of_shards
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.indexing import open_index
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.tools.check.dataset_check import CheckReport, check
 from savable_pipeline.tools.check.file_check import check_file
 from savable_pipeline.tools.cli.main import app
@@ -37,7 +38,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = json.dumps({"n": i}).encode()
             members += [(f"k{i}.jpg", jpeg(shard * 3 + i)), (f"k{i}.json", text), (f"k{i}.txt", b"caption")]
         write_tar(root / name, members)
-    open_index(root, NAMES)
+    open_index(root, NAMES, TARS)
     (root / ".nv-meta/.info.json").write_text(json.dumps({"shard_counts": dict.fromkeys(NAMES, 3)}))
     (root / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": NAMES}}))
     return root

@@ -11,9 +11,8 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from savable_pipeline.tools.cli.console import console, printable
+from savable_pipeline.tools.cli.console import console, printable, progress_of
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.cli.progress import progress_of
 from tests.conftest import write_tar
 
 EVIL = "k\x1b[31m\x07\x9b2J\u202e:train:[bold]"

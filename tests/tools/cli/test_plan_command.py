@@ -57,7 +57,7 @@ def test_a_loader_is_planned_in_tables_and_on_a_page(train: str, tmp_path: Path)
     assert re.search(r"steps an epoch +12 +counted", printed), printed  # 4 rounds of 6 batches
     assert "as it is" in printed and "num_workers" not in printed
     text = page.read_text()
-    assert text.count("<svg") == 3 and "<script" not in text and "steps an epoch" in text
+    assert text.count('class="shares"') == 3 and "<script" not in text and "steps an epoch" in text
     assert f"{train}:loader" in text
 
 

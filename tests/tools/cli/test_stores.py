@@ -42,7 +42,7 @@ def test_each_command_reads_each_store(tmp_path: Path, kind: str) -> None:
     assert f"3 shards, {samples} samples" in run("check", str(folder)) and not (folder / ".nv-meta").exists()
     found = json.loads(run("info", str(folder), "--json"))
     part = "tokens" if kind == "tokens" else "json"
-    assert (found["shards"], found["samples"], list(found["parts"])) == (3, samples, [part])
+    assert (found["shards"], found["samples"], next(iter(found["parts"]))) == (3, samples, part)
     assert f"savable.{kind}.index" in run("index", str(folder))
     run("preview", str(folder), "-o", str(tmp_path / "page.html"))
     assert part in (tmp_path / "page.html").read_text()
@@ -54,9 +54,10 @@ def test_check_lists_damage_once_a_row_group_and_bad_json_by_its_line(tmp_path: 
     assert "1 × damaged shard" in run("check", str(tmp_path / "rows"), code=1)
     WRITERS["jsonl"](tmp_path / "lines", [3])
     with (tmp_path / "lines/0000.jsonl").open("a") as file:
+        begins = file.tell()
         file.write('{"id": \n')
     found = " ".join(run("check", str(tmp_path / "lines"), code=1).split())
-    assert "0000.jsonl: malformed JSON: row 3, at byte 30: no JSON: Expecting value" in found
+    assert f"0000.jsonl: malformed JSON: row 3, at byte {begins}: no JSON: Expecting value" in found
 
 
 def test_check_finds_a_part_that_is_all_zeros(tmp_path: Path) -> None:

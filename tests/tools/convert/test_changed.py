@@ -30,7 +30,7 @@ def texts(folder: Path, count: int = 10) -> Path:
 
 def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written from now on is newer than what is there, by the clock of the file system alone."""
-    monkeypatch.setattr("savable_pipeline.tools.convert.changed._MARGIN_NS", 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.resume._MARGIN_NS", 0)
     time.sleep(0.05)
 
 

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.data.dataset.kinds import format_of
 from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, elsewhere, run_conversion
-from savable_pipeline.tools.convert.elsewhere import attempt, each_shard_by
-from savable_pipeline.tools.convert.shard_job import Job, write_shard
-from tests.support.kills import run_until_killed
+from savable_pipeline.tools.convert import Options, cluster, run_conversion
+from savable_pipeline.tools.convert.cluster import attempt
+from savable_pipeline.tools.convert.shard_job import ShardJob, write_shard
+from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 from tests.support.toy_sources import HALVES, ONE_A_READER
@@ -116,7 +117,7 @@ def test_what_is_finished_is_not_written_again_by_whichever_engine(tmp_path: Pat
 
 def test_two_attempts_at_one_shard_at_once_leave_its_bytes_and_no_other_file(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 9), tmp_path / "local", Options())
-    jobs: list[Job] = []
+    jobs: list[ShardJob] = []
 
     class Keeps(ToyEngine):
         def each(self, function: Callable[[J], R], given: Iterable[J]) -> Generator[tuple[J, R], None, None]:
@@ -138,15 +139,15 @@ def test_two_attempts_at_one_shard_at_once_leave_its_bytes_and_no_other_file(tmp
 def test_a_shard_that_another_machine_put_elsewhere_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unshared(job: Job) -> object:
+    def unshared(job: ShardJob) -> object:
         there = tmp_path / "other machine"
         for folder in (job.target, job.work, job.aside):
             (there / folder.relative_to("/")).mkdir(parents=True, exist_ok=True)
         target, work, aside = (there / folder.relative_to("/") for folder in (job.target, job.work, job.aside))
         return write_shard(replace(job, target=target, work=work, aside=aside), lambda size: None)
 
-    monkeypatch.setattr(elsewhere, "_SEEN_S", 0.3)
-    monkeypatch.setattr(elsewhere, "attempt", unshared)
+    monkeypatch.setattr(cluster, "_SEEN_S", 0.3)
+    monkeypatch.setattr(cluster, "attempt", unshared)
     with pytest.raises(SavableError, match=r"000000\.tar was finished by another machine, and is not there .* share"):
         run_conversion(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
 

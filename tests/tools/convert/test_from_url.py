@@ -16,7 +16,7 @@ from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.errors import RemoteError, SavableError
 from savable_pipeline.tools.convert import Options, Report, run_conversion
 from savable_pipeline.tools.convert.read import close_sources
-from tests.support.kills import run_until_killed
+from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL
 from tests.support.toy_server import ToyServer

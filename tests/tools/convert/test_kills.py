@@ -17,7 +17,7 @@ import pytest
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import run_conversion
-from tests.support.kills import run_until_killed
+from tests.support.processes import run_until_killed
 from tests.support.toy_files import SMALL, fill, snapshot
 from tests.support.toy_sources import ONE_A_READER, SOURCES, convert_in_halves
 

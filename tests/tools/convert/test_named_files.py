@@ -145,7 +145,7 @@ def test_a_link_that_leads_out_later_is_an_error_while_it_is_read(
 def test_a_folder_that_was_exchanged_since_is_not_taken_for_the_one_that_was_converted(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("savable_pipeline.tools.convert.changed._MARGIN_NS", 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.resume._MARGIN_NS", 0)
     source = write(tmp_path / "a.parquet", named("cats/0.png", "cats/1.png"))
     (tmp_path / "aside").mkdir()
     (tmp_path / "aside/0.png").write_bytes(png(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,7 +19,7 @@ from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST
 from savable_pipeline.tools.convert.writer_processes import claimed
-from tests.support import kills
+from tests.support import processes
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 
 
@@ -47,7 +46,7 @@ def test_the_bytes_depend_neither_on_the_place_nor_on_the_age_of_the_input(tmp_p
 
 def run_until_killed(source: Path, target: Path, event: int) -> bool:
     """Convert in a process that is killed before its `event`-th touch of a file; tells whether it was."""
-    return kills.run_until_killed(lambda: run_conversion(source, target, SMALL), source.parent, event)
+    return processes.run_until_killed(lambda: run_conversion(source, target, SMALL), source.parent, event)
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_a_conversion_that_is_done_is_only_reported_again(tmp_path: Path, undist
 
 
 def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
-    """The command with two workers, in a process group of its own, once it has finished some shards."""
+    """The command with two workers, once it has finished some shards."""
     tool = Path(__file__).parents[3] / "tools/convert.py"
     arguments = [sys.executable, str(tool), str(source), str(target), "--shard-samples=3", "--workers=2"]
     with target.with_name("errors").open("wb") as errors:
@@ -119,21 +118,21 @@ def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def living(group: int) -> list[int]:
-    """The processes of a group; one that is dead and waits to be buried does not count."""
+def living(target: Path) -> list[int]:
+    """The processes that were told of a target, and live: the command and its workers."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-            found += [int(path.parent.name)] if int(its_group) == group and state != "Z" else []
+            found += [int(path.parent.name)] if os.fsencode(target) in path.read_bytes() else []
     return found
 
 
-def wait_until_gone(group: int) -> None:
+def wait_until_gone(target: Path) -> None:
     deadline = time.monotonic() + 60
-    while living(group):
+    while left := living(target):
         if time.monotonic() > deadline:
-            os.killpg(group, signal.SIGKILL)
+            for process in left:
+                os.kill(process, signal.SIGKILL)
             raise AssertionError("some of its processes live on")
         time.sleep(0.05)
 
@@ -141,13 +140,14 @@ def wait_until_gone(group: int) -> None:
 def test_neither_a_kill_nor_ctrl_c_leaves_processes_behind(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 450)
     process = start_command(source, tmp_path / "out")
+    assert len(living(tmp_path / "out")) == 3
     process.kill()
     process.wait()
-    wait_until_gone(process.pid)
+    wait_until_gone(tmp_path / "out")
     process = start_command(source, tmp_path / "out")
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=120) == 130
-    wait_until_gone(process.pid)
+    wait_until_gone(tmp_path / "out")
     errors = (tmp_path / "errors").read_text()
     assert "Traceback" not in errors and errors.endswith("stopped\n")
     assert run_conversion(source, tmp_path / "out", SMALL) == run_conversion(source, tmp_path / "calm", SMALL)
@@ -158,9 +158,9 @@ def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> N
     source = fill(tmp_path / "in", 300)
 
     def kill_one(done: int, total: int, size: int) -> None:
-        for child in multiprocessing.active_children()[:1] if done else ():
+        for worker in living(tmp_path / "out")[:1] if done else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid or 0, signal.SIGKILL)
+                os.kill(worker, signal.SIGKILL)
 
     with pytest.raises(WorkerError, match="run the same command again"):
         run_conversion(source, tmp_path / "out", Options(shard_samples=1), workers=2, progress=kill_one)
@@ -209,6 +209,7 @@ def test_sigterm_ends_the_workers_first_and_leaves_nothing(tmp_path: Path) -> No
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGTERM, said
     assert b"leaked semaphore" not in said and b"Traceback" not in said
+    wait_until_gone(tmp_path / "out")
     assert run_conversion(source, tmp_path / "out", Options(shard_bytes=1_000_000)).samples == 3000
 
 
@@ -240,14 +241,14 @@ app(sys.argv[4:])
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("context.py Event", 2),
-        ("process.py submit", 9),
+        ("processes.py __init__", 3),
+        ("processes.py each_job", 300),
         ("writer_processes.py _write_in_workers", 10),
-        ("_base.py __exit__", 4),
+        ("processes.py close", 3),
     ],
-    ids=["event", "submit", "loop", "wait"],
+    ids=["start", "wait", "loop", "close"],
 )
-def test_a_signal_while_the_pool_holds_its_locks_ends_the_conversion(
+def test_a_signal_anywhere_in_the_pool_ends_the_conversion(
     place: str, line: int, number: signal.Signals, tmp_path: Path
 ) -> None:
     source = tmp_path / "in"
@@ -264,4 +265,5 @@ def test_a_signal_while_the_pool_holds_its_locks_ends_the_conversion(
     )
     assert ended.returncode == 128 + number, ended.stderr
     assert b"leaked semaphore" not in ended.stderr and b"Traceback" not in ended.stderr
+    wait_until_gone(tmp_path / "out")
     assert run_conversion(source, tmp_path / "out", Options(shard_bytes=20_000)).samples == 400

@@ -21,7 +21,7 @@ from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar
-from tests.support.kills import run_until_killed
+from tests.support.processes import run_until_killed
 from tests.support.toy_files import SMALL, fill, snapshot, tar_files
 
 Sample = dict[str, Any]

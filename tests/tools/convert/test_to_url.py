@@ -21,7 +21,7 @@ from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.mirror import mirrored
 from tests.conftest import write_tar
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
-from tests.support.kills import run_until_killed
+from tests.support.processes import run_until_killed
 from tests.support.real_servers import bucket_of
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL, fill, snapshot

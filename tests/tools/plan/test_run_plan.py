@@ -15,9 +15,9 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.tools.plan.report import advice, sections
 from savable_pipeline.tools.plan.run_plan import RunPlan, Wanted, plan_run
-from savable_pipeline.tools.plan.simulation import balance, pack, waiting
-from savable_pipeline.tools.plan.words import advice, sections
+from savable_pipeline.tools.plan.waits import balance, pack, waiting
 from tests.conftest import MakeShards, write_tar
 from tests.support.toy_server import serving
 

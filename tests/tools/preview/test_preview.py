@@ -25,9 +25,8 @@ from savable_pipeline.core.named_object import names_object
 from savable_pipeline.stages.pipeline import named_pipeline
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.preview import preview_dataset, preview_pipeline
-from savable_pipeline.tools.preview.tensor_entries import array_entry, as_array
-from savable_pipeline.tools.preview.token_decoder import Decoder
-from savable_pipeline.tools.preview.token_entries import tokens_entry
+from savable_pipeline.tools.preview.image_entries import array_entry, as_array
+from savable_pipeline.tools.preview.token_entries import Decoder, tokens_entry
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder

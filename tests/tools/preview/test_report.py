@@ -16,12 +16,9 @@ from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.preview.advice import advice, waited
-from savable_pipeline.tools.preview.expected_shares import ExpectedShares
-from savable_pipeline.tools.preview.given_counts import GivenCounts, Step, waiting
-from savable_pipeline.tools.preview.noted_counters import NotedCounters
+from savable_pipeline.tools.preview.ledger_numbers import CostStep, ExpectedShares, GivenCounts, NotedCounters, waiting
 from savable_pipeline.tools.preview.pictures import picture
-from savable_pipeline.tools.preview.report_page import report_page
+from savable_pipeline.tools.preview.report_page import advice, report_page, waited
 from tests.support.toy_pipelines import ToyEncoder
 
 SCHEDULE = sp.Schedule([(0, {"a": 3, "b": 1}), (300, {"a": 1, "b": 3})])
@@ -93,7 +90,7 @@ def test_shares_are_those_of_plain_weights(make_shards: Any, tmp_path: Path) -> 
 
 
 def test_waiting_is_for_the_dearest_batch_of_each_step(ledger: Path) -> None:
-    assert waiting([Step(0, [10, 10]), Step(1, [10, 30])]) == 1 - 60 / 80
+    assert waiting([CostStep(0, [10, 10]), CostStep(1, [10, 30])]) == 1 - 60 / 80
     steps = GivenCounts(LedgerFiles(ledger)).steps
     assert len(steps) == 35 and 0 < waiting(steps) < 1
     records = [record for path in ledger.glob("*") for record in read_records(path)]

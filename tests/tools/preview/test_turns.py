@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from savable_pipeline.tools.preview import preview_dataset
-from savable_pipeline.tools.preview.turns import Turn, conversation_in
+from savable_pipeline.tools.preview.sample_entries import Turn, conversation_in
 from tests.conftest import write_tar
 from tests.tools.preview.test_preview import EVIL, Page
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.verify.comparison import Plan, verify
+from savable_pipeline.tools.verify.comparison import VerifyPlan, verify
 
 ROOT = Path(__file__).parents[3]
 FAST = ["--lanes=2", "--workers=0", "--random-cuts=0", "--steps=3", "--cut=2"]
@@ -108,19 +108,19 @@ def test_a_loader_that_cannot_run_is_an_error_of_one_line(folder: Path) -> None:
 )
 def test_a_plan_that_compares_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan("a:b", **settings)
+        VerifyPlan("a:b", **settings)
 
 
 def test_cuts_are_those_chosen_and_some_drawn() -> None:
-    assert Plan("a:b", cuts=(4, 2), random_cuts=0).bounds(9) == [0, 2, 4, 9]
-    assert len(Plan("a:b", cuts=(4,), random_cuts=8).bounds(9)) == 10, "each of 1 to 8, once"
-    drawn = {tuple(Plan("a:b", random_cuts=2, draw=draw).bounds(100)) for draw in range(5)}
+    assert VerifyPlan("a:b", cuts=(4, 2), random_cuts=0).bounds(9) == [0, 2, 4, 9]
+    assert len(VerifyPlan("a:b", cuts=(4,), random_cuts=8).bounds(9)) == 10, "each of 1 to 8, once"
+    drawn = {tuple(VerifyPlan("a:b", random_cuts=2, draw=draw).bounds(100)) for draw in range(5)}
     assert len(drawn) == 5 and all(bounds == tuple(sorted(set(bounds))) for bounds in drawn)
     with pytest.raises(ValueError, match=r"--cut 9: .*1 to 8"):
-        Plan("a:b", cuts=(9,)).bounds(9)
+        VerifyPlan("a:b", cuts=(9,)).bounds(9)
 
 
 def test_an_interpreter_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(SavableError, match="exit code 3"):
-        verify(Plan(f"{tmp_path}/dies.py:loader"), lambda done, total: None)
+        verify(VerifyPlan(f"{tmp_path}/dies.py:loader"), lambda done, total: None)

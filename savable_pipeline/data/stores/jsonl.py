@@ -1,0 +1,233 @@
+"""The format of JSONL files, a line of which is a sample, and the record store that reads them.
+
+Places of a file in the index: the offset of each line that is not blank, then the end of the file. Blank lines, of
+spaces too, lie at the end of the line before them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64
+
+from savable_pipeline.core.file_heads import HEAD, text_fault
+from savable_pipeline.core.json_values import decoded_json
+from savable_pipeline.core.wording import encodable, human_bytes
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.plain_values import as_part
+
+_CHUNK = 1 << 22
+_COMPARED = 1 << 16  # bytes of a line that are compared
+LONGEST_LINE = 1 << 30
+_FEW = 64  # bytes of a line that are looked at first, to see whether it is blank
+_MARK = b"\xef\xbb\xbf"
+
+
+def read_table(file: FileBytes, name: str) -> ShardTable:
+    """Entry and lines of a file; damage is the entry's fault, and the lines before it are samples."""
+    fault, places = text_fault(file.read(0, HEAD), file.name), np.zeros(1, "<u8")
+    if not fault:
+        fault, places = _check_last(file, _lines(file))
+    entry = ShardEntry(
+        name, file.size, len(places) - 1, _digest(file, places), encodable(f"{name}: {fault}") if fault else ""
+    )
+    return ShardTable(entry, places.tobytes())
+
+
+def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+    """Whether the first line, one in the middle and the last are what they were, where they were."""
+    assert isinstance(index, PlaceIndex), index
+    try:
+        return _digest(file, index.places(number)) == int(index.shards.digests[number])
+    except OSError:
+        return False
+
+
+def _digest(file: FileBytes, places: Places) -> int:
+    digest = xxh3_64(places.tobytes())
+    lines = len(places) - 1
+    for line in sorted({0, lines // 2, lines - 1}) if lines else []:
+        begin, end = int(places[line]), int(places[line + 1])
+        digest.update(file.read(begin, min(end - begin, _COMPARED)))
+        digest.update(file.read(begin - 1, 1) if begin else b"\n")
+    return digest.intdigest()
+
+
+def _lines(file: FileBytes) -> Places:
+    """The offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,)."""
+    ends, blanks, offset, at_begin = [], [], 0, True
+    file.expect([(0, file.size)])
+    while chunk := file.read(offset, _CHUNK):
+        raw = np.frombuffer(chunk, np.uint8)
+        stops = np.flatnonzero(raw == ord("\n")) + 1
+        begins = np.concatenate([[0] if at_begin else [], stops]).astype(np.int64)
+        begins = begins[begins < len(raw)]
+        blanks.append(begins[raw[begins] <= ord(" ")] + offset)
+        ends.append(stops + offset)
+        offset, at_begin = offset + len(chunk), chunk.endswith(b"\n")
+    if not ends:
+        return np.zeros(1, "<u8")
+    stops = np.concatenate(ends)  # of each line that ends in a newline
+    stops = np.append(stops, offset) if not len(stops) or stops[-1] != offset else stops
+    starts = np.concatenate([[0], stops[:-1]])
+    maybe = np.searchsorted(starts, np.concatenate(blanks)).tolist()
+    blank = [i for i in maybe if _is_blank(file, int(starts[i]), int(stops[i]))]
+    starts = np.delete(starts, blank)
+    return np.append(starts, offset).astype("<u8")
+
+
+def _is_blank(file: FileBytes, start: int, stop: int) -> bool:
+    """Whether a line is nothing but what JSON leaves out between values."""
+    size = _FEW
+    while start < stop:
+        if file.read(start, min(size, stop - start)).strip(b" \t\r\n"):
+            return False
+        start, size = start + size, _CHUNK
+    return True
+
+
+def _check_last(file: FileBytes, places: Places) -> tuple[str, Places]:
+    """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
+    if len(places) < 2:
+        return "", places
+    begin, end = int(places[-2]), int(places[-1])
+    if file.read(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
+        return "", places
+    last = file.read(begin, end - begin)
+    if b"\n" in last:  # blank lines follow, so that it is whole: what is wrong with it is told when it is read
+        return "", places
+    try:
+        decoded_json(without_mark(last, begin))
+    except (ValueError, RecursionError) as error:
+        if not _may_be_jsonl(file, places):
+            return f"a first line that is no JSON: {error}; JSONL is one JSON value a line", places[:-1]
+        fault = f"the last line, at byte {begin}, was cut: {error}; copy the file again, or end it before that line"
+        return fault, places[:-1]
+    return "", places
+
+
+def _may_be_jsonl(file: FileBytes, places: Places) -> bool:
+    """Whether the first line is JSON, or the only one begins as an object or a list does."""
+    begin, end = int(places[0]), int(places[1])
+    first = without_mark(file.read(begin, min(end - begin, LONGEST_LINE)), begin)
+    if len(places) == 2:
+        return first.lstrip()[:1] in (b"{", b"[")
+    with contextlib.suppress(ValueError, RecursionError):
+        decoded_json(first)
+        return True
+    return False
+
+
+def without_mark(line: bytes, begin: int) -> bytes:
+    """The line at this offset without the byte order mark that some programs begin a file with."""
+    return line if begin else line.removeprefix(_MARK)
+
+
+_PACKED = tuple(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2"))
+JSONL = FileFormat(
+    "jsonl",
+    ShardKind(
+        (".jsonl", ".ndjson"),
+        _PACKED,
+        ("a compressed JSONL file", "compressed JSONL files"),
+        "`gzip -dk` or `zstd -d` unpacks",
+    ),
+    "savable_pipeline.data.stores.jsonl:JSONL",
+    read_table,
+    is_as_indexed,
+    no_places=1,
+)
+
+
+LINE = "json"  # the part that is the whole line
+
+
+class JsonlStore(FileStore):
+    """The lines of JSONL files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+
+    `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Raises
+    `ShardError`.
+    """
+
+    unit = "byte offset"
+
+    def __init__(self, found: IndexedFiles, *, key: str | None = None) -> None:
+        super().__init__(found)
+        self.key_column = key
+        self._starts: dict[int, memoryview] = {}  # by shard
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """The line, as `json`; or a field of its object: a text as it is, anything else as JSON."""
+        line = self._line(shard, row)
+        if extension == LINE:
+            return line
+        fields = self._fields(shard, row, line)
+        known = [LINE, *(name for name in fields if name != LINE)]
+        name = extension if extension in fields else find_part(extension, known)
+        if name == LINE:
+            return line
+        found = as_part(fields[name])
+        return b"null" if found is None else found
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """`json`, then the fields of the line that are texts."""
+        fields = self._fields(shard, row, self._line(shard, row))
+        return [LINE, *(name for name, value in fields.items() if isinstance(value, str) and name != LINE)]
+
+    def key(self, shard: int, row: int) -> str:
+        """The value of the key's field, or `FILE:ROW`."""
+        if self.key_column is None:
+            return super().key(shard, row)
+        value = self._fields(shard, row, self._line(shard, row)).get(self.key_column)
+        return self.as_key(shard, row, self.key_column, as_part(value))
+
+    def offset(self, shard: int, row: int) -> int:
+        """The offset of the line in its file, in bytes."""
+        return int(self.places(shard)[row])
+
+    def part_offset(self, shard: int, row: int, extension: str) -> int:
+        """The same: a field is a part of its line."""
+        return self.offset(shard, row)
+
+    def part_sizes(self) -> dict[str, Rows] | None:
+        """The sizes of the lines, with their ends; None where the index is here in part."""
+        if not self.files.has_all_rows():
+            return None
+        sizes = [np.diff(self.places(shard).astype(np.int64)) for shard in range(len(self.entries))]
+        return {LINE: np.concatenate(sizes)}
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The lines."""
+        places = self.places(shard).astype(np.int64, copy=False)
+        return places[rows], places[rows + 1]
+
+    def _line(self, shard: int, row: int) -> bytes:
+        starts = self._starts.get(shard)
+        if starts is None:
+            self.files[shard]  # checks the file, and what the index says of it
+            starts = self._starts[shard] = self.places(shard).data
+        begin, end = starts[row], starts[row + 1]
+        if end - begin > LONGEST_LINE:
+            raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
+        line = self.files.read(shard, begin, end - begin).rstrip(b"\r\n")
+        if b"\n" in line:  # lines of spaces follow
+            line = line.partition(b"\n")[0].rstrip(b"\r")
+        return line if begin else without_mark(line, begin)
+
+    def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
+        """The fields of the object in a line; none if it is no object. Raises `ShardError` if it is no JSON."""
+        try:
+            value = decoded_json(line)
+        except (ValueError, RecursionError) as error:
+            place = f"row {row}, at byte {self.offset(shard, row)}"
+            raise self.damaged(shard, place, f"no JSON: {error}", reason="malformed JSON") from error
+        return value if isinstance(value, dict) else {}

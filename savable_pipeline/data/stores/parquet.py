@@ -1,0 +1,225 @@
+"""The format of Parquet files, and the record store that reads them.
+
+What their footers say is read without a thread, so that a fork is safe, and looked at: can it be true? Places of a file
+in the index: for each row group its rows, then for each the bytes that it decodes to.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Unpack
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.wording import encodable, human_bytes
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, Decoded
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.positioned_file import PositionedFile
+from savable_pipeline.errors import SavableError
+
+_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
+_LARGEST_FOOTER = 1 << 29
+_MOST_ROWS = 1 << 40
+
+
+class FooterError(ValueError):
+    """The footer of a file is missing, or cannot be true."""
+
+
+def read_table(file: FileBytes, name: str) -> ShardTable:
+    """Entry and row groups of a file; damage is the entry's fault."""
+    try:
+        footer = read_footer(file)
+        rows, sizes = _groups(footer, file.size)
+    except FooterError as error:
+        return PARQUET.unreadable(name, file.size, str(error))
+    entry = ShardEntry(name, file.size, sum(rows), xxh3_64_intdigest(footer))
+    return ShardTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
+
+
+def read_footer(file: FileBytes) -> bytes:
+    """The bytes of a file's footer. Raises `FooterError`, OSError."""
+    size = file.size
+    tail = file.read(max(0, size - 8), 8)
+    if tail[4:] == _ENCRYPTED:
+        raise FooterError("an encrypted footer; write the file without encryption")
+    if size < 12 or tail[4:] != _MAGIC:
+        raise FooterError("no Parquet footer at its end: the file was cut short, or is no Parquet; copy it again")
+    length = int.from_bytes(tail[:4], "little")
+    if not 0 < length <= min(size - 12, _LARGEST_FOOTER):
+        raise FooterError(f"a footer of {length} bytes in a file of {size}: the end is damaged; copy the file again")
+    return file.read(size - 8 - length, length)
+
+
+def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
+    """Whether a file has the footer that it had."""
+    try:
+        return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
+    except (FooterError, OSError):
+        return False
+
+
+def parsed_footer(footer: bytes) -> Any:
+    """A footer as pyarrow's `FileMetaData`; the rest of the file is not read. Raises pyarrow's errors."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(pa.BufferReader(_MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC))
+
+
+def column_bytes(group: Any, wanted: list[str] | None) -> list[tuple[int, int]]:
+    """The first byte, and the one after the last, of each column of a row group; of the `wanted` ones (None: all)."""
+    columns = [group.column(i) for i in range(group.num_columns)]
+    names = None if wanted is None else set(wanted)
+    return [_bytes_of(one) for one in columns if names is None or one.path_in_schema.partition(".")[0] in names]
+
+
+def _bytes_of(column: Any) -> tuple[int, int]:
+    begin = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+    return begin, begin + column.total_compressed_size
+
+
+def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
+    """Rows and bytes of each row group. Raises `FooterError` where they cannot be right."""
+    import pyarrow as pa  # here, so that who reads tars need not have it
+
+    try:
+        metadata = parsed_footer(footer)
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        rows = [group.num_rows for group in groups]
+        sizes = [group.total_byte_size for group in groups]
+        fault = next((fault for group in groups if (fault := _column_fault(group, size))), "")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise FooterError(f"a damaged footer: {encodable(_first_line(error))}; copy the file again") from error
+    if min([*rows, *sizes], default=0) < 0 or sum(rows) != metadata.num_rows or sum(rows) > _MOST_ROWS:
+        fault = f"row groups of {sum(rows)} rows, but {metadata.num_rows} in the file"
+    if fault:
+        raise FooterError(f"a footer that cannot be right: {fault}; copy the file again")
+    return rows, sizes
+
+
+def _column_fault(group: Any, size: int) -> str:
+    for begin, end in column_bytes(group, None):
+        if not 0 <= begin <= end <= size:
+            return f"a column at the bytes {begin} to {end} of {size}"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+PARQUET = FileFormat(
+    "parquet",
+    ShardKind((".parquet", ".pq", ".parq")),
+    "savable_pipeline.data.stores.parquet:PARQUET",
+    read_table,
+    is_as_indexed,
+)
+
+
+_OPEN = 16  # files whose footers are kept parsed
+_BATCH = 8192  # rows decoded at a time
+
+
+class ParquetStore(ColumnarStore):
+    """The rows of Parquet files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+
+    Row groups are decoded whole and kept in `blocks`; the other settings are those of `ColumnarStore`. Raises
+    `ShardError`, and ValueError for a column that is not there.
+    """
+
+    def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
+        self._ends: dict[int, list[int]] = {}
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._column_bytes: dict[int, list[Rows]] = {}  # of each row group of a shard: int64 (columns, 2)
+        super().__init__(found, **settings)
+        self.decoded_bytes = self.blocks.limit
+
+    def group_rows(self, shard: int) -> list[int]:
+        """The rows of each row group of a file."""
+        places = self.places(shard)
+        rows: list[int] = places[: len(places) // 2].tolist()
+        return rows
+
+    def group_bytes(self, shard: int) -> list[int]:
+        """The bytes that each row group of a file decodes to, as its footer says."""
+        places = self.places(shard)
+        sizes: list[int] = places[len(places) // 2 :].tolist()
+        return sizes
+
+    def row_groups(self, shard: int) -> tuple[list[int], int]:
+        """See `RecordStore.row_groups`."""
+        return self.group_rows(shard), sum(self.group_bytes(shard))
+
+    def group_ends(self, shard: int) -> list[int]:
+        """See `ColumnarStore.group_ends`."""
+        ends = self._ends.get(shard)
+        if ends is None:
+            ends = self._ends[shard] = np.cumsum(self.group_rows(shard), dtype=np.int64).tolist()
+        return ends
+
+    def decode(self, shard: int, group: int) -> Decoded:
+        """See `ColumnarStore.decode`. In this thread: pyarrow starts none, so that processes may be forked."""
+        import pyarrow as pa
+
+        batches, size = [], 0
+        try:
+            file = self._file(shard)
+            self.check_columns(shard, file.schema_arrow.names)
+            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=self.wanted, use_threads=False):
+                batches.append(batch)
+                size += batch.nbytes
+                if size > self.most_decoded:
+                    raise ValueError(
+                        f"it decodes to more than {human_bytes(self.most_decoded)}: write smaller row groups, or give "
+                        "a larger cache_bytes"
+                    )
+        except SavableError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
+        return Decoded(batches, size)
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The columns that are decoded of the row groups with these rows."""
+        places = self._column_bytes.get(shard)
+        if places is None:
+            metadata = self._file(shard).metadata
+            groups = range(metadata.num_row_groups)
+            places = [
+                np.array(column_bytes(metadata.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups
+            ]
+            self._column_bytes[shard] = places
+        found = np.unique(np.searchsorted(self.group_ends(shard), rows, side="right"))
+        begins, ends = np.concatenate([places[group] for group in found]).T
+        return begins, ends
+
+    def schema(self, shard: int) -> Any:
+        """See `ColumnarStore.schema`."""
+        import pyarrow as pa
+
+        try:
+            return self._file(shard).schema_arrow
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self.damaged(shard, "the schema", " ".join(str(error).split())) from error
+
+    def _file(self, shard: int) -> Any:
+        """The file, its footer parsed; of which no more is read than that."""
+        import pyarrow.parquet as pq
+
+        found = self._open.pop(shard, None)
+        if found is None:
+            raw = PositionedFile(self.files, shard, int(self.entries.sizes[shard]))
+            footer = parsed_footer(read_footer(self.file(shard)))
+            found = pq.ParquetFile(raw, metadata=footer, pre_buffer=False, page_checksum_verification=True)
+        self._open[shard] = found
+        while len(self._open) > _OPEN:
+            self._open.popitem(last=False)
+        return found

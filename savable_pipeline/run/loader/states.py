@@ -1,0 +1,121 @@
+"""`States`: makes the state of a position, and the position of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from msgspec.structs import replace
+
+from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.run.loader.fresh_lanes import drawing_by, may_be_cut_otherwise, with_known_cuts
+from savable_pipeline.run.loader.growth import NEW_SHARDS, NewShards
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.state.fingerprint import (
+    Fingerprint,
+    FingerprintHere,
+    checked_allow,
+    compare,
+    fingerprint,
+    pack_fingerprint,
+    subset_order_of,
+    unpack_fingerprint,
+)
+from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.run.state.state_dict import check_flat, lane_name, read_lanes
+from savable_pipeline.run.state.to_skip import refuse_spans
+
+_CHANGED = "settings changed within the epoch"  # an entry of a state's fingerprint, while that epoch lasts
+
+
+class States:
+    """Saves and loads positions of a run with these settings, on this rank, whose pipeline `local` builds."""
+
+    def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
+        self._settings, self._ranks, self._local = settings, ranks, local
+
+    @cached_property
+    def fingerprint(self) -> FingerprintHere:
+        """What a state must agree on. It holds the index of the shards open."""
+        return fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The same as bytes."""
+        return pack_fingerprint(self.fingerprint)
+
+    @cached_property
+    def _packed_changed(self) -> bytes:
+        """The same in an epoch that was begun with other settings."""
+        found = self.fingerprint
+        return pack_fingerprint(replace(found, environment={**found.environment, _CHANGED: "yes"}))
+
+    def close(self) -> None:
+        """Let go of the index of the shards."""
+        self.__dict__.pop("fingerprint", None)
+
+    def flat(self, position: Position) -> dict[str, Any]:
+        """The state dict of a position."""
+        return position.flat(self._packed_changed if position.changed else self.packed)
+
+    def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
+        """The position in a state. `SavableLoader.load_state_dict` says what is raised; then nothing has changed."""
+        check_flat(state)
+        refuse_spans(state)
+        with restoring("the state"):
+            saved = unpack_fingerprint(state["fingerprint"])
+            order = subset_order_of(saved)
+        before = self._local.subset_order
+        self.draw_subsets_by(order)
+        try:
+            return self._loaded(state, saved, allow)
+        except BaseException:
+            self.draw_subsets_by(before)
+            raise
+
+    def draw_subsets_by(self, order: int | None) -> None:
+        """Have readers draw subsets by this order's number, as a run did that is loaded next."""
+        if order != self._local.subset_order:
+            self._local.draw_subsets_by(order)
+            for made in ("fingerprint", "packed", "_packed_changed"):
+                self.__dict__.pop(made, None)
+
+    def _loaded(self, state: Mapping[str, Any], saved: Fingerprint, allow: Iterable[str]) -> Position:
+        """The position in a state of the fingerprint `saved`, in data that have grown as its own."""
+        here, allowed = self.fingerprint, {allow} if isinstance(allow, str) else set(allow)
+        checked_allow(allowed - {NEW_SHARDS}, saved, here)
+        with restoring("the state"):
+            loaded = self._read(state, saved, here, allowed)
+            if loaded.growth and self._settings.restarts:
+                raise CheckpointMismatchError(
+                    "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which "
+                    "has none of them: begin a new loader"
+                )
+            self._local.grow(loaded.growth)
+        return loaded
+
+    def _read(self, state: Mapping[str, Any], saved: Fingerprint, here: FingerprintHere, allowed: set[str]) -> Position:
+        """The position in a state of the fingerprint `saved`, whose fields may differ where they are `allowed`."""
+        changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
+        new = NewShards(saved, here, self._local) if NEW_SHARDS in allowed else None
+        differing = compare(new.before if new else saved, here, allowed - {NEW_SHARDS})
+        if state["lanes"] != self._settings.lanes:
+            raise StateError(
+                f"the state says that it has {state['lanes']} lanes, and its fingerprint {self._settings.lanes}; use "
+                "another copy of the checkpoint"
+            )
+        state = new.join(state) if new else state
+        lanes = read_lanes(state, self._ranks.lanes(self._settings.lanes))
+        order = self._local.subset_order
+        if order is not None:  # an earlier release saved it
+            state = {**state, **{lane_name(number): drawing_by(lane, order) for number, lane in lanes.items()}}
+        differs = bool(differing and state["slot"]) or changed or may_be_cut_otherwise(state, lanes, self._local)
+        state = with_known_cuts(state, lanes, self._local, settings_differ=differs)
+        pad = self._settings.pad
+        loaded = Position.saved(state, lanes, self._ranks, self._settings.lanes, pad=pad, subset_order=order)
+        # with larger batches, say, a lane of which some was left may have no batch
+        return loaded.with_changes() if differs else loaded

@@ -1,0 +1,135 @@
+"""The readers of files with columns, from which some are chosen: Parquet and Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Unpack
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.kinds import open_store
+from savable_pipeline.data.dataset.opening import dataset_of
+from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
+from savable_pipeline.stages.setting_rules import SettingRule
+
+
+class ColumnarReader(RecordReader):
+    """Yields the rows of a lane's share of files as samples; `kind` of a subclass is that of the files."""
+
+    kind: ClassVar[str]
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        **RecordReader.setting_rules,
+        "parts": SettingRule(
+            fixed="lists of images, or images of Arrow's view types, which were JSON, are parts since: continue with "
+            "the release that saved the state"
+        ),
+    }
+
+    def __init__(
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        columns: Sequence[str] | None = None,
+        key: str | None = None,
+        cache_bytes: int = DECODED_BYTES,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        self.files, self.columns, self.key = as_names(files), None if columns is None else tuple(columns), key
+        blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
+        chosen: dict[str, Any] = {"columns": self.columns, "key": key, "blocks": blocks}
+        opening = partial(dataset_of, partial(open_store, self.kind, self.files, **chosen))
+        options = (self.columns, key, cache_bytes)
+        super().__init__(ReaderData(type(self).__name__, self.files, opening, options), lane, **settings)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of every reader, the columns and the key.
+
+        `parts`, where a column holds images that once were JSON: the version of their form, on which a state must
+        agree.
+        """
+        store = self.dataset.store
+        since = store.parts_since.values() if isinstance(store, ColumnarStore) else ()
+        return {
+            **super().settings(),
+            "columns": self.columns,
+            "key": self.key,
+            **({"parts": max(since)} if since else {}),
+        }
+
+
+class ParquetReader(ColumnarReader):
+    """Yields the rows of a lane's share of Parquet files as samples, in the order of `sp.TarShardReader`.
+
+    Each column is a part: texts and bytes unchanged, other values as JSON; a null is no part. A column of structs of
+    `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
+    `COLUMN.jpg` if there are several; its own name reads it too. A list of such structs makes the parts `0.jpg`,
+    `1.jpg`, …. Folders such as `lang=en/` (Hive partitions) add parts. Row groups are decoded whole. Behind a URL only
+    the chosen columns are fetched, into the cache of `sp.TarShardReader`. Needs pyarrow: `pip install
+    "savable_pipeline[parquet]"`.
+
+    Args:
+        files: A folder (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of these. A web
+            server's folder cannot be listed: name its files, or put their index beside them.
+        lane: The lane of the pipeline.
+        columns: The columns to read. None: all.
+        key: The column with a sample's key. None: the key is `FILE:ROW`.
+        cache_bytes: The most bytes of decoded row groups, for all readers of a process with this value.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine` and `exclude`.
+
+    Raises:
+        ValueError: A setting is wrong, or there is no such column.
+        ShardError: A file is damaged; a row names a file without its bytes (`savable convert --files` writes them into
+            shards); or an address of the hub is given (the error names the command that downloads it).
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> pq.write_table(pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]}), "rows.parquet")
+        >>> sample = next(sp.ParquetReader("rows.parquet", sp.Lane(), shuffle=False))
+        >>> sample.key, list(sample), sample.json("id"), sample.text()
+        ('rows.parquet:0', ['id', 'txt'], 0, 'text 0')
+    """
+
+    kind = "parquet"
+
+
+class ArrowReader(ColumnarReader):
+    """Yields the rows of a lane's share of Arrow files, IPC files and streams, in the order of `sp.TarShardReader`.
+
+    Parts are those of `sp.ParquetReader`; only those asked for are read: workers map the files into memory, other
+    processes read each value. Behind a URL, compressed record batches are fetched whole. Needs pyarrow: `pip install
+    "savable_pipeline[parquet]"`.
+
+    Args:
+        files: A folder that HF `datasets` wrote (`save_to_disk`, or one split in its cache), any folder of Arrow files
+            with its subfolders, a glob, a brace pattern, one file, a URL, or a list of these.
+        lane: The lane of the pipeline.
+        columns: The columns to read. None: all.
+        key: The column with a sample's key. None: the key is `FILE:ROW`.
+        cache_bytes: The most bytes held of record batches, for all readers of a process with this value: whole ones if
+            compressed, else only columns of numbers and the places of values.
+        **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
+            `on_error`, `quarantine` and `exclude`.
+
+    Raises:
+        ValueError: A setting is wrong, or there is no such column.
+        ShardError: A file is damaged, a folder has several splits, or a column is dictionary-encoded.
+        RemoteError: A server cannot be reached.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> table = pa.table({"id": range(100), "txt": [f"text {i}" for i in range(100)]})
+        >>> with pa.ipc.new_stream("rows.arrow", table.schema) as stream:
+        ...     stream.write_table(table, max_chunksize=40)
+        >>> sample = next(sp.ArrowReader("rows.arrow", sp.Lane(), shuffle=False))
+        >>> sample.key, list(sample), sample.json("id"), sample.text()
+        ('rows.arrow:0', ['id', 'txt'], 0, 'text 0')
+    """
+
+    kind = "arrow"

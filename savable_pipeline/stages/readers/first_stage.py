@@ -1,0 +1,145 @@
+"""`FirstStage`: which samples the first stage of a lane gives, and each by its ref; a subclass puts them in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import OnError, check_on_error
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.pinned_shards import pin
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample, skip_counters
+from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, check_subset
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.excluded_samples import ExcludedSamples, read_exclude_file
+from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.readers.reader_settings import ReaderData
+from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo
+
+_DAMAGED = "rest of a damaged or missing shard"
+
+
+class FirstStage(SampleStage):
+    """The samples of a split and a subset of `data`, which the first lane of a process opens.
+
+    `split_order`: whether shards come in the order that the split lists them in.
+    """
+
+    ref: ItemRef = ()
+    epochs: int | float | None
+
+    def __init__(
+        self,
+        data: ReaderData,
+        lane: Lane,
+        *,
+        split: str | None,
+        subset: Subset | None,
+        split_order: bool,
+        on_error: OnError,
+        quarantine: str | os.PathLike[str] | None,
+        exclude: str | os.PathLike[str] | None,
+    ) -> None:
+        name = type(self).__name__
+        check_subset(name, subset)
+        check_on_error(name, on_error)
+        named = (data.kind, data.named, on_error, quarantine, *data.options)
+
+        def open_dataset() -> Dataset:
+            return pin(data.open(on_error=on_error, quarantine=quarantine), data.pinned_as or repr(named), lane.pinned)
+
+        self.dataset = lane.shared(named, open_dataset)
+        self.exclude_file = read_exclude_file(exclude, lane, named, self.dataset)
+        self.split, self.subset, self.on_error = split, subset, on_error
+        self.tag, self.branch = 0, ""
+        self._lane, self._named, self._split_order = lane, named, split_order
+        self.draw_by(lane.subset_order or SUBSET_ORDER)
+
+    def draw_by(self, order: int) -> None:
+        """Take the samples of the split and the subset that this order's number draws."""
+        self.subset_order = order
+        self.chosen = (self._named, self.split, self.subset, order)
+        """The name of these samples, for what lanes share of them."""
+        self.selection: Selection | None = self._lane.shared(
+            ("selection", *self.chosen, self._split_order),
+            lambda: self.dataset.select(self.split, self.subset, in_order=self._split_order, subset_order=order),
+        )
+        self._info = None
+
+    @property
+    def population(self) -> int:
+        """The number of samples in the shards, or in the split and subset of them."""
+        return self.dataset.count if self.selection is None else self.selection.count
+
+    @property
+    def origin(self) -> int:
+        """The `Ref.source` of these samples."""
+        return self.dataset.source ^ self.tag << TAG_SHIFT
+
+    def describe(self) -> StageInfo:
+        """The facts that all stages after this one inherit."""
+        excluded = frozenset[int]() if self.exclude_file is None else self.exclude_file.numbers
+        return StageInfo(
+            self._lane,
+            depth=0,
+            population=self.population,
+            endless=self.epochs is None,
+            tags=frozenset([self.tag]),
+            origins=frozenset([self.origin]),
+            branch=self.branch,
+            excluded=ExcludedSamples.of_reader(self.tag, excluded),
+        )
+
+    def name_branch(self, name: str) -> None:
+        """Become the source `name` of a `Blend`: the name is part of the keys of order and of random numbers."""
+        super().name_branch(name)
+        self.branch = name
+        self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
+        self.dataset.names[self.tag] = name
+
+    def open_samples(self, refs: RefArray) -> list[Sample]:
+        """The samples with these refs; their parts are read when asked for."""
+        return self.dataset.open_samples(refs)
+
+    def fetch(self, ref: ItemRef | Ref) -> Sample:
+        """The sample with this ref. Raises `CheckpointMismatchError` if there is none."""
+        try:
+            index, epoch = (ref.index | self.tag << TAG_SHIFT, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
+            refs = np.array([(index, epoch)], REF)
+        except (OverflowError, TypeError, IndexError) as error:
+            raise CheckpointMismatchError(f"{type(self).__name__}: no sample has the ref {tuple(ref)}") from error
+        return self.dataset.open_samples(refs)[0]
+
+    def verify(self, slot: int) -> None:
+        """See `Stage.verify`: the shards are looked at, at most once a second."""
+        self.dataset.verify(slot)
+        if self.exclude_file is not None:
+            self.exclude_file.verify()
+
+    def count_faults(self) -> None:
+        """Count the shards that could not be indexed to their end, and add them to the quarantine file."""
+        for shard, fault in self.dataset.faults:
+            self.counts.update(skip_counters(_DAMAGED, self.tag << TAG_SHIFT))
+            if self.dataset.quarantine is not None:
+                self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
+
+    def stores_read(self) -> Iterable[RecordStore]:
+        """See `Stage.stores_read`."""
+        return (self.dataset.store,)
+
+    def addresses(self) -> dict[str, str]:
+        """The folder or the URL of the shards."""
+        return {"shards": self.dataset.address}
+
+    @property
+    def sources(self) -> tuple[Stage, ...]:
+        """None: nothing comes before a reader."""
+        return ()
+
+    def map_sources(self, change: Callable[[Stage], Stage]) -> None:
+        """Do nothing: a reader has no source."""

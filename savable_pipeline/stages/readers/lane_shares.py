@@ -1,0 +1,163 @@
+"""`LaneShares`: how the samples of a pass are dealt to the lanes. A pass is one epoch or several, the last perhaps cut.
+
+    epochs=2.5 of 100 samples   100 │ 100 │ 50              three epochs; of the last, the first 50 of its own order
+    an epoch's order            lane 0 │ lane 1 │ lane 2    with a cut, spans are multiples of it as far as they can be
+    in file order               0 1 2 0 1 2 0 …             a cut is dealt to each lane in turn
+
+The cut is saved: a batch where lanes of a finite pass have whole ones, a block in file order, else none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.stages.readers.growth import GrowingSamples
+from savable_pipeline.stages.readers.read_order import (
+    Positions,
+    batches_span,
+    lane_span,
+    sequential_count,
+    sequential_positions,
+)
+
+log = logging.getLogger(__name__)
+
+_UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or this many epochs' shares, for one batch
+
+
+@dataclass(frozen=True)
+class LaneShares:
+    """The shares of `lane` and of all others in the pass that begins with `first_epoch`.
+
+    `rows` samples make a batch downstream, where they are `aligned` each batch. `tag`, of a `Blend` source, moves what
+    is dealt on by as many lanes, so that the remainders of all sources do not fall to the same ones. `reader` is named
+    in errors.
+    """
+
+    reader: str
+    lane: Lane
+    samples: GrowingSamples
+    epochs: int | float | None
+    shuffle: bool
+    block_size: int | None
+    tag: int = 0
+    rows: int = 1
+    aligned: bool = False
+    first_epoch: int = 0
+    cut: int = 0  # 0: spans that differ by a sample at most
+
+    @cached_property
+    def epochs_begun(self) -> int:
+        """How many epochs a pass begins; 0 if it never ends."""
+        return 0 if self.epochs is None else ceil(Fraction(str(self.epochs)))
+
+    @property
+    def epochs_of_pass(self) -> range:
+        """The numbers of the epochs of a pass that ends."""
+        return range(self.first_epoch, self.first_epoch + self.epochs_begun)
+
+    def at_pass(self, number: int) -> LaneShares:
+        """The shares of a pass, cut as is best for it."""
+        shares = replace(self, first_epoch=number * self.epochs_begun)
+        if not self.shuffle:
+            return replace(shares, cut=self.block_size or (self.rows if self.aligned else 8))
+        whole = self.epochs is not None and (self.lane.pad or shares.has_batches)
+        return replace(shares, cut=self.rows if whole else 0)
+
+    def of_pass(self, number: int) -> LaneShares:
+        """The same for a pass that this lane has not begun, and for its own the shares that it reads."""
+        return self if number * self.epochs_begun == self.first_epoch else self.at_pass(number)
+
+    def cut_by(self, cut: int) -> LaneShares:
+        """The same with the cut of a state. Raises `CheckpointMismatchError` for none in file order."""
+        if not self.shuffle and not cut:
+            raise CheckpointMismatchError(f"{self.reader}: the state has no unit in which shares are cut")
+        return replace(self, cut=cut)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether the pass has a batch for each lane."""
+        return self.count(self.first_epoch) >= self.rows * self.lane.count
+
+    @property
+    def is_cut_by_tail(self) -> bool:
+        """Whether a run with another `tail` would cut the pass in another unit."""
+        return self.shuffle and self.epochs is not None and not self.has_batches
+
+    def count(self, epoch: int) -> int:
+        """The number of samples of an epoch of the pass. Raises ValueError for a pass without any."""
+        count = self.samples.of(epoch).count
+        if self.epochs is None or epoch - self.first_epoch != self.epochs_begun - 1:
+            return count
+        last = int((Fraction(str(self.epochs)) - (self.epochs_begun - 1)) * count)
+        if self.epochs_begun == 1 and not last:
+            raise ValueError(f"{self.reader}: epochs={self.epochs} of {count} samples is less than one of them")
+        return last
+
+    def span(self, lane: int, epoch: int) -> tuple[int, int]:
+        """The first and the last position (exclusive) of a lane's share of an epoch, in file order from 0 on."""
+        count, lanes = self.count(epoch), self.lane.count
+        if not self.cut:
+            return lane_span(count, lane, lanes, epoch)
+        if self.shuffle:
+            return batches_span(count, self.cut, self._place(lane, epoch), lanes)
+        return 0, sequential_count(count, self._place(lane, epoch), lanes, self.cut)
+
+    def _place(self, lane: int, epoch: int) -> int:
+        """A lane's place in dealing an epoch: each continues where the last one of the pass ended."""
+        return (lane - self.samples.blocks(self.first_epoch, epoch, self.cut) - self.tag) % self.lane.count
+
+    def begins(self, epoch: int) -> Positions:
+        """The first positions of all lanes' spans of an epoch, ascending, then the number of samples."""
+        spans = sorted(self.span(lane, epoch) for lane in range(self.lane.count))
+        return np.array([*(begin for begin, _ in spans), spans[-1][1]], dtype=np.int64)
+
+    def in_file_order(self, epoch: int, start: int, stop: int) -> Positions:
+        """The samples at positions `start` to `stop - 1` of this lane's share without `shuffle`, int64 (any,)."""
+        return sequential_positions(start, stop, self._place(self.lane.index, epoch), self.lane.count, self.cut)
+
+    def warn_of_few(self, address: str, chosen: Hashable) -> None:
+        """Warn, once for the samples that are `chosen`, where a finite pass has fewer batches than there are lanes."""
+        count, lanes = self.count(self.first_epoch), self.lane.count
+        batches = count // self.rows
+        if self.epochs is None or self.lane.pad or not 0 < batches < lanes:
+            return
+        warning = (
+            f"{address}: {count} samples are {batches} batches of {self.rows}, too few for {lanes} lanes: batches will "
+            f"be smaller, or there will be none; begin with lanes={batches} or fewer"
+        )
+        self.lane.shared(("few batches", chosen), lambda: log.warning(warning))
+
+    def check_used(self, length: int) -> None:
+        """Raise `SavableError` if the lane read far too many samples, of a share of `length`, since its last batch.
+
+        Without this, a filter that leaves out every sample would read for ever.
+        """
+        unused = self.lane.unused or 0
+        if unused > max(_SHARES_UNUSED * length, _UNUSED):
+            raise SavableError(
+                f"{self.reader}: {self.lane} read {unused:,} samples since its last batch, of a share of {length:,}, "
+                "and made no batch of them: a stage between the reader and the Batcher leaves (nearly) everything out; "
+                "mend its condition, or filter when the shards are made"
+            )
+
+
+def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
+    """The number of epochs, a whole one as an int.
+
+    Raises ValueError, which names the `reader`, unless it is above 0, or None.
+    """
+    if epochs is None:
+        return None
+    if not 0 < epochs < float("inf"):
+        raise ValueError(f"{reader}: epochs must be above 0, not {epochs}; None repeats for ever")
+    return int(epochs) if epochs == int(epochs) else float(epochs)

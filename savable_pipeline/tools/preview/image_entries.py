@@ -1,0 +1,203 @@
+"""Arrays of a batch as entries, and images as thumbnails: small images of which we encode every byte.
+
+No byte of a dataset is copied to the page: an image is decoded, and only its pixels are encoded again.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from savable_pipeline.data.dataset.transparency import converted, has_alpha
+from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
+from savable_pipeline.stages.task_encoder import TaskEncoder
+from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
+
+_MOST_IMAGES = 16  # of a field that are shown
+_IMAGE_NAMES = ("image", "img", "pixel", "frame", "video", "picture", "tile")
+_CHANNELS = (1, 3, 4)
+_LEAST_SIDE = 8  # pixels of what may be an image
+_LISTED = 16  # values shown one by one
+
+
+def as_array(value: Any) -> NDArray[Any] | None:
+    """An array or a dense tensor of numbers as an array; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex():
+        plain = value.detach().cpu()
+        return (plain.float() if plain.is_floating_point() and plain.dtype != torch.float64 else plain).numpy()
+    return value if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else None
+
+
+def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[float]]:
+    """The mean and deviation by which an encoder normalizes images, its own or those of its crop or vision."""
+    for holder in (encoder, getattr(encoder, "crop", None), getattr(encoder, "vision", None)):
+        mean, std = getattr(holder, "mean", None), getattr(holder, "std", None)
+        if isinstance(mean, tuple | list) and isinstance(std, tuple | list):
+            return mean, std
+    return (), ()
+
+
+def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
+    """An array as thumbnails if it may be images, else in numbers."""
+    images = _images(name, array)
+    if images is None:
+        values = _values(array)
+        return CardEntry(name, describe(value, array) + (f": {values}" if values else ""))
+    return images_entry(name, describe(value, array), list(images[:_MOST_IMAGES]), len(images), encoder)
+
+
+def images_entry(
+    name: str, note: str, images: Sequence[NDArray[Any]], count: int, encoder: TaskEncoder | None
+) -> CardEntry:
+    """The first of `count` images, each (height, width, channels), as thumbnails."""
+    mean, std = colours(encoder)
+    thumbnails: list[Thumbnail] = []
+    how = ""
+    for image in images:
+        pixels, how = as_pixels(image, mean, std)
+        thumbnails.append(thumbnail_of_pixels(pixels))
+    note += f", shown {how}" if how else ""
+    note += f", the first {len(thumbnails)} of {count:,}" if len(thumbnails) < count else ""
+    return CardEntry(name, note, thumbnails=thumbnails)
+
+
+def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | None) -> CardEntry | None:
+    """`patches` (n, channels, side, side) put together by `grids`, rows and columns of each tile; None if unfit."""
+    patches, grids = as_array(fields.get("patches")), as_array(fields.get("grids"))
+    if patches is None or grids is None or patches.ndim != 4 or grids.ndim != 2 or grids.shape[1] != 2:
+        return None
+    sizes = grids.prod(axis=1)
+    if patches.shape[1] not in _CHANNELS or (grids < 1).any() or int(sizes.sum()) != len(patches):
+        return None
+    ends = np.cumsum(sizes)
+    tiles = [
+        _tile(patches[end - size : end], int(rows), int(columns))
+        for (rows, columns), size, end in zip(grids[:_MOST_IMAGES], sizes, ends, strict=False)
+    ]
+    return images_entry(name, f"{describe(fields['patches'], patches)}, as tiles", tiles, len(grids), encoder)
+
+
+def _tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
+    channels, height, width = patches.shape[1:]
+    laid = patches.reshape(rows, columns, channels, height, width).transpose(0, 3, 1, 4, 2)
+    return laid.reshape(rows * height, columns * width, channels)
+
+
+def describe(value: Any, array: NDArray[Any]) -> str:
+    """Kind, shape, least and greatest value."""
+    kind = str(getattr(value, "dtype", array.dtype)).removeprefix("torch.")
+    text = f"{kind} ({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
+    if not array.size:
+        return f"{text}, empty"
+    text += f", {array.min():.6g} to {array.max():.6g}" if array.dtype.kind != "b" else f", {int(array.sum()):,} true"
+    bad = int((~np.isfinite(array)).sum()) if array.dtype.kind == "f" else 0
+    return f"{text}, {bad:,} not finite" if bad else text
+
+
+def _values(array: NDArray[Any]) -> str:
+    if array.ndim > 1 or not array.size:
+        return ""
+    more = " …" if array.size > _LISTED else ""
+    return " ".join(f"{value:.6g}" for value in array.reshape(-1)[:_LISTED].tolist()) + more
+
+
+def _images(name: str, array: NDArray[Any]) -> NDArray[Any] | None:
+    """What may be images, as (n, height, width, channels): uint8 or floats, channels first or last."""
+    hinted = any(word in name.lower() for word in _IMAGE_NAMES)
+    if not array.size or not 3 <= array.ndim <= 5 or (array.dtype != np.uint8 and array.dtype.kind != "f"):
+        return None
+    if array.ndim > 3 or hinted or array.dtype == np.uint8:
+        *_, first, second, third = array.shape
+        if first in _CHANNELS and min(second, third) >= _LEAST_SIDE:
+            return np.moveaxis(_flat(array), 1, -1)
+        if third in _CHANNELS and min(first, second) >= _LEAST_SIDE:
+            return _flat(array)
+    return array[..., None] if hinted and array.ndim == 3 and min(array.shape[1:]) >= _LEAST_SIDE else None
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+
+
+Pixels = NDArray[np.uint8]  # (height, width, 3)
+
+LARGEST_BYTES = 64 << 20  # of an encoded image that is looked at
+LARGEST_PIXELS = 50_000_000
+_SIDE = 192  # pixels, at most
+_SMALL = 64  # up to here PNG keeps every pixel at little cost
+
+
+def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
+    """The thumbnail of an encoded image, and its size and kind in words. Raises ValueError for an unreadable image."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata and of large images
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+                about = f"{image.width:,} × {image.height:,} {image.format} {image.mode}"
+                about += ", with alpha, on white" if has_alpha(image) else ""
+                if image.width * image.height > LARGEST_PIXELS:
+                    raise ValueError(f"not decoded: {about}, more than {LARGEST_PIXELS:,} pixels")
+                return thumbnail_of_pixels(_decoded(image)), about
+    except UnidentifiedImageError:
+        raise ValueError("unreadable image: no format that is shown") from None
+    except Exception as error:  # Pillow's decoders raise whatever they like about damaged data
+        text = str(error) or type(error).__name__
+        raise ValueError(text if text.startswith("not decoded") else f"unreadable image: {text}") from error
+
+
+def thumbnail_of_pixels(pixels: Pixels) -> Thumbnail:
+    """The thumbnail of uint8 (height, width, 3), encoded anew."""
+    image = Image.fromarray(np.ascontiguousarray(pixels), "RGB")
+    image.thumbnail((_SIDE, _SIDE), Image.Resampling.BOX)
+    kind, options = ("PNG", {}) if max(pixels.shape[:2]) <= _SMALL else ("JPEG", {"quality": 85})
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return Thumbnail(
+        f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}", image.width, image.height
+    )
+
+
+def stretched(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Any numbers as 0 to 255, from the least to the greatest finite one."""
+    finite = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
+    low, high = float(finite.min(initial=np.inf)), float(finite.max(initial=-np.inf))
+    return (finite - low) * (255 / (high - low) if high > low else 1.0)
+
+
+def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> tuple[Pixels, str]:
+    """An image (height, width, channels) of any numbers as pixels, and how it was taken, in words.
+
+    Floats are un-normalized by `mean` and `std` where these are as many as it has channels; else they are taken as
+    0 to 1 or -1 to 1 if they lie there, and stretched to their range if not.
+    """
+    step = max(1, max(image.shape[:2]) // (2 * _SIDE))
+    image = image[::step, ::step]
+    if image.dtype == np.uint8:
+        values, how = image.astype(np.float64), ""
+    elif len(mean) == len(std) == image.shape[2]:
+        values, how = 255 * (np.nan_to_num(image) * np.array(std) + np.array(mean)), "with the encoder's mean and std"
+    elif image.min() >= 0 and image.max() <= 1:
+        values, how = 255.0 * image, "0 to 1"
+    elif image.min() >= -1 and image.max() <= 1:
+        values, how = 127.5 * (image + 1.0), "-1 to 1"
+    else:
+        values, how = stretched(image), "stretched to their range"
+    pixels = np.clip(values, 0, 255).astype(np.uint8)
+    return (np.repeat(pixels[:, :, :1], 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]), how
+
+
+def _decoded(image: Image.Image) -> Pixels:
+    if image.mode.startswith(("I", "F")):  # more than 8 bits a pixel: converting would cut them off
+        grey = stretched(np.asarray(image)).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # a JPEG is decoded at about the size that is wanted
+    return np.asarray(converted(image, "RGB", "white"))

@@ -1,0 +1,226 @@
+"""What a ledger says of a run: the batches given, the counters that ranks noted, the shares of its sources."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from savable_pipeline.data.dataset.sample import TAG_SHIFT
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
+from savable_pipeline.run.ledger.records import Numbers, Start, unpack_column
+from savable_pipeline.run.state.fingerprint import unpack_fingerprint
+from savable_pipeline.stages.batch_samples import Integers
+from savable_pipeline.stages.blending.schedule import Dues, Schedule
+from savable_pipeline.stages.cost import waiting_share
+
+PIECES = 48  # of the run, in pictures
+
+
+@dataclass(frozen=True, slots=True)
+class RunPiece:
+    """Batches of successive slots: samples of each source, samples of all before it, and the start they were of."""
+
+    samples: list[int]
+    before: int
+    start: Start
+
+
+@dataclass(frozen=True, slots=True)
+class CostStep:
+    """A step of all ranks: the costs of their batches, of which each rank waits for the largest."""
+
+    number: int
+    costs: list[int]
+
+
+class GivenCounts:
+    """The batches of a ledger that count, in the order of their slots. Lost ones are only counted."""
+
+    def __init__(self, ledger: LedgerFiles) -> None:
+        self.sources = ledger.sources
+        self._column = {source.tag: place for place, source in enumerate(self.sources)}
+        self.lost = 0
+        self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # of each start's number: given, and lost
+        kept = []
+        for given in ledger.batches():
+            self.by_start[given.start.number][given.lost] += 1
+            self.lost += given.lost
+            if not given.lost:
+                kept.append((given.batch.place, self._samples_of(given), given))
+        kept.sort(key=lambda entry: entry[0])
+        self._given = [given for *_, given in kept]
+        self._samples = np.array([samples for _, samples, _ in kept], dtype=np.int64).reshape(-1, len(self.sources))
+
+    def _samples_of(self, given: GivenBatch) -> list[int]:
+        """The number of samples of each source in a batch."""
+        found = [0] * len(self.sources)
+        if given.batch.items:
+            indices: Integers = unpack_column(given.batch.indices, given.batch.items)
+            tags, counts = np.unique(indices >> TAG_SHIFT, return_counts=True)
+            for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
+                found[self._column[tag]] = count
+        return found
+
+    @property
+    def batches(self) -> int:
+        """The number of batches that count."""
+        return len(self._given)
+
+    @property
+    def samples(self) -> list[int]:
+        """The samples of each source."""
+        found: list[int] = self._samples.sum(axis=0).tolist()
+        return found
+
+    def pieces(self) -> list[RunPiece]:
+        """The run in at most `PIECES` pieces of about as many batches."""
+        bounds = np.linspace(0, self.batches, min(PIECES, self.batches) + 1).astype(int).tolist()
+        before = np.concatenate([[0], self._samples.sum(axis=1).cumsum()]).tolist()
+        return [
+            RunPiece(self._samples[begin:end].sum(axis=0).tolist(), before[begin], self._given[begin].start)
+            for begin, end in pairwise(bounds)
+        ]
+
+    @cached_property
+    def steps(self) -> list[CostStep]:
+        """The steps of several ranks of which all costs are known."""
+        found: dict[tuple[tuple[int, int], int, int, int], list[int]] = defaultdict(list)
+        for given in self._given:
+            start, batch = given.start, given.batch
+            first = start.slot if batch.epoch == start.epoch else 0
+            step = (batch.slot - first) // start.world_size
+            found[start.place, start.world_size, batch.epoch, step].append(batch.cost)
+        whole = [costs for (_, ranks, *_), costs in found.items() if len(costs) == ranks > 1 and min(costs) > 0]
+        return [CostStep(number, costs) for number, costs in enumerate(whole)]
+
+
+def waiting(steps: list[CostStep]) -> float:
+    """The share of the ranks' time in which they wait for the slowest one, if a step takes as long as its cost."""
+    return waiting_share(step.costs for step in steps)
+
+
+_NS = 1e9
+_UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
+Course = list[tuple[float, float]]
+
+
+class NotedCounters:
+    """Sums of differences within each file, since counters go on from start to start in one process."""
+
+    def __init__(self, ledger: LedgerFiles) -> None:
+        self.totals: Counter[str] = Counter()  # of counters, over all ranks
+        self.last: dict[str, float] = {}  # the largest that any file ends with, as of percentiles
+        self.names: dict[str, str] = {}  # of the numbers in `last` that have one
+        self.seconds = 0.0  # of all ranks together
+        self.worker_seconds = 0.0  # the same, for each of their workers
+        self.worker_work_s = 0.0  # of those, the time in which they made batches
+        self._spans: list[tuple[int, Numbers, Numbers]] = []  # rank, and two records one after the other
+        for start, records in ledger.numbers():
+            self._spans += [(start.rank, first, second) for first, second in pairwise(records)]
+            if len(records) > 1:
+                self._sum(records[0], records[-1])
+
+    def _sum(self, first: Numbers, last: Numbers) -> None:
+        seconds = (last.at_ns - first.at_ns) / _NS
+        self.seconds += seconds
+        if workers := last.numbers.get("num_workers", 0):
+            self.worker_seconds += seconds * workers
+            self.worker_work_s += last.numbers["work_s"] - first.numbers["work_s"]
+        for name, number in last.numbers.items():
+            self.totals[name] += number - first.numbers.get(name, 0)  # type: ignore[assignment]
+            if number >= self.last.get(name, 0):
+                self.last[name] = number
+                if name in last.names:
+                    self.names[name] = last.names[name]
+
+    def of_stages(self, before: str) -> dict[str, float]:
+        """The totals whose names begin so, by the rest of the name, the largest first."""
+        found = {name[len(before) :]: total for name, total in self.totals.items() if name.startswith(before)}
+        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+    def waits(self) -> tuple[Course, Course]:
+        """The share of the time in which trainers waited, by the time in `unit`: the mean, the worst rank."""
+        mean, worst = [], []
+        for at, spans in self._pieces():
+            by_rank: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+            for rank, first, second in spans:
+                by_rank[rank][0] += second.numbers["wait_s"] - first.numbers["wait_s"]
+                by_rank[rank][1] += (second.at_ns - first.at_ns) / _NS
+            shares = [min(1.0, waited / max(passed, 1e-9)) for waited, passed in by_rank.values()]
+            mean.append((at, sum(shares) / len(shares)))
+            worst.append((at, max(shares)))
+        return mean, worst
+
+    def fills(self) -> Course:
+        """The share of the packs that holds tokens, by the time in `unit`."""
+        found = []
+        for at, spans in self._pieces():
+            tokens, room = (sum(_grown(span, f"OnlinePacker/{name}") for span in spans) for name in ("tokens", "room"))
+            if tokens + room:
+                found.append((at, tokens / (tokens + room)))
+        return found
+
+    @property
+    def unit(self) -> str:
+        """The unit of times since the first start, which is at 0."""
+        length = self._period[1] / _NS
+        return next((unit for unit, seconds in _UNITS.items() if length >= 2 * seconds), "seconds")
+
+    @property
+    def _period(self) -> tuple[int, int]:
+        """When the first record was made, and how much later the last one, in ns."""
+        begin = min((first.at_ns for _, first, _ in self._spans), default=0)
+        return begin, max(1, max((second.at_ns for *_, second in self._spans), default=0) - begin)
+
+    def _pieces(self) -> list[tuple[float, list[tuple[int, Numbers, Numbers]]]]:
+        """The pairs of records in at most `PIECES` pieces of the time, with the end of each piece in `unit`."""
+        begin, length = self._period
+        found = defaultdict(list)
+        for span in self._spans:
+            found[min(PIECES - 1, (span[2].at_ns - begin) * PIECES // length)].append(span)
+        whole = length / _NS / _UNITS[self.unit]
+        return [((piece + 1) * whole / PIECES, found[piece]) for piece in sorted(found)]
+
+
+def _grown(span: tuple[int, Numbers, Numbers], name: str) -> float:
+    _, first, second = span
+    return second.numbers.get(name, 0) - first.numbers.get(name, 0)
+
+
+class ExpectedShares:
+    """Of one start. `by`: "samples" or "tokens"; "" without a `Blend`, or where its settings cannot be read."""
+
+    def __init__(self, start: Start) -> None:
+        try:
+            fields: dict[str, Any] = unpack_fingerprint(start.fingerprint).fields
+        except SavableError:
+            fields = {}
+        self.by = str(fields.get("Blend.by", ""))
+        self._weights: dict[str, int] = fields.get("weights", {})
+        told = fields.get("Blend.schedule")
+        self.schedule = None if told is None else Schedule(**told)
+        self.names = list(self._weights) or sorted(self.schedule.names if self.schedule else ())
+
+    def of(self, begin: int, end: int) -> list[float]:
+        """The share of each of `names` among what the run drew from number `begin` to `end`."""
+        if self.schedule is None:
+            return [weight / sum(self._weights.values()) for weight in self._weights.values()]
+        dues = Dues(self.schedule, self.names)
+        whole = max(1, end - begin)
+        parts = zip(dues.at(begin), dues.at(begin + whole), strict=True)
+        return [(after - before) / (whole * dues.unit) for before, after in parts]
+
+
+def summed(names: Sequence[str], sources: Sequence[str], numbers: Sequence[float]) -> list[float]:
+    """Numbers of sources, summed for each of `names`: "text" is of "text" and of "text/web"."""
+    return [
+        sum(number for source, number in zip(sources, numbers, strict=True) if f"{source}/".startswith(f"{name}/"))
+        for name in names
+    ]

@@ -1,0 +1,179 @@
+"""Conversations and documents with images, as data sets write them, as lists of messages, and of texts and images.
+
+LLaVA's conversations, and OpenAI's:
+
+    {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
+
+    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+                  {"role": "assistant", "content": "A cat."}]}
+
+A place for an image is `<image>` in LLaVA's text, and in OpenAI's content {"type": "image"}, which takes the images of
+the sample in order, or {"type": "image_url", "image_url": {"url": …}} with the name of a part or a `data:` URL.
+
+OBELICS' documents (Laurençon et al., 2023), two lists, one with null where the other has something; and MMC4's (Zhu et
+al., 2023), where an image comes before the text it is matched with:
+
+    {"texts": ["A cat:", null, "asleep."], "images": [null, "0.jpg", null]}
+
+    {"text_list": ["A cat.", "A dog."], "image_info": [{"image_name": "0.jpg", "matched_text_index": 1}]}
+
+Their images are known by the names of their parts, or, where one of the document's is none, such as a URL, taken in
+order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from task_encoders.parts.sample_parts import SampleImages
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_PLACE = "<image>"  # in LLaVA's text
+
+Part = str | Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation.
+
+    Args:
+        role: "user", "assistant", "system", or another that the chat template knows.
+        parts: Texts (str) and images (PIL.Image.Image), in order.
+        trained: False for an answer that is context only (in OpenAI's format, "weight": 0).
+        more: Further fields, for the chat template.
+
+    Example:
+        ```python
+        from task_encoders import Message
+        Message("assistant", ["A cat."]).is_answer                  # True
+        Message("assistant", ["A cat."], trained=False).is_answer   # False
+        ```
+    """
+
+    role: str
+    parts: list[Part]
+    trained: bool = True
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether this is an answer that is learned."""
+        return self.role == "assistant" and self.trained
+
+
+def parse_conversation(record: Any, images: SampleImages) -> list[Message]:
+    """The messages of a sample's JSON. Raises ValueError that names the field at fault."""
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, dict) or not {"conversations", "messages"} & record.keys():
+        found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"expected an object with conversations or messages, found {found}")
+    name, parse = ("messages", _openai) if "messages" in record else ("conversations", _llava)
+    turns = _expect(record[name], list, name)
+    messages = [parse(_expect(turn, dict, f"{name}[{i}]"), f"{name}[{i}]", images) for i, turn in enumerate(turns)]
+    images.check_all_used()
+    return messages
+
+
+def _llava(turn: dict[str, Any], at: str, images: SampleImages) -> Message:
+    role = turn.get("from")
+    if role not in _ROLES:
+        raise ValueError(f"{at}.from: expected one of {', '.join(_ROLES)}, found {role!r}")
+    first, *others = _expect(turn.get("value"), str, f"{at}.value").split(_PLACE)
+    parts: list[Part] = [first]
+    for text in others:
+        parts += [images.next(f"{at}.value"), text]
+    return Message(_ROLES[role], [part for part in parts if part != ""])
+
+
+def _openai(turn: dict[str, Any], at: str, images: SampleImages) -> Message:
+    role = _expect(turn.get("role"), str, f"{at}.role")
+    weight = turn.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"{at}.weight: expected 0 or 1, found {weight!r}")
+    content = turn.get("content")
+    if isinstance(content, str) or (content is None and "tool_calls" in turn):
+        parts: list[Part] = [content] if content else []
+    else:
+        listed = enumerate(_expect(content, list, f"{at}.content"))
+        parts = [_part(_expect(part, dict, f"{at}.content[{i}]"), f"{at}.content[{i}]", images) for i, part in listed]
+    more = {name: value for name, value in turn.items() if name not in ("role", "content", "weight")}
+    return Message(role, parts, trained=weight == 1, more=more)
+
+
+def _part(part: dict[str, Any], at: str, images: SampleImages) -> Part:
+    kind = part.get("type")
+    if kind == "text":
+        text: str = _expect(part.get("text"), str, f"{at}.text")
+        return text
+    if kind == "image":
+        return images.next(at)
+    if kind == "image_url":
+        link = part.get("image_url")
+        url = link.get("url") if isinstance(link, dict) else link
+        return images.named(_expect(url, str, f"{at}.image_url.url"), f"{at}.image_url.url")
+    raise ValueError(f"{at}.type: expected text, image or image_url, found {kind!r}")
+
+
+def _expect(value: Any, kind: type, at: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+    raise ValueError(f"{at}: expected {names[kind]}, found {'nothing' if value is None else repr(value)[:80]}")
+
+
+def parse_document(record: Any, images: SampleImages) -> list[Part]:
+    """Texts, none of them empty, and images of a sample's JSON. Raises ValueError that names the field at fault."""
+    if isinstance(record, dict) and "texts" in record:
+        parts = _obelics(_listed(record, "texts"), _listed(record, "images"), images)
+    elif isinstance(record, dict) and "text_list" in record:
+        parts = _mmc4(_listed(record, "text_list"), _listed(record, "image_info"), images)
+    else:
+        found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"expected an object with texts and images, or text_list and image_info, found {found}")
+    images.check_all_used()
+    return [part for part in parts if part != ""]
+
+
+def _obelics(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:
+    if len(texts) != len(places):
+        raise ValueError(f"texts and images: expected lists of one length, found {len(texts)} and {len(places)}")
+    named = all(place is None or place in images.names for place in places)
+    parts: list[Part] = []
+    for number, (text, place) in enumerate(zip(texts, places, strict=True)):
+        if (text is None) == (place is None):
+            raise ValueError(f"texts[{number}] and images[{number}]: expected null in one of them, and not in both")
+        if text is not None:
+            parts.append(_expect(text, str, f"texts[{number}]"))
+        else:
+            parts.append(_image(place if named else None, f"images[{number}]", images))
+    return parts
+
+
+def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:
+    names = [place.get("image_name") if isinstance(place, dict) else None for place in places]
+    named = all(name in images.names for name in names)
+    before: dict[int, list[Image.Image]] = {}
+    for number, (place, name) in enumerate(zip(places, names, strict=True)):
+        at = f"image_info[{number}]"
+        index = place.get("matched_text_index") if isinstance(place, dict) else None
+        if type(index) is not int or not 0 <= index < len(texts):
+            raise ValueError(f"{at}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
+        before.setdefault(index, []).append(_image(name if named else None, at, images))
+    parts: list[Part] = []
+    for number, text in enumerate(texts):
+        parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]")]
+    return parts
+
+
+def _image(name: str | None, at: str, images: SampleImages) -> Image.Image:
+    return images.next(at) if name is None else images.named(name, at)
+
+
+def _listed(record: dict[str, Any], name: str) -> list[Any]:
+    found: list[Any] = _expect(record.get(name), list, name)
+    return found

@@ -1,0 +1,252 @@
+"""The search for a batch that differs: random data, random pipelines, random cuts, chains, other workers and ranks.
+
+What leaves out samples from a cut on is compared with the run that goes on with all of them, by what is promised of
+`exclude=`: a skip that is counted, after the order is dealt and, at the restore, out of buffers and open packs.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.testing import assert_exact_resume
+from tests.support.streams import through_a_file
+from tests.support.toy_pipelines import numbers, reads_of, toy_pipeline
+from tests.support.toy_stores import KEYED, READERS, WRITERS, write_captions
+
+compared: Counter[str] = Counter()
+"""What was compared in this process: pipelines, resumes, batches, kills, batches made again."""
+
+POLICIES = ("sequential", "first_fit", "best_fit", "first_fit_decreasing")
+shard_sizes = st.lists(st.integers(1, 60), min_size=1, max_size=6)
+pipelines = st.fixed_dictionaries(
+    {
+        "store": st.sampled_from(list(READERS)),
+        "shuffle": st.booleans(),
+        "block_size": st.sampled_from([None, 1, 2, 3, 5, 9]),
+        "window": st.sampled_from([None, 1, 2, 32]),
+        "subset": st.sampled_from([None, None, 0.7]),
+        "buffer": st.sampled_from([None, 1, 2, 7, 30, 200]),
+        "join": st.sampled_from([None, None, "skip", "empty"]),
+        "blend": st.sampled_from([None, None, "samples", "items", "nested", "ending"]),
+        "weights": st.sampled_from(["fixed", "fixed", "none", "zero", "step", "linear"]),
+        "by": st.sampled_from(["samples", "tokens"]),
+        "stride": st.sampled_from([1, 3, 8]),
+        "point": st.sampled_from([1, 40, 150, 600]),
+        "pack": st.sampled_from([None, "buckets", "groups", "both", "function", *POLICIES]),
+        "max_length": st.integers(4, 40),
+        "max_images": st.sampled_from([None, 2, 5]),
+        "too_long": st.sampled_from(["truncate", "split"]),
+        "max_held_bytes": st.sampled_from([0, 1500, 1 << 30]),
+        "open_packs": st.integers(1, 4),
+        "size": st.integers(1, 5),
+        "skip": st.sampled_from([0, 5, 7]),
+        "fan_out": st.sampled_from([0, 1, 5]),
+        "drop_last": st.booleans(),
+        "max_cost": st.sampled_from([None, None, 30, 300]),
+        "hold": st.sampled_from([None, None, 1, 3, 8, 20]),
+        "tells": st.booleans(),
+        "own": st.sampled_from([(), (), ("samples",), ("items",), ("batches",), ("samples", "items", "batches")]),
+    }
+).map(lambda chosen: possible(chosen))
+
+
+def possible(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The settings that go together: windows of tokens have no keys to join by, and a function packs no long item."""
+    if chosen["store"] not in KEYED:
+        chosen = {**chosen, "join": None}
+    return {**chosen, "max_length": max(9, chosen["max_length"])} if chosen["pack"] == "function" else chosen
+
+
+def with_an_end(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The settings for a run that ends, of which nothing is left out; a schedule has no end."""
+    weights = "fixed" if chosen["weights"] in ("step", "linear") else chosen["weights"]
+    return {**chosen, "drop_last": False, "skip": 0, "subset": None, "join": None, "weights": weights}
+
+
+def examples(count: int, *, shrink: bool = True) -> settings:
+    """Settings for `count` examples, times as many as the profile says, of a hundred; long searches do not shrink.
+
+    Those that start many processes report the one found, without a smaller one.
+    """
+    phases = (Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else []))
+    most = count * settings().max_examples // 100
+    return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
+
+
+def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[int]:
+    """Sizes with which each lane gets samples that are not left out, in file order too.
+
+    In file order all passes of a lane may be alike: it has at least two blocks, which are not skipped both, since no
+    number of lanes is a multiple of 5 or 7; and eight where other things leave out some.
+    """
+    others = chosen["subset"] or chosen["join"] or chosen["weights"] != "fixed"
+    blocks = 8 if others and not chosen["shuffle"] else 2
+    enough = blocks * lanes * (chosen["block_size"] or 8) + 5
+    return [*sizes, enough] if others or chosen["skip"] else sizes
+
+
+@contextmanager
+def written(sizes: list[int], chosen: dict[str, Any], **settings: Any) -> Iterator[Any]:
+    """The pipeline over a folder of these shards, which is removed at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        WRITERS[chosen["store"]](Path(folder, "data"), sizes)
+        write_captions(Path(folder, "joined"), sum(sizes) + 60)
+        yield partial(toy_pipeline, f"{folder}/data", joined=f"{folder}/joined", **chosen, **settings)
+
+
+def check_endless(sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, **settings: Any) -> None:
+    """Every cut of 20 steps of an endless run, and a chain, in one process with all numbers of ranks."""
+    worlds = [world for world in (1, 2, 3, 4) if lanes % world == 0]
+    wide: dict[str, Any] = {"steps": 20, "world_sizes": worlds, "chains": 1, **settings}
+    with written(with_enough(sizes, chosen, lanes), chosen) as pipeline:
+        _compared(assert_exact_resume(pipeline, seed=seed, lanes=lanes, **wide))
+
+
+def check_chains(sizes: list[int], chosen: dict[str, Any], seed: int, **settings: Any) -> None:
+    """Chains of resumes of an endless run in 0 to 3 workers."""
+    wide: dict[str, Any] = {"workers": (0, 1, 2, 3), "world_sizes": (1, 2, 3, 4), **settings}
+    with written(with_enough(sizes, chosen, lanes=12), chosen) as pipeline:
+        _compared(assert_exact_resume(pipeline, seed=seed, steps=20, chains=1, after=1, **wide))
+
+
+def check_finite(size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: Any) -> None:
+    """Every cut of a run of `epochs` epochs and of those after it, with either tail, and chains."""
+    chosen = with_an_end({**chosen, "block_size": min(chosen["block_size"] or 4, 4)})
+    if tail == "pad":  # which an own stage of batches does not fill up
+        chosen["own"] = tuple(kind for kind in chosen["own"] if kind != "batches")
+    wide: dict[str, Any] = {"workers": (0, 1, 2), "world_sizes": (1, 2, 3), "after": 2}
+    with written([size, 1, 3], chosen, epochs=epochs) as pipeline:
+        _compared(assert_exact_resume(pipeline, seed=seed, lanes=6, steps=40, tail=tail, **wide))
+
+
+def _compared(resumes: int) -> None:
+    compared["resumes"] += resumes
+    compared["pipelines"] += 1
+
+
+def check_once(sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int) -> None:
+    """An epoch gives each sample once over all lanes."""
+    chosen = {**with_an_end(chosen), "fan_out": 0, "own": (), "weights": "fixed"}
+    given = Counter[int]()
+    with written(sizes, chosen, epochs=1) as pipeline:
+        for lane in range(lanes):
+            for batch in pipeline(sp.Lane(lane, lanes, seed)):
+                given.update(numbers(batch))
+    assert given == Counter(dict.fromkeys(range(sum(sizes)), reads_of(chosen["blend"])))
+    compared["pipelines"] += 1
+
+
+# What is excluded from a cut on.
+
+exclusions = st.fixed_dictionaries({"cut": st.integers(0, 20), "share": st.sampled_from([0.03, 0.15, 0.4])})
+"""After how many batches which share of the samples is excluded."""
+
+
+@contextmanager
+def _drawn(samples: int, share: float, seed: int) -> Iterator[tuple[frozenset[int], str]]:
+    """Numbers of samples, and the file that names them."""
+    drawn = random.Random(seed)
+    gone = frozenset(number for number in range(samples) if drawn.random() < share)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("".join(f"s{number:06d}\n" for number in gone))
+        file.flush()
+        yield gone, file.name
+
+
+def _with_keys(chosen: dict[str, Any]) -> dict[str, Any]:
+    return {**chosen, "store": chosen["store"] if chosen["store"] in KEYED else "tar"}
+
+
+def _stays_in_order(chosen: dict[str, Any]) -> bool:
+    """Whether each lane gives items in the order in which its samples were dealt."""
+    regrouped = chosen["pack"] or chosen["hold"] or {"items", "batches"} & set(chosen["own"])
+    return not regrouped and chosen["blend"] in (None, "samples")
+
+
+def check_excluded_from_a_cut_on(
+    sizes: list[int], chosen: dict[str, Any], seed: int, *, lanes: int, cut: int, share: float
+) -> None:
+    """An endless run whose file names samples since a cut gives none of them, resumes exactly, and counts by source."""
+    chosen = _with_keys(chosen)
+    sizes = with_enough([*sizes, 80 * lanes], chosen, lanes)
+    with written(sizes, chosen) as build, _drawn(sum(sizes), share, seed) as (gone, file):
+        loader = partial(sp.SavableLoader, seed=seed, lanes=lanes)
+        plain = loader(build)
+        for _ in range(cut):
+            next(plain)
+        state = through_a_file(plain.state_dict())
+        own = loader(partial(build, exclude=file))
+        own.load_state_dict(state, allow={"exclude"})
+        half, batches = 10, []
+        for step in range(2 * half):
+            if step == half:
+                state = through_a_file(own.state_dict())
+            batches.append(next(own))
+            named = [sample.ref.index for sample in own.trace().samples]
+            assert not gone & {*numbers(batches[-1]), *named}
+            assert {*numbers(batches[-1])} <= {*named}
+        _check_counts(own.stats())
+        if _stays_in_order(chosen):
+            _check_order(batches, plain, gone, lanes, first=cut)
+        again = loader(partial(build, exclude=file))
+        again.load_state_dict(state)
+        assert [numbers(next(again)) for _ in range(half)] == list(map(numbers, batches[half:]))
+    _compared(2)
+
+
+def _check_counts(stats: dict[str, Any]) -> None:
+    by_source = [number for name, number in stats.items() if name.startswith("source/") and name.endswith("/skipped")]
+    by_reason = [number for name, number in stats.items() if "/skipped/" in name and "source/" not in name]
+    assert not any(name.startswith("source/") for name in stats) or sum(by_source) == sum(by_reason)
+
+
+def _check_order(batches: list[Any], plain: sp.SavableLoader, gone: frozenset[int], lanes: int, *, first: int) -> None:
+    """The lanes give what they would have given, in that order, without the excluded samples."""
+    found: dict[int, list[int]] = {}
+    expected: dict[int, list[int]] = {}
+    for slot, batch in enumerate(batches, first):
+        found.setdefault(slot % lanes, []).extend(numbers(batch))
+    while any(len(expected.get(lane, [])) < len(ids) for lane, ids in found.items()):
+        batch = next(plain)
+        expected.setdefault(plain.trace().lane, []).extend(number for number in numbers(batch) if number not in gone)
+    for lane, ids in found.items():
+        assert ids == expected[lane][: len(ids)]
+
+
+def check_excluded_in_an_epoch(
+    size: int, chosen: dict[str, Any], seed: int, *, cut: int, share: float, lane: sp.Lane | None = None
+) -> None:
+    """A lane gives each other sample of its epoch as often as it would, and counts each one that it leaves out."""
+    lane = lane or sp.Lane(1, 3, seed)
+    chosen = {**with_an_end(_with_keys(chosen)), "own": ()}
+    with (
+        written([size, 1, 30], chosen, epochs=1) as pipeline,
+        _drawn(size + 31, share, seed) as (gone, file),
+    ):
+        build = partial(pipeline, lane)
+        every = Counter(number for batch in build() for number in numbers(batch))
+        stage = build()
+        given = Counter(number for _, batch in zip(range(cut), stage, strict=False) for number in numbers(batch))
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state()))
+        own: Any = build(exclude=file)
+        own.restore_state(state)
+        after = Counter(number for batch in own for number in numbers(batch))
+        assert not gone & set(after)
+        assert given + after == Counter({n: given[n] if n in gone else times for n, times in every.items()})
+        if not chosen["fan_out"] and chosen["pack"] != "sequential" and chosen["too_long"] != "split":
+            counted = sum(each.counts["skipped/excluded"] for each in upstream(own))
+            assert counted == sum(every[number] - given[number] for number in gone)
+    _compared(1)

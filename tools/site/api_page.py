@@ -1,0 +1,61 @@
+"""How mkdocstrings reads our docstrings: `Example:` is what Griffe calls `Examples:`, and shows doctests as code.
+
+A reader that takes `**settings` is shown with the settings of `RecordReader`, in its signature and in its `Args:`; a
+class that chooses a subclass in `__new__`, with the arguments of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import griffe
+
+_READERS = "stages.readers"
+_ITEM = re.compile(r"^ {4}\*\*settings: .*\n(?: {8}.*\n)*", re.MULTILINE)
+
+
+class ApiPage(griffe.Extension):
+    """Changes docstrings and signatures that Griffe has read, before they are shown."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Griffe calls it when it has read a package."""
+        for each in _objects(pkg):
+            if each.docstring is not None:
+                text = re.sub(r"^( *)Example:$", r"\1Examples:", each.docstring.value, flags=re.MULTILINE)
+                each.docstring.value = text
+            if isinstance(each, griffe.Class):
+                _show_new(each)
+        if pkg.name == "savable_pipeline":
+            _show_settings(pkg)
+
+
+def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
+    yield parent
+    for member in parent.members.values():
+        if isinstance(member, griffe.Object):
+            yield from _objects(member)
+
+
+def _show_new(kind: griffe.Class) -> None:
+    """Show the arguments of `__new__`, of a class that chooses its subclass there."""
+    new = kind.members.get("__new__")
+    if isinstance(new, griffe.Function) and "__init__" not in kind.members:
+        kind.set_member("__init__", griffe.Function("__init__", parameters=new.parameters))
+
+
+def _show_settings(package: griffe.Module) -> None:
+    base = package[f"{_READERS}.reader.RecordReader"]
+    names = set(package[f"{_READERS}.reader_settings.ReaderSettings"].attributes)
+    settings = [each for each in base.members["__init__"].parameters if each.name in names]
+    lines = "".join(
+        re.findall(rf"^ {{4}}(?:{'|'.join(names)}): .*\n(?: {{8}}.*\n)*", base.docstring.value, re.MULTILINE)
+    )
+    for each in _objects(package[_READERS]):
+        if isinstance(each, griffe.Function) and "settings" in each.parameters and each.name == "__init__":
+            del each.parameters["settings"]
+            for parameter in settings:
+                each.parameters.add(parameter)
+        elif isinstance(each, griffe.Class) and each.docstring is not None:
+            each.docstring.value = _ITEM.sub(lambda _: lines, each.docstring.value)

@@ -1,0 +1,162 @@
+"""A run saved by some ranks with some workers goes on with others, at any slot: the same slots, the same batches.
+
+So does one whose ranks are killed while the others keep running: tools/soak/survivors.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline import soak_pipeline
+from report import Row, difference
+
+import savable_pipeline as sp
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
+from savable_pipeline.run.state.state_dict import lane_name
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.testing import sorted_by_slot
+
+SEED, LANES = 3, 12
+CHANGES = [((4, 2), (1, 0)), ((2, 3), (4, 1)), ((1, 2), (3, 1))]  # ranks and workers that save, and that go on
+IN_A_ROW = [(4, 2), (3, 1), (2, 3), (4, 0)]
+AFTER = 18  # slots that are compared after a resume
+State = dict[str, Any]
+
+
+def elastic(shards: Path, folder: Path, *, cuts: int, kills: int) -> Iterator[Row]:
+    """Each change after each of `cuts` steps; so often three changes in a row; a new batch size; and `kills` ranks."""
+    pipeline = partial(soak_pipeline, str(shards))
+    with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES) as loader:
+        expected = [digest(batch) for batch in islice(loader, 4 * cuts + 60)]
+    for before, after in CHANGES:
+        yield _change(pipeline, expected, before, after, cuts)
+    yield _changes_in_a_row(pipeline, expected, cuts)
+    yield _other_batch_size(shards)
+    yield _survivors(folder, kills)
+
+
+class Run:
+    """The ranks of a run, in this process, which take their steps in turn."""
+
+    def __init__(self, pipeline: Any, ranks: int, workers: int, state: State | None = None) -> None:
+        self._slot = 0 if state is None else state["slot"]
+        self._loaders = [
+            sp.SavableLoader(
+                pipeline,
+                seed=SEED,
+                lanes=LANES,
+                num_workers=workers,
+                rank=rank,
+                world_size=ranks,
+            )
+            for rank in range(ranks)
+        ]
+        for loader in self._loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+
+    def step(self) -> list[str]:
+        """The hashes of the next slots, one of each rank."""
+        batches = [digest(next(loader)) for loader in self._loaders]
+        first, self._slot = self._slot, self._slot + len(batches)
+        return sorted_by_slot(batches, first)
+
+    def state(self) -> State:
+        """That of all ranks, joined."""
+        return sp.merge_states(loader.state_dict() for loader in self._loaders)
+
+    def close(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+
+
+def _change(pipeline: Any, expected: list[str], before: tuple[int, int], after: tuple[int, int], cuts: int) -> Row:
+    run, states, wrong = Run(pipeline, *before), [], ""
+    for cut in range(cuts):
+        found = run.step()
+        wrong = wrong or difference(expected[cut * before[0] : (cut + 1) * before[0]], found)
+        states.append(run.state())
+    run.close()
+    for state in states:
+        run, slot = Run(pipeline, *after, state), state["slot"]
+        found = [hashed for _ in range(AFTER // after[0]) for hashed in run.step()]
+        run.close()
+        wrong = wrong or difference(expected[slot : slot + len(found)], found)
+    return Row("elastic", f"{before} → {after}", _where(states, after[0]), f"{AFTER * cuts} batches", wrong)
+
+
+def _changes_in_a_row(pipeline: Any, expected: list[str], cuts: int) -> Row:
+    states: list[State] = []
+    wrong, compared = "", 0
+    for cut in range(1, cuts + 1):
+        state: State | None = None
+        for place, setting in enumerate(IN_A_ROW):
+            slot = 0 if state is None else state["slot"]
+            run = Run(pipeline, *setting, state)
+            found = [hashed for _ in range((cut + place) % 5 + 1) for hashed in run.step()]
+            wrong = wrong or difference(expected[slot : slot + len(found)], found)
+            compared += len(found)
+            state = run.state()
+            run.close()
+            states.append(state)
+    case = " → ".join(map(str, IN_A_ROW))
+    return Row("elastic", case, f"{cuts} times, {_where(states, 4)}", f"{compared} batches", wrong)
+
+
+def _where(states: list[State], ranks: int) -> str:
+    """How many of the cuts were where it is hard: every one is mid-epoch."""
+    cut: Counter[str] = Counter()
+    for state in states:
+        stages = [unpack_state(state[lane_name(lane)], LaneState, "").stages for lane in range(LANES)]
+        packs = [saved["source"] for saved in stages if saved is not None]
+        cut["mid-pack"] += any(pack["packs"] for pack in packs)
+        cut["mid-fan-out"] += any(pack["source"]["part"] for pack in packs)
+        cut["at a slot that the ranks do not divide"] += state["slot"] % ranks != 0
+    return f"{len(states)} cuts: " + ", ".join(f"{number} {what}" for what, number in cut.items())
+
+
+def _other_batch_size(shards: Path) -> Row:
+    """One epoch in batches of 2, then of 3, 1 and 5: each lane's items in the order in which they come one by one."""
+    expected = [_ids(soak_pipeline(str(shards), sp.Lane(lane, LANES, SEED), epochs=1, size=1)) for lane in range(LANES)]
+    found: list[list[Any]] = [[] for _ in range(LANES)]
+    state, slot = None, 0
+    for size, steps in ((2, 17), (3, 9), (1, 14), (5, 11)):
+        pipeline = partial(soak_pipeline, str(shards), epochs=1, size=size)
+        with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=2) as loader:
+            if state is not None:
+                loader.load_state_dict(state, allow={"batch_size"})
+            for batch in islice(loader, steps):
+                found[slot % LANES] += _ids([batch])
+                slot += 1
+            state = loader.state_dict()
+    compared = sum(map(len, found))
+    wrong = next(
+        filter(None, (difference(all_[: len(own)], own) for all_, own in zip(expected, found, strict=True))), ""
+    )
+    return Row("elastic", "batch size 2 → 3 → 1 → 5", "one epoch, 2 workers", f"{compared} packs, by lane", wrong)
+
+
+def _survivors(folder: Path, kills: int) -> Row:
+    """Three ranks of which one after another is killed, in processes that begin without threads."""
+    folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("survivors.py")), str(folder), str(kills)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        return Row("elastic", "survivors of 3 ranks", f"{kills} kills", "", f"it ended with {run.returncode}")
+    found = json.loads(run.stdout.splitlines()[-1])
+    wrong = [] if found["trained_once"] else ["a slot was trained on twice, or never"]
+    wrong += [] if found["as_one_rank"] else ["a slot was another batch"]
+    done = f"{kills} kills, {found['made_up']} lanes passed over"
+    return Row("elastic", "survivors of 3 ranks", done, f"{found['slots']:,} slots", ", ".join(wrong))
+
+
+def _ids(batches: Any) -> list[Any]:
+    return [pack for batch in batches for pack in batch["id"]]

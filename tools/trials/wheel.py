@@ -1,0 +1,140 @@
+"""Does the wheel work where nothing else of the project is? `python tools/trials/wheel.py 3.11 3.12 3.13`
+
+It builds the wheel, and for each Python installs it with its dependencies into a new environment, in which it
+
+    converts 200 captioned images (`savable convert`), trains 20 steps with two workers: the whole run,
+    trains 9 steps, saves, and in another process without workers goes on to 20: the run that was cut,
+
+and compares the batches, each by a hash of all its bytes. With --oldest the dependencies are the oldest that
+pyproject.toml allows. Takes `uv`, the network on the first run, and a minute for each Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, CUT, IMAGES = 20, 9, 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pythons", nargs="*", default=["3.11", "3.12", "3.13"], help="versions, or interpreters")
+    parser.add_argument("--oldest", action="store_true", help="the oldest dependencies that are allowed")
+    arguments = parser.parse_args()
+    uv = shutil.which("uv")
+    if uv is None:
+        parser.error("uv is not installed: pip install uv")
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _run(uv, "build", "--quiet", "--wheel", "--out-dir", folder / "wheel", ROOT)
+        wheel = next((folder / "wheel").glob("*.whl"))
+        for number, python in enumerate(arguments.pythons):
+            oldest = ["--resolution", "lowest-direct", "-r", ROOT / "pyproject.toml"] if arguments.oldest else []
+            try:
+                print(f"{python}: {_try(uv, python, wheel, folder / str(number), oldest)}", flush=True)
+            except subprocess.CalledProcessError as error:
+                failed += 1
+                print(f"{python}: failed: {error.cmd}\n{error.stderr}", flush=True)
+            shutil.rmtree(folder / str(number), ignore_errors=True)
+    return int(failed > 0)
+
+
+def _try(uv: str, python: str, wheel: Path, folder: Path, oldest: list[object]) -> str:
+    """Install the wheel and run the pipeline, cut and uncut; gives a sentence about what ran."""
+    _run(uv, "venv", "--quiet", "--python", python, folder / "env")
+    installed = folder / "env/bin/python"
+    if oldest:
+        _run(uv, "pip", "install", "--quiet", "--python", installed, *oldest)
+    _run(uv, "pip", "install", "--quiet", "--python", installed, wheel)
+    _write_images(installed, folder / "files")
+    _run(folder / "env/bin/savable", "convert", folder / "files", folder / "shards", "--shard-samples", "50")
+    train = [installed, __file__, "--train", folder / "shards"]
+    _run(*train, folder / "whole.json", "0", STEPS, "2")
+    _run(*train, folder / "cut.json", "0", CUT, "2")
+    _run(*train, folder / "cut.json", CUT, STEPS, "0")
+    whole, cut = (json.loads((folder / name).read_text()) for name in ("whole.json", "cut.json"))
+    if whole != cut or len(whole) != STEPS:
+        raise subprocess.CalledProcessError(1, "compare", stderr=f"other batches:\n{whole}\n{cut}")
+    version = _run(folder / "env/bin/savable", "--version").strip()
+    packages = json.loads(_run(uv, "pip", "list", "--quiet", "--python", installed, "--format", "json"))
+    shown = [f"{each['name']} {each['version']}" for each in packages if each["name"] in ("numpy", "torch", "pillow")]
+    python_version = _run(installed, "-V").strip()
+    return f"{version} on {python_version} with {', '.join(shown)}: {STEPS} batches equal, cut after {CUT} and uncut"
+
+
+def _run(*command: object) -> str:
+    """The output of a command, which sees no other copy of the project."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    words = [str(word) for word in command]
+    return subprocess.run(words, check=True, capture_output=True, text=True, env=clean, cwd="/").stdout
+
+
+def _write_images(python: Path, folder: Path) -> None:
+    folder.mkdir()
+    _run(python, __file__, "--images", folder)
+
+
+def write_images(folder: Path) -> None:
+    """Images of different sizes, each with a caption of its own."""
+    from PIL import Image
+
+    for number in range(IMAGES):
+        image = Image.linear_gradient("L").resize((40 + number % 7, 40 + number % 5)).rotate(number)
+        Image.merge("RGB", (image, image, image)).save(folder / f"{number:04d}.jpg")
+        (folder / f"{number:04d}.txt").write_text(f"a gradient, turned by {number} degrees")
+
+
+def train(shards: str, log: Path, first: int, last: int) -> Iterator[str]:
+    """The hashes of the batches from step `first` on; after step `last` the state is saved beside the log."""
+    import torch
+
+    import savable_pipeline as sp
+    from task_encoders import CaptioningEncoder
+
+    assert ROOT not in Path(sp.__file__).parents, f"{sp.__file__} is not the wheel's"
+    encoder = CaptioningEncoder(image_size=32)
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=50)
+        return sp.Batcher(sp.OnlinePacker(sp.Encode(samples, encoder), max_length=256), size=2)
+
+    state = log.with_suffix(".pt")
+    with sp.SavableLoader(pipeline, seed=7, lanes=4, num_workers=int(sys.argv[6]), rank=0, world_size=1) as loader:
+        if first:
+            loader.load_state_dict(torch.load(state, weights_only=True))
+        for step, batch in enumerate(loader, start=first):
+            yield _hash(batch)
+            if step + 1 == last:
+                torch.save(loader.state_dict(), state)
+                return
+
+
+def _hash(batch: dict[str, Any]) -> str:
+    hashed = hashlib.sha256()
+    for name, value in sorted(batch.items()):
+        hashed.update(name.encode())
+        hashed.update(value.numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+    return hashed.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--images"]:
+        write_images(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["--train"]:
+        log = Path(sys.argv[3])
+        before = json.loads(log.read_text()) if log.exists() else []
+        log.write_text(json.dumps(before + list(train(sys.argv[2], log, int(sys.argv[4]), int(sys.argv[5])))))
+    else:
+        sys.exit(main())
