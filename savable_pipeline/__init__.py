@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         StateError,
         WorkerError,
     )
-    from savable_pipeline.run.given.ledger import Ledger
+    from savable_pipeline.run.loader.ledger import Ledger
     from savable_pipeline.run.loader.open_metrics import open_metrics
     from savable_pipeline.run.loader.savable_loader import SavableLoader
     from savable_pipeline.run.loader.stateful_dataset import StatefulDataset
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.readers.join import Join
     from savable_pipeline.stages.readers.reader import RecordReader
     from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
+    from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
     from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
     from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage
     from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -78,6 +79,8 @@ __all__ = [
     "JsonlReader",
     "Lane",
     "Ledger",
+    "LitDataReader",
+    "MdsReader",
     "Mixture",
     "OnlinePacker",
     "ParquetReader",
@@ -135,7 +138,9 @@ _PLACES = {
     "Join": "stages.readers.join",
     "JsonlReader": "stages.readers.readers",
     "Lane": "core.lane",
-    "Ledger": "run.given.ledger",
+    "Ledger": "run.loader.ledger",
+    "LitDataReader": "stages.readers.record_folder_readers",
+    "MdsReader": "stages.readers.record_folder_readers",
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.columnar_readers",

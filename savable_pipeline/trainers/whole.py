@@ -27,7 +27,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead
-from savable_pipeline.run.state.to_skip import Span, taken_apart, with_spans
+from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
 from savable_pipeline.trainers.checks import Ahead, MoveCheck
 
 
@@ -89,8 +89,8 @@ class Whole:
         self._left = MoveCheck(self._run)
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
         self._given: deque[_Given] = deque(maxlen=most_ahead + 1 if begun is None else steps * MAX_LAG)  # the last ones
-        self._skipped: list[Span] = []  # since the last one
-        self._to_skip: list[Span] = []  # where the loader comes to them
+        self._skipped: list[SlotSpan] = []  # since the last one
+        self._to_skip: list[SlotSpan] = []  # where the loader comes to them
 
     def _mark(self) -> None:
         """Start counting here."""
@@ -196,7 +196,7 @@ class Whole:
             )
         return list(self._given)[-ahead:] if ahead else []
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[SlotSpan]:
         """What the loader has passed over, or will, after the batch trained on last."""
         fetched = self._fetched()
         done = [*(span for given in fetched[1:] for span in given.skipped), *(self._skipped if fetched else [])]
@@ -245,7 +245,7 @@ class Whole:
             self._loader.skip(slots)
             self._mark()
         elif slots and (at.previous is None or at.told):  # else the epoch is over
-            last = self._to_skip.pop() if self._to_skip else Span(at.epoch, at.slot, at.slot)
+            last = self._to_skip.pop() if self._to_skip else SlotSpan(at.epoch, at.slot, at.slot)
             self._to_skip.append(last._replace(stop=last.stop + slots))
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class _Given(NamedTuple):
     """A batch given to the trainer: where the loader stood before it, and what was skipped since the one before."""
 
     before: Position
-    skipped: list[Span]
+    skipped: list[SlotSpan]
 
 
 class _Pass:

@@ -127,7 +127,7 @@ def check_finite(size: int, chosen: dict[str, Any], epochs: float, seed: int, ta
     chosen = with_an_end({**chosen, "block_size": min(chosen["block_size"] or 4, 4)})
     if tail == "pad":  # which an own stage of batches does not fill up
         chosen["own"] = tuple(kind for kind in chosen["own"] if kind != "batches")
-    wide: dict[str, Any] = {"workers": (0, 1, 2), "world_sizes": (1, 2, 3), "after": 2}
+    wide: dict[str, Any] = {"workers": (0, 1, 2), "world_sizes": (1, 2, 3), "after": 2, "chains": 2}
     with written([size, 1, 3], chosen, epochs=epochs) as pipeline:
         _compared(assert_exact_resume(pipeline, seed=seed, lanes=6, steps=40, tail=tail, **wide))
 

@@ -47,6 +47,12 @@ def number_pipeline(
     return sp.Batcher(sp.Encode(samples, encoder or NumberEncoder(), on_error=on_error), size=size)
 
 
+def packed_numbers(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> sp.Stage:
+    """Numbers out of a buffer in packs of three, a pack a batch: stages that hold things, encoded at no cost."""
+    samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, block_size=4, epochs=epochs), size=3)
+    return sp.Batcher(sp.OnlinePacker(sp.Encode(samples, NumberEncoder()), max_length=3, open_packs=2), size=1)
+
+
 class UnpicklableError(Exception):
     """Has a constructor that pickle cannot call, and holds what pickle cannot write."""
 

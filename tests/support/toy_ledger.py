@@ -6,11 +6,11 @@ import sys
 from functools import partial
 
 import savable_pipeline as sp
-from tests.support.toy_pipelines import toy_pipeline
+from tests.support.toy_faults import number_pipeline
 
 
 def main(shards: str, ledger: str, workers: int) -> None:
-    loader = sp.SavableLoader(partial(toy_pipeline, shards), seed=3, lanes=12, num_workers=workers, ledger=ledger)
+    loader = sp.SavableLoader(partial(number_pipeline, shards), seed=3, lanes=12, num_workers=workers, ledger=ledger)
     for slot, _ in enumerate(loader):
         print(slot, flush=True)
 

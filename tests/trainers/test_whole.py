@@ -18,6 +18,7 @@ from savable_pipeline.trainers import checks, whole
 from savable_pipeline.trainers.whole import Whole
 from tests.support.signals import SignalAt, got
 from tests.support.streams import take, through_a_file
+from tests.support.toy_faults import packed_numbers
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -343,8 +344,9 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not
     make_shards: Any, counts: bool
 ) -> None:
     def loader() -> sp.SavableLoader:
-        return sp.SavableLoader(partial(toy_pipeline, str(make_shards([36, 36]))), seed=3, lanes=6)
+        return sp.SavableLoader(partial(packed_numbers, shards), seed=3, lanes=6)
 
+    shards = str(make_shards([36, 36]))
     begun, straight = [0], loader()
     batches = Whole(loader(), place=copy)  # as what moves a batch to a device
     if counts:

@@ -63,7 +63,7 @@ def open_files(files: Shards, form: FileFormat, *, tolerant: bool = False, unlis
     samples before the damage are taken, and a file that was changed or lost since it was indexed stays in the index as
     it was: a run that continues without it can then be resumed, and only reading its samples raises.
     """
-    if not is_folder(files):
+    if not is_folder(files) or form.kind.listing:  # which names all that there should be
         root, names = find_shards(files, form.kind, missing_too=tolerant, unlistable=unlistable)
         return open_index(root, names, form, tolerant=tolerant)
     root = Path(spelled_out(files)[0]).absolute()  # a relative one would change its meaning with the working folder
@@ -228,13 +228,13 @@ class _FilesNow:
                 self.sizes[number], self.written[number] = found.st_size, found.st_mtime_ns
             except OSError:
                 self.sizes[number] = self.written[number] = -1
-            if form.beside[0] and name.endswith(form.beside[0]):
+            if form.beside[1] and name.endswith(form.beside[0]):
                 self.written[number] = max(self.written[number], self._written_beside(name))
 
     def _written_beside(self, name: str) -> int:
         """When what lies beside a file was put there; one that was moved there is as old as before otherwise."""
         try:
-            found = (self.root / name).with_suffix(self.form.beside[1]).stat()
+            found = (self.root / self.form.companion(name)).stat()
         except OSError:
             return time.time_ns()  # it may be gone
         return max(found.st_mtime_ns, found.st_ctime_ns)

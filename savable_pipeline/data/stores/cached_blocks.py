@@ -222,9 +222,9 @@ class CachedBytes:
         ends = np.minimum(begins + sizes, self.size)
         self._files.prefetch_bytes(self._shard, begins, ends, soon=True)
 
-    def beside(self, suffix: str) -> Path | None:
+    def beside(self, suffix: str, name: str = "") -> Path | None:
         """See `FileBytes.beside`."""
-        return self._files.beside(str(PurePosixPath(self._whole_name).with_suffix(suffix)))
+        return self._files.beside(suffix if name else str(PurePosixPath(self._whole_name).with_suffix(suffix)))
 
     def fileno(self) -> int:
         """See `FileBytes.fileno`."""

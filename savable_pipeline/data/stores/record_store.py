@@ -149,7 +149,13 @@ class RecordStore(Protocol):
         return row
 
     def part_offset(self, shard: int, row: int, extension: str, /) -> int | None:
-        """The byte of its shard that a part begins at; None where it is made of more than bytes of the shard."""
+        """Return the byte of its shard at which a part begins; None where it is made of more than bytes of the shard.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+            extension: The name of the part.
+        """
         return None
 
     decoded_bytes: int = 0

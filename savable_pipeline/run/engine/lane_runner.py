@@ -14,8 +14,7 @@ from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
 from savable_pipeline.data.dataset.sample import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.engine.sample_watch import Watched, watched
-from savable_pipeline.run.engine.stage_timing import EVERY, take_counts, timed
+from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.stages.item_ref import ItemRef
@@ -144,7 +143,7 @@ class LaneRunner:
         given = None if dry or want == "skip" else batch
         return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen)
 
-    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[Watched | None]:
+    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
         """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
         if now < self._watch_due:
             return nullcontext()

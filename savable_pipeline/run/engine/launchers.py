@@ -26,9 +26,8 @@ from typing import Any, Protocol
 
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.fork_server import OBEYED, serve
-from savable_pipeline.run.engine.fresh_process import FreshProcess
-from savable_pipeline.run.engine.messages import Job
-from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, SealedJob, check_main_is_guarded
+from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, FreshProcess, SealedJob, check_main_is_guarded
 from savable_pipeline.run.engine.worker_main import work
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.stages.pipeline import Pipeline
@@ -69,7 +68,7 @@ class Launcher(Protocol):
 class ForkServer:
     """The trainer's side of a server process."""
 
-    def __init__(self, job: Job, context: BaseContext) -> None:
+    def __init__(self, job: LaneJob, context: BaseContext) -> None:
         forked = context.get_start_method() == "fork"
         self._kind: type[BaseProcess] = multiprocessing.get_context("fork").Process if forked else FreshProcess
         self._job = SealedJob(job)
@@ -165,7 +164,7 @@ class Spawner:
 
     check = force_end
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LaneJob) -> None:
         self._job = SealedJob(job)
         self._processes: dict[int, BaseProcess] = {}
 
@@ -222,7 +221,7 @@ def _end(process: BaseProcess) -> int:
     return code or 0
 
 
-def launcher(job: Job, context: BaseContext) -> Launcher:
+def launcher(job: LaneJob, context: BaseContext) -> Launcher:
     """The launcher for a start method of multiprocessing. Raises `WorkerError` in an unguarded main module."""
     check_main_is_guarded()
     return Spawner(job) if context.get_start_method() == "spawn" else ForkServer(job, context)

@@ -13,7 +13,7 @@ import msgspec
 from savable_pipeline import errors
 from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
-from savable_pipeline.run.engine.sample_watch import Watched
+from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import Pipeline
@@ -26,7 +26,7 @@ RequestKind: TypeAlias = Literal["batch", "peek", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaneJob:
     """The pipeline and settings with which workers build their lanes."""
 
     pipeline: Pipeline
@@ -120,4 +120,4 @@ class Delivery(msgspec.Struct, frozen=True):
     counts: dict[str, int | float] = {}
     samples: ItemRef | BatchSamples = ()
     timed: bool = False
-    watched: Watched | None = None
+    watched: WatchedSamples | None = None

@@ -1,23 +1,34 @@
 """`SealedJob`: a job as bytes, unpickled where its error can be reported; and what a fresh interpreter may lack.
 
 A fresh interpreter imports the trainer's main module, as multiprocessing has it, but only when it opens the job.
+
+`FreshProcess` is started as by multiprocessing's "spawn", but without the main module:
+
+    trainer ── what spawn prepares, less the main module ── the process ──▶ interpreter    a pipe, of pickles
+            ◀── nothing: it is closed when the interpreter ends ──────────                 a pipe, the sentinel
+
+multiprocessing makes a child import the trainer's main module before any of our code runs there, so that we could not
+report an error of that import. The module is part of a function's result, which only the method that starts the process
+uses: that method is written here again, without the module. multiprocessing itself stays unchanged for other threads.
 """
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
 import textwrap
 import traceback
-from multiprocessing import spawn
+from multiprocessing import reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnProcess, set_spawning_popen
+from multiprocessing.popen_spawn_posix import Popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from savable_pipeline.core.wording import short_error
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.engine.fresh_process import main_module
-from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.engine.messages import LaneJob
 
 PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
 UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
@@ -36,8 +47,8 @@ _LONGEST = 10  # lines of a traceback in a message
 class SealedJob:
     """Unpickled in a child, it holds bytes until it is opened, when the child can report an error."""
 
-    def __init__(self, job: Job) -> None:
-        self._job: Job | None = job
+    def __init__(self, job: LaneJob) -> None:
+        self._job: LaneJob | None = job
         self._raw = b""
         self._main: dict[str, Any] = {}
         self._error: WorkerError | None = None
@@ -49,7 +60,7 @@ class SealedJob:
         self._job, self._error = None, None
         self._raw, self._main = state
 
-    def open(self) -> Job:
+    def open(self) -> LaneJob:
         """The job. Raises `WorkerError` if the main module or the pipeline cannot be imported here."""
         if self._error is not None:  # in a fork of the process that has tried
             raise self._error
@@ -63,9 +74,9 @@ class SealedJob:
         return self._job
 
 
-def _unpickled(raw: bytes) -> Job:
+def _unpickled(raw: bytes) -> LaneJob:
     try:
-        job: Job = pickle.loads(raw)
+        job: LaneJob = pickle.loads(raw)
     except Exception as error:
         raise WorkerError(
             f"a worker cannot import the pipeline: {short_error(error)}. Define it, and what it uses, at the "
@@ -107,3 +118,57 @@ def check_main_is_guarded() -> None:
     if process.name.startswith(PROCESS_NAME):
         os._exit(UNGUARDED_CODE)
     raise WorkerError(UNGUARDED)
+
+
+_MAIN = ("init_main_from_name", "init_main_from_path")  # what multiprocessing passes to a child about the main module
+
+
+def main_module() -> dict[str, Any]:
+    """What multiprocessing passes to a child about this process's main module."""
+    data = spawn.get_preparation_data("")
+    return {name: data[name] for name in _MAIN if name in data}
+
+
+class _Popen(Popen):
+    _fds: list[int]  # added by what is pickled
+
+    def _launch(self, process_obj: Any) -> None:
+        """As that of multiprocessing, but for the main module."""
+        tracker: Any = resource_tracker.getfd()
+        content = self._pickled(process_obj)
+        child_reads, we_write = os.pipe()
+        self.sentinel, child_holds = os.pipe()
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, we_write))
+        try:
+            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
+            passed = [*self._fds, tracker, child_reads, child_holds]
+            self.pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, passed)
+        finally:
+            os.close(child_reads)
+            os.close(child_holds)
+        with open(we_write, "wb", closefd=False) as pipe:
+            pipe.write(content)
+
+    def _pickled(self, process_obj: Any) -> memoryview:
+        data = spawn.get_preparation_data(process_obj.name)
+        content = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump({name: value for name, value in data.items() if name not in _MAIN}, content)
+            reduction.dump(process_obj, content)
+        finally:
+            set_spawning_popen(None)
+        return content.getbuffer()
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class FreshProcess(SpawnProcess):
+    """A process of multiprocessing, with its arguments."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # multiprocessing's own name for it
+        return _Popen(process_obj)

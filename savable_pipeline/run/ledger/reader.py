@@ -18,8 +18,16 @@ import numpy as np
 
 from savable_pipeline.data.dataset.sample import TAG_SHIFT, untagged
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.ledger.records import Batch, LaneAt, Numbers, Record, Source, Start, read_records
-from savable_pipeline.run.ledger.writer import SUFFIX
+from savable_pipeline.run.ledger.records import (
+    SUFFIX,
+    Batch,
+    LaneAt,
+    LedgerSource,
+    Numbers,
+    Record,
+    Start,
+    read_records,
+)
 
 Place = tuple[int, int]  # epoch and slot
 _NEVER: Place = (1 << 62, 0)
@@ -40,7 +48,7 @@ class GivenBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _LedgerFile:
     path: Path
     start: Start
     cut: Place  # where a later start continues
@@ -70,7 +78,7 @@ class LedgerFiles:
         return [file.start for file in self._files]
 
     @cached_property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[LedgerSource]:
         """The sources of all starts, by name."""
         found = {source.tag: source for start in self.starts for source in start.sources}
         return sorted(found.values(), key=lambda source: source.name)
@@ -119,7 +127,7 @@ class LedgerFiles:
         return best
 
 
-def _given(batch: Batch, file: _File) -> GivenBatch:
+def _given(batch: Batch, file: _LedgerFile) -> GivenBatch:
     return GivenBatch(batch, file.start, batch.place >= file.cut)
 
 
@@ -158,10 +166,10 @@ def _rank(entry: tuple[Path, Start]) -> int:
     return entry[1].rank
 
 
-def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_File]:
+def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_LedgerFile]:
     """The files in the order of time, each with the least place at which a later start of the run continued."""
     cut, files = _NEVER, []
     for group in reversed(groups):
-        files += [_File(path, start, cut) for path, start in reversed(group)]
+        files += [_LedgerFile(path, start, cut) for path, start in reversed(group)]
         cut = min(cut, min(start.place for _, start in group))
     return files[::-1]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.ledger.records import FORMAT, Numbers, Source, Start
-from savable_pipeline.run.ledger.writer import LedgerWriter
+from savable_pipeline.run.ledger.records import FORMAT, LedgerSource, LedgerWriter, Numbers, Start
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import upstream
@@ -75,7 +74,7 @@ class LedgerKeeper:
             self._due = 0.0  # counters are due before the first batch
         return self._writer
 
-    def _begin_file(self, at: Position, sources: list[Source], fingerprint: bytes) -> LedgerWriter:
+    def _begin_file(self, at: Position, sources: list[LedgerSource], fingerprint: bytes) -> LedgerWriter:
         """This rank's file, once all ranks that can communicate have theirs."""
         ranks = at.ranks
         now = time.time_ns()
@@ -112,10 +111,10 @@ class LedgerKeeper:
         self._writer = None
 
 
-def _sources(last: Stage) -> list[Source]:
+def _sources(last: Stage) -> list[LedgerSource]:
     """The sources of a pipeline, in the order of the data path."""
     return [
-        Source(
+        LedgerSource(
             stage.info.branch,
             tag,
             _address(stage),

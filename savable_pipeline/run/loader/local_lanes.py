@@ -8,7 +8,7 @@ from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import Growth, PinnedShards
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.run.engine.lane_runner import LaneRunner
-from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.pipeline_hints import log_hints
 from savable_pipeline.run.state.lane_state import LaneState
 from savable_pipeline.run.state.restoring import restoring
@@ -20,7 +20,7 @@ from savable_pipeline.stages.stage import Stage
 class LocalLanes:
     """`runner` runs lanes in this process; `example_lane` is the one built for inspection."""
 
-    def __init__(self, job: Job, example_lane: int, pinned: PinnedShards | None = None) -> None:
+    def __init__(self, job: LaneJob, example_lane: int, pinned: PinnedShards | None = None) -> None:
         self._shared: dict[Any, Any] = {}
         self._example_lane = example_lane
         self._example: Stage | None = None

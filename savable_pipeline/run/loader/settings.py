@@ -8,7 +8,7 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Literal
 
 from savable_pipeline.run.engine.launchers import get_context
-from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.ranks import Ranks, find_ranks
 from savable_pipeline.stages.pipeline import Pipeline, check_pipeline
 
@@ -79,9 +79,9 @@ class LoaderSettings:
         return self.on_iter == "restart"
 
     @property
-    def job(self) -> Job:
+    def job(self) -> LaneJob:
         """The settings from which a process builds lanes."""
-        return Job(self.pipeline, self.seed, self.lanes, self.pad)
+        return LaneJob(self.pipeline, self.seed, self.lanes, self.pad)
 
     def find_ranks(self) -> Ranks:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""

@@ -26,8 +26,7 @@ from savable_pipeline.run.state.fingerprint import (
     unpack_fingerprint,
 )
 from savable_pipeline.run.state.restoring import restoring
-from savable_pipeline.run.state.state_dict import check_flat, lane_name, read_lanes
-from savable_pipeline.run.state.to_skip import refuse_spans
+from savable_pipeline.run.state.state_dict import check_flat, lane_name, read_lanes, refuse_spans
 
 _CHANGED = "settings changed within the epoch"  # an entry of a state's fingerprint, while that epoch lasts
 

@@ -1,18 +1,25 @@
-"""`Stats`: a loader's counters, as flat names and numbers; and a warning when the trainer waits too much for data."""
+"""`Stats`: a loader's counters, as flat names and numbers; and a warning when the trainer waits too much for data.
+
+They are sums; percentiles of the last times (`Recent`); the slowest sample and shard of the timed batches (`Slowest`);
+and the samples that batches were made of, by source (`GivenSamples`).
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import NamedTuple
 
-from savable_pipeline.data.dataset.sample import untagged
+import numpy as np
+
+from savable_pipeline.data.dataset.sample import TAG_SHIFT, untagged
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.loader.given_samples import GivenSamples
-from savable_pipeline.run.loader.recent import Recent
-from savable_pipeline.run.loader.slowest import Slowest
+from savable_pipeline.run.engine.stage_timing import WatchedSamples
+from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.item_ref import ItemRef
 
 log = logging.getLogger(__name__)
 
@@ -191,3 +198,88 @@ def _fills(counts: Mapping[str, int | float]) -> dict[str, float]:
         if stage != name and room is not None and tokens + room:
             fills[f"{stage}/fill"] = tokens / (tokens + room)
     return fills
+
+
+_PERCENTS = (50, 90, 99)
+
+
+class Recent:
+    """Keeps the last `kept` numbers that were added."""
+
+    def __init__(self, kept: int = 1024) -> None:
+        self._numbers: deque[float] = deque(maxlen=kept)
+        self.add = self._numbers.append
+
+    def percentiles(self, name: str) -> Iterator[tuple[str, float]]:
+        """`NAME/p50`, `/p90` and `/p99`: the least number that 50, 90 or 99 % do not exceed. None without numbers."""
+        ordered = sorted(self._numbers)
+        if ordered:
+            for percent in _PERCENTS:
+                yield f"{name}/p{percent}", ordered[-(-len(ordered) * percent // 100) - 1]
+
+
+_LEAST = 8  # samples of a shard before its mean counts
+_MOST = 4096  # shards that are kept
+
+
+class SlowSample(NamedTuple):
+    """A sample: its shard, its number with the tag of its source, and the nanoseconds that its encoder took."""
+
+    shard: str
+    number: int
+    nanoseconds: int
+
+
+class Slowest:
+    """Sums up the times of samples by shard, reading included."""
+
+    def __init__(self) -> None:
+        self.sample: SlowSample | None = None
+        self._shards: dict[str, tuple[int, int]] = {}  # samples and nanoseconds
+
+    def add(self, watched: WatchedSamples) -> None:
+        """Count the samples of a batch."""
+        for shard, number, nanoseconds in watched.samples:
+            count, total = self._shards.get(shard, (0, 0))
+            self._shards[shard] = count + 1, total + nanoseconds
+            if self.sample is None or nanoseconds > self.sample.nanoseconds:
+                self.sample = SlowSample(shard, number, nanoseconds)
+        if len(self._shards) > _MOST:
+            kept = sorted(self._shards, key=self._mean, reverse=True)[: _MOST // 2]
+            self._shards = {shard: self._shards[shard] for shard in kept}
+
+    def _mean(self, shard: str) -> float:
+        count, total = self._shards[shard]
+        return total / count / 1e9
+
+    @property
+    def shard(self) -> tuple[str, float] | None:
+        """The shard whose samples took longest on average, and that mean in s; None while few have been timed."""
+        known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
+        return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
+
+
+class GivenSamples:
+    """Counts by the tag of the source: `tags` are those of the run. With one source it does not look at the refs."""
+
+    def __init__(self, tags: list[int]) -> None:
+        self._tags = tags
+        self._one = len(tags) == 1
+        self._total = 0  # with one source
+        self._by_tag: Counter[int] = Counter()  # with several
+
+    def add(self, samples: ItemRef | BatchSamples) -> None:
+        """Count the samples of a batch."""
+        if self._one:
+            last = samples[-1] if type(samples) is tuple and samples else None
+            if type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int:  # whole items
+                self._total += len(samples) - 1  # type: ignore[arg-type]
+            else:
+                self._total += len(BatchSamples.of(samples).refs)
+            return
+        tags, counts = np.unique(BatchSamples.of(samples).refs[:, 0] >> TAG_SHIFT, return_counts=True)
+        self._by_tag.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
+
+    def by_tag(self) -> dict[int, int]:
+        """The number of samples of each source."""
+        return {tag: self._total if self._one else self._by_tag[tag] for tag in self._tags}

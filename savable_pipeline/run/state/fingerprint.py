@@ -19,7 +19,7 @@ from savable_pipeline.data.dataset.shard_digests import begin_with, difference, 
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, pack_state, unpack_state
-from savable_pipeline.run.state.object_count import has_too_many
+from savable_pipeline.run.state.restoring import has_too_many
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.setting_rules import SettingRule, rules_of
 from savable_pipeline.stages.stage import Stage

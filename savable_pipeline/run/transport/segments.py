@@ -33,7 +33,7 @@ _ROUND = 1 << 16
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
 
 
-class Written(NamedTuple):
+class WrittenBatch(NamedTuple):
     """The place of a written batch: `fd` is the segment's descriptor if the segment is new, else None.
 
     `dropped` are the numbers of segments that no longer exist; `places` the offset and length of each buffer.
@@ -112,7 +112,7 @@ class SegmentWriter:
         if self._begun is not None and self._lent[self._begun.number]() is None:
             self._begun.end = ALIGN
 
-    def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> Written:
+    def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> WrittenBatch:
         """Write bytes (one-dimensional views) to a segment; views of memory from `allocate` are there already.
 
         `pieces` are written end to end, as the last of the places.
@@ -139,7 +139,7 @@ class SegmentWriter:
         for piece in pieces:
             segment[end : end + len(piece)] = piece
             end += len(piece)
-        return Written(begun.number, begun.fd, dropped + begun.dropped, where)
+        return WrittenBatch(begun.number, begun.fd, dropped + begun.dropped, where)
 
     def _put_back(self, begun: _Begun) -> tuple[int, ...]:
         """Free a segment that is too small; return the segments that had been dropped in favour of it."""

@@ -135,7 +135,7 @@ def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | 
         yield Problem(
             "changed since it was indexed",
             f"{entry.samples} samples and {entry.size} bytes then, {report.samples} and {report.size} now, or others "
-            "of the same size: `savable index` indexes it anew, and runs that read it before cannot be resumed",
+            "of the same size: `savable index` indexes it again, and runs that read it before cannot be resumed",
             report.name,
         )
     if count is not None and count != report.samples:

@@ -7,7 +7,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -82,12 +82,19 @@ def check_output(*paths: Path | None) -> None:
 
 
 Progress: TypeAlias = Callable[..., None]  # of the things done, of all, and of the bytes done if they are known
+TargetArgument: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
+    ),
+]
 _LINE_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
 def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[Progress]:
-    """A function that is told how many things are done, of how many, and their bytes: a bar, or lines.
+    """A function of the number of samples done, of all of them, and of their bytes: it shows a bar, or lines.
 
     `before` is printed at once; `during` (by default the same) as soon as the number of things is known.
     """

@@ -21,7 +21,7 @@ def seen(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of samples.")],
     source: Annotated[str | None, typer.Option(help="Only this source of a Blend.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Where the samples of the source lie now. Default: where the run read them.")
+        str | None, typer.Option(help="Where the samples of the source are now. Default: where the run read them.")
     ] = None,
 ) -> None:
     """Show when samples were given: epoch, slot, step and rank at that time.
@@ -29,7 +29,7 @@ def seen(
     What was given after a place from which the run was later resumed is marked as lost: the model that saw it is gone.
     Keys are read in the data as the run opened them. The exit code is 1 if a sample was not given.
     """
-    from savable_pipeline.run.given.ledger import Ledger
+    from savable_pipeline.run.loader.ledger import Ledger
 
     with errors_as_lines():
         missing = False
@@ -58,8 +58,8 @@ def again(
     save: Annotated[Path | None, typer.Option(help="Write the batch itself, by torch.save.")] = None,
 ) -> None:
     """Make a batch again that the run was given, byte for byte, on any machine that has the data."""
-    from savable_pipeline.run.given.made_again import make_again  # with torch, which takes seconds
     from savable_pipeline.run.ledger.reader import LedgerFiles
+    from savable_pipeline.run.loader.made_again import make_again  # with torch, which takes seconds
     from savable_pipeline.stages.pipeline import named_pipeline
     from savable_pipeline.tools.preview.pipeline_page import batch_page
 

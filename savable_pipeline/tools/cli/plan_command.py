@@ -12,6 +12,7 @@ from rich.table import Table
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.tools.cli.console import (
+    TargetArgument,
     check_output,
     err,
     errors_as_lines,
@@ -26,13 +27,7 @@ if TYPE_CHECKING:  # a command imports what it needs when it is called
 
 
 def plan(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
-        ),
-    ],
+    target: TargetArgument,
     ranks: Annotated[int, typer.Option(help="The data-parallel ranks of the run.")] = 1,
     nodes: Annotated[int, typer.Option(help="The machines they run on, each with as many.")] = 1,
     samples: Annotated[int, typer.Option(help="Documents to look at for their lengths.")] = 500,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from savable_pipeline.tools.cli.console import err, errors_as_lines, out, printable, progress_of
+from savable_pipeline.tools.cli.console import TargetArgument, err, errors_as_lines, out, printable, progress_of
 
 if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.tools.verify.comparison import Mismatch, Verdict, VerifyPlan
@@ -17,13 +17,7 @@ _SHOWN = 8  # samples named
 
 
 def verify_resume(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="module:name or file.py:name of a SavableLoader, a function that makes one, or a pipeline function.",
-        ),
-    ],
+    target: TargetArgument,
     steps: Annotated[int | None, typer.Option(help="Batches to compare. Default: two of each lane.")] = None,
     cut: Annotated[list[int] | None, typer.Option(help="Cut after this many batches; repeatable.")] = None,
     random_cuts: Annotated[int, typer.Option(help="More cuts, at random steps.")] = 3,

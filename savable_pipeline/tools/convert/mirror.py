@@ -10,7 +10,6 @@ is needed afterwards.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -27,7 +26,7 @@ from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.plan import MANIFEST, RECORDS, WORK
 from savable_pipeline.tools.convert.shard_job import make_hole
-from savable_pipeline.tools.convert.writer_processes import claimed
+from savable_pipeline.tools.convert.writer_processes import claimed, locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def mirrored(url: str) -> Iterator[Target]:
     bucket = Bucket(url)
     target = Target(cache_folder(None) / f"convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}", bucket)
     target.folder.mkdir(parents=True, exist_ok=True)
-    with _locked(target):
+    with locked(target.folder, f"{url}: another conversion is writing there; wait until it ends"):
         try:
             _empty(target.folder)
             target.pull(bucket)
@@ -121,18 +120,6 @@ def mirrored(url: str) -> Iterator[Target]:
         finally:
             close_buckets()
             shutil.rmtree(target.folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(target: Target) -> Iterator[None]:
-    lock = os.open(target.folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise SavableError(f"{target.name}: another conversion is writing there; wait until it ends") from error
-    finally:
-        os.close(lock)
 
 
 def _empty(folder: Path) -> None:

@@ -21,9 +21,8 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.indexing import WRITTEN, known_files
-from savable_pipeline.data.shards.scan import TARS, write_tar_idx
+from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
@@ -31,7 +30,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
 from savable_pipeline.tools.convert.names import sample_parts
 from savable_pipeline.tools.convert.plan import MANIFEST
-from savable_pipeline.tools.convert.shard_job import room_on
+from savable_pipeline.tools.convert.shard_job import ShardPlace, put_in_place, room_on
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -169,12 +168,8 @@ class ShardWriter:
     def _finish(self, shard: ShardFile) -> None:
         """Put the open shard in its place, after all that is known of it; it is safe when the tar is there."""
         table = shard.finish()
-        name = table.entry.name
-        write_index(self._work / f"{name}.index", [table])
-        write_tar_idx(self._work / name, table)
-        beside = (self._work / name).with_suffix(".tar.idx")
-        beside.replace(self._folder / beside.name)
-        (self._work / name).replace(self._folder / name)
+        place = ShardPlace(name=table.entry.name, target=self._folder, work=self._work, aside=self._work)
+        put_in_place(place, table)
         self._entries.append(table.entry)
         self._shard = None
 

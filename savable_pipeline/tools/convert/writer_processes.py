@@ -118,22 +118,22 @@ def serve(connection: Connection, jobs: Iterator[ShardJob], work: str) -> None:
 @contextlib.contextmanager
 def claimed(meta: Path, work: Path) -> Iterator[None]:
     """Lock a folder for one conversion, after the workers of a killed one are gone. Raises `SavableError` if locked."""
-    with _opened(meta) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SavableError(f"{meta.parent}: another conversion is writing here; wait until it ends") from error
+    with locked(meta, f"{meta.parent}: another conversion is writing here; wait until it ends"):
         work.mkdir(exist_ok=True)
-        with _opened(work) as shared:
-            fcntl.flock(shared, fcntl.LOCK_EX)
+        with locked(work):
+            pass
         yield
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder, to lock; closing it unlocks."""
+def locked(folder: Path, busy: str = "") -> Iterator[None]:
+    """Lock a folder, once it is free; with `busy` raises `SavableError` that says this if it is not."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        yield fd
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError as error:
+            raise SavableError(busy) from error
+        yield
     finally:
         os.close(fd)

@@ -1,1 +1,1 @@
-"""What a run will be like, told before it begins: `savable plan`."""
+"""Predicts a run before it begins: `savable plan`."""

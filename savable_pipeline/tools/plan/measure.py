@@ -24,7 +24,7 @@ _COPIES = 5  # of the state
 
 @dataclass(frozen=True)
 class Rate:
-    """What one rank gives with so many workers."""
+    """The rate of one rank with this many workers."""
 
     workers: int
     first_s: float
@@ -61,7 +61,7 @@ def worker_counts(cores: int, lanes: int) -> list[int]:
 def measure(
     settings: LoaderSettings, *, ranks: int, seconds: float, told: Callable[[int, int], None] = lambda done, total: None
 ) -> RankMeasurement:
-    """Run rank 0 of `ranks` for `seconds` with each number of workers; `told` hears how many of the runs are done."""
+    """Run rank 0 of `ranks` for `seconds` with each number of workers; `told` gets the number of runs that are done."""
     alone = replace(settings, rank=0, world_size=ranks, group=None, mesh=None, ledger=None, num_workers=0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     counts = worker_counts(cores, settings.lanes // ranks)

@@ -17,7 +17,7 @@ from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.tools.plan.path_parts import LaneBuilder, Lengths, PathParts
 
-_LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples lie
+_LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples are
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _buffers(parts: PathParts) -> list[ShuffleBuffer]:
 
 @dataclass(frozen=True)
 class SourceBytes:
-    """What a node reads of a source in a pass, and what its cache should hold if the source lies behind a URL."""
+    """What a node reads of a source in a pass, and what its cache should hold if the source is behind a URL."""
 
     name: str
     address: str
@@ -85,7 +85,7 @@ class SourceBytes:
     whole_cache: float
     """In which the source is kept for all passes; it is then fetched in pieces of 8 MiB."""
     first_pass: float
-    """That a node with such a cache fetches in the first pass: the pieces in which samples of its lanes lie."""
+    """That a node with such a cache fetches in the first pass: the pieces that hold samples of its lanes."""
 
 
 def plan_bytes(builder: LaneBuilder, parts: PathParts, *, ranks: int, nodes: int) -> list[SourceBytes]:
@@ -117,7 +117,7 @@ def _of(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: 
 
 
 def _touched(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: int) -> float:
-    """Bytes of the pieces in which samples of the first node's lanes lie in a pass; of all, where that is too many."""
+    """Bytes of the pieces that hold samples of the first node's lanes in a pass; of all, where that is too many."""
     touched: set[tuple[int, int]] = set()
     left = _LOOKED_AT
     for lane in (lane for lane in range(lanes) if lane % ranks < ranks // nodes):

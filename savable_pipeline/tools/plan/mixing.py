@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray
 from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
 
-NEIGHBOURS = 64  # samples that lie side by side in a shard
+NEIGHBOURS = 64  # neighbouring samples of a shard
 _BATCHES = 16  # of each lane
 _LANES = 64
 _DRAWN = 100_000  # refs at most
@@ -24,14 +24,14 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Entropy:
-    """Bits: the mean over batches of the entropy of where their samples lie, and that of as many drawn at random."""
+    """Bits: the mean over batches of the entropy of their samples' places, and that of as many drawn at random."""
 
     ours: float
     random: float
 
     @property
     def share(self) -> float:
-        """Ours in units of random; 1.0 where everything lies together."""
+        """Ours in units of random; 1.0 where everything is in one place."""
         return self.ours / self.random if self.random else 1.0
 
 

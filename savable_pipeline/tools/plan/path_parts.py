@@ -114,7 +114,7 @@ def _trunk(last: Stage) -> Iterator[Stage]:
 
 
 _LANES = 8  # from which documents are taken, spread over all
-_MADE = 8  # items made for their size where the encoder tells lengths
+_MADE = 8  # items made for their size where the encoder has `length_of`
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Lengths:
     """Samples that were left out, by reason."""
     item_bytes: float
     told: bool
-    """Whether `length_of` told the lengths, and nothing was encoded for them."""
+    """Whether the lengths are from `length_of`, and nothing was encoded for them."""
 
     @property
     def items_a_sample(self) -> float:

@@ -1,4 +1,4 @@
-"""`RunPlan`: all that is told of a run before it begins; `plan_run` works it out."""
+"""`RunPlan`: all that is predicted of a run; `plan_run` computes it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunPlan:
     lanes: int
     """Of the loader."""
     planned_lanes: int
-    """What the rest is told for: the loader's lanes or, if the ranks do not divide them, the next that they do."""
+    """The lanes of all other predictions: the loader's or, if the ranks do not divide them, the next that they do."""
     better_lanes: int
     path: str
     population: int

@@ -85,13 +85,13 @@ def _endless(
 def _estimated(
     settings: LoaderSettings, parts: PathParts, lengths: Lengths | None, ranks: int, items_a_batch: float | None
 ) -> Steps:
-    """From the mean of the sample, and how far the lane with the fewest or most batches lies from the mean one."""
+    """From the mean of the sample, and how far the lane with the fewest or most batches is from the mean one."""
     if lengths is None or items_a_batch is None:
         return Steps("unknown", False, 0, 0, 0, 0, 0)
     lanes = parts.last.lane.count
     items = [parts.reader_samples(lane) * lengths.items_a_sample for lane in range(lanes)]
     spread = lengths.spread if parts.packer is not None else 0.0
-    far = spread * sqrt(2 * log(lanes)) if lanes > 1 else 0.0  # the farthest of so many normal deviations
+    far = spread * sqrt(2 * log(lanes)) if lanes > 1 else 0.0  # the farthest of this many normal deviations
     sign = 1 if settings.pad else -1
     batches = [max(0.0, each + sign * far * sqrt(each)) / items_a_batch for each in items]
     rounds = ceil(max(batches)) if settings.pad else int(min(batches))

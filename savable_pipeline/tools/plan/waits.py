@@ -125,7 +125,7 @@ def _items_a_pack(lengths: Lengths, packing: dict[str, Any] | None, cost: Cost, 
 
 
 def _documents(lengths: Lengths, packing: dict[str, Any] | None, seed: int) -> Any:
-    """Documents of each lane. Where a packer cuts, images would be cut with the item, of which there is none here."""
+    """Documents of each lane. Where a packer cuts, images would be cut with the item, which does not exist here."""
     cuts = packing is not None and packing["too_long"] != "skip"
     sizes: list[tuple[Size, ...]] = [((sum(n for n, _ in size), 0),) for size in lengths.sizes]
     sizes = sizes if cuts else lengths.sizes
@@ -154,7 +154,7 @@ class _Trial:
         return Wait(way.name, yours, waiting(batches, self.ranks), fill)
 
     def _costs(self, packing: dict[str, Any] | None, packs: int) -> tuple[NDArray[np.int64], float | None]:
-        """The costs of at least so many packs, which are packed once for the ways that pack alike."""
+        """The costs of at least this many packs, packed once for all ways that pack alike."""
         known = self.packed.get(str(packing))
         if known is None or known[0].shape[1] < packs:
             known = self.packed[str(packing)] = self._packed(packing, packs)
@@ -186,7 +186,7 @@ class Null(TaskEncoder):
 
 
 class Told(ItemStage):
-    """Gives elements of which only sizes are told; `given` counts them, `fetch` makes nothing."""
+    """Yields elements with known sizes only; `given` counts them, `fetch` makes nothing."""
 
     ref: ItemRef = ()
     unmade = True

@@ -5,7 +5,7 @@
     pipeline ─ pipeline_page ─ batch_entries ─┬─ tensor_entries ─ thumbnails ────┤
                                               └─ token_entries ── token_decoder ─┘
 
-The page has no script and loads nothing. Data is escaped as text, or decoded and encoded anew as an image; how much of
+The page has no script and loads nothing. Data is escaped as text, or decoded and encoded again as an image; how much of
 it is read and shown is bounded.
 """
 

@@ -1,4 +1,4 @@
-"""Arrays of a batch as entries, and images as thumbnails: small images of which we encode every byte.
+"""Arrays of a batch as entries, and images as thumbnails: small images, every byte of which we encode.
 
 No byte of a dataset is copied to the page: an image is decoded, and only its pixels are encoded again.
 """
@@ -155,7 +155,7 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
 
 
 def thumbnail_of_pixels(pixels: Pixels) -> Thumbnail:
-    """The thumbnail of uint8 (height, width, 3), encoded anew."""
+    """The thumbnail of uint8 (height, width, 3), encoded again."""
     image = Image.fromarray(np.ascontiguousarray(pixels), "RGB")
     image.thumbnail((_SIDE, _SIDE), Image.Resampling.BOX)
     kind, options = ("PNG", {}) if max(pixels.shape[:2]) <= _SMALL else ("JPEG", {"quality": 85})
@@ -177,7 +177,7 @@ def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) 
     """An image (height, width, channels) of any numbers as pixels, and how it was taken, in words.
 
     Floats are un-normalized by `mean` and `std` where these are as many as it has channels; else they are taken as
-    0 to 1 or -1 to 1 if they lie there, and stretched to their range if not.
+    0 to 1 or -1 to 1 if they are in that range, and stretched to their range if not.
     """
     step = max(1, max(image.shape[:2]) // (2 * _SIDE))
     image = image[::step, ::step]

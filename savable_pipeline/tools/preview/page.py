@@ -76,7 +76,7 @@ class CardEntry:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A sample or a batch: its title, where it lies, and its entries."""
+    """A sample or a batch: its title, its place, and its entries."""
 
     title: str
     where: str

@@ -107,7 +107,7 @@ _DEEPEST = 6  # fields within fields
 
 
 class Fields:
-    """Makes entries of the fields of a batch; `encoder` tells how tokens are decoded and images were normalized."""
+    """Makes entries of the fields of a batch; `encoder` says how tokens are decoded and how images were normalized."""
 
     def __init__(self, encoder: TaskEncoder | None) -> None:
         self._encoder = encoder

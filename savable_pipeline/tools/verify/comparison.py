@@ -70,7 +70,7 @@ class VerifyPlan:
         """The steps at which legs begin and end: 0, the cuts, `steps`. Raises ValueError for a cut outside of these."""
         outside = [cut for cut in self.cuts if not 0 < cut < steps]
         if outside:
-            raise ValueError(f"--cut {outside[0]}: a cut lies between two of the {steps} steps, 1 to {steps - 1}")
+            raise ValueError(f"--cut {outside[0]}: a cut is between two of the {steps} steps, 1 to {steps - 1}")
         drawn = permutation(derive_key(self.draw, "verify-resume", steps), steps - 1)[: self.random_cuts] + 1
         return sorted({0, steps, *self.cuts, *map(int, drawn)})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,17 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
+from savable_pipeline.data.dataset.kinds import open_store
 from savable_pipeline.data.stores.arrow_columns import BrokenColumnError
 from savable_pipeline.data.stores.arrow_rows import ArrowRows
-from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.media_columns import MediaListColumn, NamedFile
-from savable_pipeline.data.stores.parquet import ParquetStore
 from savable_pipeline.tools.cli.main import app
 
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-STORES: dict[str, Any] = {"a.parquet": ParquetStore, "a.arrow": ArrowStore}
+STORES: dict[str, Any] = {
+    "a.parquet": partial(open_store, "parquet"),
+    "a.arrow": partial(open_store, "arrow"),
+}
 READERS: dict[str, Any] = {"a.parquet": sp.ParquetReader, "a.arrow": sp.ArrowReader}
 every_store = pytest.mark.parametrize("name", STORES)
 
@@ -142,9 +144,9 @@ def test_an_element_without_bytes_is_an_error_too(tmp_path: Path, name: str) -> 
     assert store.extensions(0, 0) == ["0.png", "caption"]
     with pytest.raises(sp.ShardError, match=r"row 1: .*'c\.png' and no bytes \(1 of 2 rows"):
         store.read(0, 1, "0.png")
-    partial = STORES[name](path, partial=True)
-    assert parts_of(partial, 1) == {"0.png": b"b", "caption": b"c1"}
-    assert partial.named_files(0, 1) == [NamedFile("image", "c.png", "1.png")]
+    without = STORES[name](path, partial=True)
+    assert parts_of(without, 1) == {"0.png": b"b", "caption": b"c1"}
+    assert without.named_files(0, 1) == [NamedFile("image", "c.png", "1.png")]
 
 
 def test_rows_that_are_kept_have_the_same_parts_and_faults() -> None:

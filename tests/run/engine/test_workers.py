@@ -32,6 +32,7 @@ from tests.support.toy_faults import (
     builds_only_here,
     faulty_stage_pipeline,
     number_pipeline,
+    packed_numbers,
 )
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -515,7 +516,7 @@ def test_a_loader_interrupted_at_any_moment_stands_before_or_after_a_batch(
 
     A start of -1 is before the last batch of an epoch, -2 before the one before it.
     """
-    pipeline = partial(toy_pipeline, str(make_shards([30])), epochs=epochs, buffer=2, max_length=9, size=1)
+    pipeline = partial(packed_numbers, str(make_shards([30])), epochs=epochs)
     alone = loader(pipeline, 0, lanes=3)
     first = take(alone, 9 if epochs is None else 1000)
     stream = first + [one(alone) for _ in range(3)]

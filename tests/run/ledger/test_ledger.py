@@ -24,10 +24,10 @@ import pytest
 from typer.testing import CliRunner
 
 import savable_pipeline as sp
-from savable_pipeline.run.given.made_again import make_again
-from savable_pipeline.run.ledger import writer
+from savable_pipeline.run.ledger import records
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Start, framed, pack_column, read_records, unpack_column
+from savable_pipeline.run.loader.made_again import make_again
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.stages.batch_difference import digest
@@ -196,7 +196,7 @@ def test_the_ranks_of_a_start_belong_together_whenever_they_began(
 def test_any_batch_can_be_made_again_byte_for_byte(
     shards: str, folder: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(writer, "STATE_EVERY", 2)
+    monkeypatch.setattr(records, "STATE_EVERY", 2)
     pipeline = partial(toy_pipeline, shards, **how)
     own = loader(pipeline, folder)
     given = {}
@@ -367,7 +367,7 @@ def test_a_sample_takes_few_bytes(make_shards: Any, folder: Path) -> None:
     take(loader(pipeline, folder), 120)
     (path,) = folder.iterdir()
     batches = [record for record in read_records(path) if isinstance(record, Batch)]
-    size = sum(len(writer.framed(batch)) for batch in batches)
+    size = sum(len(records.framed(batch)) for batch in batches)
     assert size / sum(batch.items for batch in batches) <= 12
 
 

@@ -10,8 +10,8 @@ import savable_pipeline as sp
 from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.signals import SignalAt, got
+from tests.support.toy_faults import packed_numbers
 from tests.support.toy_numbers import counted_pipeline
-from tests.support.toy_pipelines import toy_pipeline
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
     shards = str(make_shards([30, 30]))
 
     def pipeline(lane: sp.Lane) -> sp.Stage:
-        return counted_pipeline(shards, lane) if epochs == 0 else toy_pipeline(shards, lane, epochs=epochs)
+        return counted_pipeline(shards, lane) if epochs == 0 else packed_numbers(shards, lane, epochs=epochs)
 
     def made() -> sp.SavableLoader:
         return sp.SavableLoader(pipeline, seed=3, lanes=3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
-from savable_pipeline.run.loader.recent import Recent
+from savable_pipeline.run.loader.stats import Recent
 from tests.support.streams import take
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline

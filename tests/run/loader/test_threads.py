@@ -10,8 +10,7 @@ import pytest
 
 import savable_pipeline as sp
 from tests.support.streams import take
-from tests.support.toy_faults import NumberEncoder, number_pipeline
-from tests.support.toy_pipelines import toy_pipeline
+from tests.support.toy_faults import NumberEncoder, number_pipeline, packed_numbers
 
 
 class Waits(NumberEncoder):
@@ -48,7 +47,7 @@ def test_a_second_thread_is_told_at_once_and_disturbs_nothing(make_shards: Any) 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_states_that_another_thread_takes_all_the_time_are_whole(make_shards: Any, num_workers: int) -> None:
-    pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
+    pipeline = partial(packed_numbers, str(make_shards([40, 7, 60])), epochs=1)
     expected = []
     with sp.SavableLoader(pipeline, seed=3, lanes=6, num_workers=num_workers) as own:
         states = {(0, 0): own.state_dict()}

@@ -18,10 +18,9 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
-from savable_pipeline.run.state.object_count import has_too_many
-from savable_pipeline.run.state.state_dict import check_flat, lane_numbers
+from savable_pipeline.run.state.restoring import has_too_many
+from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, taken_apart
 from savable_pipeline.run.state.summary import summarize
-from savable_pipeline.run.state.to_skip import taken_apart
 from tests.support.streams import take
 from tests.support.toy_pipelines import toy_pipeline
 from tests.support.toy_stores import WRITERS

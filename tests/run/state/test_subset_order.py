@@ -22,8 +22,8 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.selection import without_ending
-from savable_pipeline.run.given.made_again import make_again
 from savable_pipeline.run.ledger.reader import LedgerFiles
+from savable_pipeline.run.loader.made_again import make_again
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.trainers.elastic import complete_state

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from savable_pipeline.run.given.given_keys import find_keys
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
+from savable_pipeline.run.loader.given_keys import find_keys
 
 if TYPE_CHECKING:
     from savable_pipeline.stages.pipeline import Pipeline
@@ -116,6 +116,6 @@ class Ledger:
             SavableError: No such batch was given, or the pipeline makes it of other samples than the ledger names.
             CheckpointMismatchError: Settings or data are not those of the run.
         """
-        from savable_pipeline.run.given.made_again import make_again  # with torch, which takes seconds
+        from savable_pipeline.run.loader.made_again import make_again  # with torch, which takes seconds
 
         return make_again(pipeline, self._files, epoch, slot).batch

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.in_process import InProcess
-from savable_pipeline.run.engine.messages import Job
+from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Start
 from savable_pipeline.run.loader.growth import NewShards
@@ -40,7 +40,7 @@ def make_again(pipeline: Pipeline, ledger: LedgerFiles, epoch: int, slot: int) -
     given = ledger.batch_at(epoch, slot)
     start = given.start
     lane = slot % start.lanes
-    local = LocalLanes(Job(pipeline, start.seed, start.lanes, start.pad), lane)
+    local = LocalLanes(LaneJob(pipeline, start.seed, start.lanes, start.pad), lane)
     growth = _growth(start, local)
     at = ledger.state_before(epoch, slot)
     before, saved = (

@@ -12,7 +12,7 @@ from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
-from savable_pipeline.run.ledger.records import Source
+from savable_pipeline.run.ledger.records import LedgerSource
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 
 Found = list[tuple[str, GivenBatch]]
@@ -22,6 +22,8 @@ _KINDS = {
     "ArrowReader": "arrow",
     "JsonlReader": "jsonl",
     "TokenReader": "tokens",
+    "MdsReader": "mds",
+    "LitDataReader": "litdata",
 }
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 
@@ -43,7 +45,7 @@ def find_keys(
     return found
 
 
-def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[Source]:
+def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[LedgerSource]:
     names = [each.name for each in ledger.sources]
     if source is not None and source not in names:
         raise SavableError(f"{ledger.folder}: no source {source!r}; the run had {', '.join(names)}")
@@ -53,7 +55,7 @@ def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[S
     return chosen
 
 
-def _dataset(ledger: LedgerFiles, source: Source, data: str | None) -> Dataset:
+def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
     """The samples of a source, numbered as in the run's last start that had it, and keyed as there.
 
     Raises `SavableError` if they cannot be opened so, or are others: each answer would be wrong.
@@ -73,7 +75,7 @@ def _dataset(ledger: LedgerFiles, source: Source, data: str | None) -> Dataset:
     return dataset
 
 
-def _reader_of(ledger: LedgerFiles, source: Source, fields: dict[str, Any]) -> str:
+def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]) -> str:
     """The name of a source's reader in the run's settings, such as "web/ParquetReader".
 
     Raises `SavableError` unless there is one, of a kind that can be opened from here.

@@ -1,1 +1,0 @@
-"""Questions to a run's ledger: when a sample was given, and a batch made again."""
