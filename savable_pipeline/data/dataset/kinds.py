@@ -17,7 +17,8 @@ from savable_pipeline.data.remote.remote_files import names_behind, short_downlo
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.indexing import Progress, index_files
+from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by

@@ -36,8 +36,9 @@ from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
-from savable_pipeline.data.shards.indexing import Progress, check_none_gone
+from savable_pipeline.data.shards.indexing import check_none_gone
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.data.stores.remote_scans import RemoteScans, scanned_elsewhere, scanned_here, scans_of
