@@ -74,7 +74,7 @@ class RecordFolderStore(GroupedStore):
             needs = {ROWS: "rows", FRAMES: "zst"}.get(what, PACKED[packed] if packed < len(PACKED) else "")
             if needs in NEEDED:
                 needed_package(needs)
-        if found.remote is None and self.entries and (found.root / INDEX).exists():
+        if not self.files.behind_url and self.entries and (found.root / INDEX).exists():
             self.files.watch_view(~0, found.root / INDEX)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -122,10 +122,8 @@ class RecordFolderStore(GroupedStore):
     def listed_order(self) -> list[int]:
         """The shards in the order in which index.json names them."""
         number = {name: shard for shard, name in enumerate(self.entries.names)}
-        index = self.file(0).beside(INDEX, self.entries.names[0]) if number else None
-        if index is None:
-            return []
-        listed = self.found.form.kind.names(self.address, index.read_bytes())
+        index = self.files.beside(INDEX)
+        listed = [] if index is None else self.found.form.kind.names(self.address, index.read_bytes())
         return [next(number[name] for name in names if name in number) for names in listed]
 
     def row_groups(self, shard: int) -> tuple[list[int], int] | None:

@@ -74,7 +74,7 @@ def open_remote(
             raise ShardError(f"{files}: holds several splits; read one of them, such as {found.root}/train/")
         if anew:
             found = replace(found, sizes=asked(found, downloader, range(len(found.names))).sizes)
-        elif all_below and own is not None:
+        elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
             found = _with_missing(found, own.index, tolerant)
         changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
         if own is not None and _knows(own.index, found, tolerant, ever):
