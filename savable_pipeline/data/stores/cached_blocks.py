@@ -6,6 +6,8 @@ is announced (`prefetch_bytes`) is downloaded ahead. See `shard_cache` for how a
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -161,7 +163,9 @@ class CachedBlocks(DownloadedFiles):
             stat = self._call("stat", self.place.url, name)
             if stat is None:
                 return None
-            self._call("whole", self.place.url, name, stat[0], str(path))
+            aside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may want it too
+            self._call("whole", self.place.url, name, stat[0], str(aside))
+            aside.replace(path)
         return path
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
