@@ -16,7 +16,7 @@ _GONE = {
     "leaves_out_excluded": "the field `gives_excluded` of what describe() returns",
     "make_again": f"fetch_left(ref), or left_of(stage, ref) of {_PLACE}.held_items",
     "keep_known": f"sp.HeldItems(self).restore(refs), or known_refs(stage, refs) of {_PLACE}.held_items",
-    "keep_whole": f"sp.HeldItems(self).restore(refs), or whole_refs(stage, refs) of {_PLACE}.held_items",
+    "keep_whole": f"sp.HeldItems(self).restore(refs), or is_whole(stage, ref) of {_PLACE}.held_items",
 }
 
 
