@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.readers.join import Join
     from savable_pipeline.stages.readers.reader import RecordReader
     from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
+    from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
     from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
     from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
     from savable_pipeline.stages.stage_bases import PassThrough
@@ -78,6 +79,8 @@ __all__ = [
     "JsonlReader",
     "Lane",
     "Ledger",
+    "LitDataReader",
+    "MdsReader",
     "Mixture",
     "OnlinePacker",
     "ParquetReader",
@@ -136,6 +139,8 @@ _PLACES = {
     "JsonlReader": "stages.readers.readers",
     "Lane": "core.lane",
     "Ledger": "run.loader.ledger",
+    "LitDataReader": "stages.readers.record_folder_readers",
+    "MdsReader": "stages.readers.record_folder_readers",
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.columnar_readers",

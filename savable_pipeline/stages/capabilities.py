@@ -1,7 +1,6 @@
-"""What some stages can do besides giving elements, each a protocol: the loader, and stages downstream, ask by these.
+"""What some stages can do besides yielding elements, each a protocol that the loader and stages downstream look for.
 
-A stage has what it defines a method for, and a user's own stage may, too. The functions below ask any stage, by
-`hasattr`: `isinstance` of a protocol takes 10 µs, and a run may have very many lanes.
+A stage has a capability if it defines its method; so may a user's own stage. The functions below ask any stage.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from savable_pipeline.stages.stage import Stage
 
 
 class HoldsItems(Protocol):
-    """Holds made items, which are made again if the lane moves to another process."""
+    """Holds made items, which must be made again if the lane moves to another process."""
 
     @property
     def held_items(self) -> int:
-        """How many."""
+        """The number of made items."""
 
 
 class FillsUp(Protocol):
-    """Gives batches that `SavableLoader(tail="pad")` can fill up; see `BatchStage`."""
+    """Makes batches that `SavableLoader(tail="pad")` can fill up; see `BatchStage`."""
 
     def filler(self) -> Any:
         """A batch of rows that do not count, for a lane that has no more."""
@@ -34,24 +33,24 @@ class ReadsFiles(Protocol):
     """Reads from stores, whose files may change."""
 
     def verify(self, slot: int) -> None:
-        """Raise `ShardError` if data changed of which the batch of this slot, to be given next, may be made."""
+        """Raise `ShardError` if a file read for the next batch has changed."""
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """The stores that this stage itself reads from, to be looked at once more when the lane is at its end."""
+        """The stores that this stage itself reads from, for a last look at the end of the lane."""
 
 
 class HasAddresses(Protocol):
-    """Has settings that are told with the place of their data."""
+    """Has settings whose data have an address."""
 
     def addresses(self) -> dict[str, str]:
-        """Where the data of a setting lie, by the setting's name: told where the setting differs, never compared."""
+        """The address of each setting's data, by setting: shown where the setting differs, never compared."""
 
 
 class AvoidsSamples(Protocol):
     """Can leave out samples that killed their worker."""
 
     def may_avoid(self, error: SavableError) -> bool:
-        """Whether a sample may be left out that repeatedly killed its worker, as `error` describes."""
+        """Whether a sample that repeatedly killed its worker, as `error` describes, may be left out."""
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
         """Leave this sample out from now on, in this lane and in all that are restored from its state."""
@@ -65,46 +64,48 @@ class Merges(Protocol):
 
 
 class KnowsBranch(Protocol):
-    """Depends on the source of a `Blend` that it belongs to, or may not belong to one."""
+    """Depends on the `Blend` source that it belongs to, or may not belong to one."""
 
     def name_branch(self, name: str) -> None:
         """Become part of the source `name`, with all upstream. Called before the first element."""
 
 
 class PassesHints(Protocol):
-    """Gives elements of its source, or one made of each."""
+    """Yields elements of its source, or one made of each."""
 
     @property
     def one_for_one(self) -> bool:
-        """Whether it gives one for each, and leaves none out."""
+        """Whether it yields one for each element of its source, leaving none out."""
 
 
 class TakesHints(Protocol):
     """Depends on the batches downstream."""
 
     def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Hear that `rows` elements of this stage make a batch; `aligned`: each makes one row of it."""
+        """Tell this stage, before it starts, how many of its elements make a batch; `aligned`: each makes one row of
+        it.
+        """
 
 
 class Counted(Protocol):
-    """Knows beforehand how much it gives."""
+    """Knows beforehand how many elements it yields."""
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """The number of elements of pass `epoch` of a lane; None if it is not known after all."""
+        """The number of elements in pass `epoch` of a lane; None if it is not known after all."""
 
 
 class WrapsRefs(Protocol):
-    """Gives elements with refs of another form than those of its source."""
+    """Yields elements with refs of another form than those of its source."""
 
     def ref_alone(self, ref: ItemRef) -> ItemRef:
         """The ref of the element that this stage would make of the source's single element `ref`."""
 
 
 class LosesParts(Protocol):
-    """Gives elements of several parts, of which some may be lost when one is made again."""
+    """Yields elements of several parts, some of which may be lost when one is made again."""
 
     def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
-        """What `fetch(ref)` makes, and the ref of the parts that are in it."""
+        """Make the element again, and return it with the ref of the parts that are in it."""
 
 
 def map_sources(stage: Stage, change: Callable[[Stage], Stage]) -> None:
@@ -134,7 +135,7 @@ def hint_rows(stage: Stage, rows: int, *, aligned: bool) -> None:
 
 
 def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
-    """The number of elements that a stage gives in pass `epoch` of a lane; None if not known beforehand."""
+    """The number of elements that a stage yields in pass `epoch` of a lane; None if not known beforehand."""
     if hasattr(stage, "count_of"):
         return cast(Counted, stage).count_of(lane, epoch)
     return count_of(stage.source, lane, epoch) if getattr(stage, "one_for_one", False) else None

@@ -56,10 +56,10 @@ class Encode(TakesItems):
         source: A stage of samples.
         encoder: Makes the items.
         on_error: For a sample whose encoding raises: "raise", "skip", or a function of the `EncodeError` (its
-            `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. Shards that
-            cannot be read are the reader's `on_error`.
+            `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. For
+            unreadable shards it is the reader's `on_error`.
         max_errors: Most samples that a lane may skip because of errors: an int is a count, a float a share of its
-            samples so far, of which 100 are never too many.
+            samples so far; up to 100 are never too many.
         check: Share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure; the same after a
             resume.
 

@@ -1,11 +1,11 @@
-"""`HeldItems`: the elements that a stage has taken from its source and not given yet, each held by its ref.
+"""`HeldItems`: the elements that a stage has taken from its source and not yet returned, each held by its ref.
 
 refs     r3  r7  r8  r9     all that a state keeps of them
 items    a   ·   b   ·      in memory, or · MISSING: made again from the ref when it is needed
 bytes    40  0   52  0      of those in memory, counted for the whole process, where there is a limit
 
-An element that can no longer be made, since its sample is excluded now or gone, comes as a `Skip`, which the stage
-upstream has counted: leave it out.
+An element that can no longer be made, since its sample is now excluded or gone, is returned as a `Skip`, which the
+stage upstream has counted: leave it out.
 """
 
 from __future__ import annotations
@@ -86,27 +86,39 @@ class HeldItems:
 
     @property
     def made(self) -> int:
-        """How many of them are in memory."""
+        """The number of elements in memory."""
         return self._made
 
     def refs(self) -> list[ItemRef]:
-        """The refs, in order: for `save_state`."""
+        """Return the refs, in order: for `save_state`."""
         return list(self._refs)
 
     def restore(self, refs: Sequence[Any]) -> None:
-        """Hold the elements with these refs of a saved state, none of them made, and no others.
+        """Hold the elements of a saved state, none of them made, and no others.
 
-        Those of a source that was removed since are left out, and counted.
+        Elements of a source that was removed since are left out, and counted.
+
+        Args:
+            refs: What `refs()` returned.
         """
         self.drop(len(self._refs))
         self.hold_refs(known_refs(self._holder, list(map(as_ref, refs))))
 
     def hold_refs(self, refs: Sequence[ItemRef]) -> None:
-        """Hold the elements with these refs too, made when they are needed."""
+        """Hold more elements, made when they are needed.
+
+        Args:
+            refs: Their refs.
+        """
         self.add([MISSING] * len(refs), refs)
 
     def add(self, items: Sequence[Any], refs: Sequence[ItemRef]) -> None:
-        """Hold these elements too, behind the others; an item may be `MISSING`."""
+        """Hold more elements, behind the others.
+
+        Args:
+            items: The elements; one may be `MISSING`.
+            refs: The ref of each.
+        """
         self._refs += refs
         for item in items:
             self._items.append(MISSING)
@@ -125,7 +137,14 @@ class HeldItems:
         self._made += len(items)
 
     def fill(self, n: int) -> int:
-        """Take elements from the source until `n` are held or it ends; return how many were taken."""
+        """Take elements from the source until `n` are held or it ends.
+
+        Args:
+            n: How many to hold.
+
+        Returns:
+            The number of elements taken.
+        """
         before = len(self._refs)
         while len(self._refs) < n:
             items, refs = self._source.take(n - len(self._refs))
@@ -135,24 +154,36 @@ class HeldItems:
         return len(self._refs) - before
 
     def look(self, at: int) -> tuple[Any, ItemRef]:
-        """An element, made if it is missing, and its ref; a `Skip` if it can no longer be made. It stays as it is held.
+        """Return an element and its ref, without changing what is held.
 
-        The ref is that of what is left: a pack may have lost items.
+        Args:
+            at: Its place, from 0, or -1 for the last.
+
+        Returns:
+            The element, made if it is missing, or a `Skip` if it can no longer be made; and its ref, of the parts that
+            are left: a pack may have lost items.
         """
         item, ref = self._items[at], self._refs[at]
         return left_of(self._source, ref) if item is MISSING else (item, ref)
 
     def take(self, at: int, *, last_fills: bool = False) -> tuple[Any, ItemRef]:
-        """The same, and hold it no more: those behind it move up, or with `last_fills` the last one takes its place.
+        """Return an element and its ref, as `look`, and remove it. If the source raises, it is still held.
 
-        Where the source raises, it is still held.
+        Args:
+            at: Its place, from 0, or -1 for the last.
+            last_fills: Put the last element in its place, instead of moving up those behind it.
         """
         found = self.look(at)
         self.remove(at, last_fills=last_fills)
         return found
 
     def remove(self, at: int, *, last_fills: bool = False) -> None:
-        """Hold an element no more, as `take`."""
+        """Remove an element.
+
+        Args:
+            at: Its place, from 0, or -1 for the last.
+            last_fills: Put the last element in its place, instead of moving up those behind it.
+        """
         self._let_go(at, at + 1 if at != -1 else None)
         columns: tuple[list[Any], ...] = (self._items, self._refs, self._bytes)
         for column in columns:
@@ -161,7 +192,7 @@ class HeldItems:
             del column[-1 if last_fills else at]
 
     def _let_go(self, begin: int, end: int | None) -> None:
-        """Count what is in memory of these elements as gone."""
+        """Subtract these elements from the count of those in memory."""
         if self._share is None and self._made == len(self._items):
             self._made -= len(self._items[begin:end])
             return
@@ -172,7 +203,11 @@ class HeldItems:
                     self._share.release(self._bytes[begin + place])
 
     def ready(self, n: int) -> list[Any]:
-        """The first `n` items, made; fewer if fewer are held. Those that can no longer be made are held no more."""
+        """Return the first items, made; elements that can no longer be made are removed.
+
+        Args:
+            n: How many; fewer are returned if fewer are held.
+        """
         if self._made == len(self._refs):
             return self._items[:n]
         made: list[Any] = []
@@ -186,7 +221,13 @@ class HeldItems:
         return made
 
     def keep(self, at: int, item: Any, ref: ItemRef) -> None:
-        """Keep an element that `look` has made, in its place, as far as the limit allows it."""
+        """Keep an element that `look` has made, in its place, as far as the limit allows it.
+
+        Args:
+            at: Its place.
+            item: The element.
+            ref: Its ref, as `look` returned it.
+        """
         if self._items[at] is MISSING:
             self._refs[at] = ref
             self._keep(at, item)
@@ -201,13 +242,17 @@ class HeldItems:
         self._made += 1
 
     def drop(self, n: int) -> None:
-        """Hold the first `n` no more."""
+        """Remove the first elements.
+
+        Args:
+            n: How many.
+        """
         self._let_go(0, n)
         del self._items[:n], self._refs[:n], self._bytes[:n]
 
 
 def left_of(stage: Stage, ref: ItemRef) -> tuple[Any, ItemRef]:
-    """What `stage.fetch(ref)` makes, and the ref of what is in it: a pack may have lost items that cannot be made."""
+    """The element of `stage.fetch(ref)`, and the ref of its parts: a pack may have lost items that cannot be made."""
     if hasattr(stage, "fetch_left"):
         return cast(LosesParts, stage).fetch_left(ref)
     if stage.__class__.fetch is Stage.fetch:  # by `__class__`, which sees through what times a stage
@@ -218,7 +263,7 @@ def left_of(stage: Stage, ref: ItemRef) -> tuple[Any, ItemRef]:
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     """The saved refs whose source is still upstream of the stage, which counts the others as dropped.
 
-    Of refs of items and packs, what is left without excluded samples; samples are left out where they are encoded.
+    Of items and packs, excluded samples are removed too; samples are left out where they are encoded.
     """
     tags = stage.info.tags
     if isinstance(refs, np.ndarray):

@@ -3,7 +3,7 @@
     SampleStage ──▶ SampleStage ──▶ ItemStage ──▶ ItemStage ──▶ BatchStage
     reader          ShuffleBuffer   Encode        OnlinePacker  Batcher
 
-The class a stage derives from tells whether it gives samples, items or batches, so that a type checker, and each
+The class that a stage derives from says whether it yields samples, items or batches, so that a type checker, and each
 constructor, can refuse stages in a wrong order.
 """
 
@@ -31,7 +31,7 @@ State: TypeAlias = dict[str, Any]
 class Stage:
     """One step of a lane: an iterator that can save its position, return to it, and make an earlier element again.
 
-    Derive your own stage from `SampleStage`, `ItemStage` or `BatchStage`, by the kind of element it gives.
+    Derive your own stage from `SampleStage`, `ItemStage` or `BatchStage`, by the kind of element that it yields.
 
     - `__init__(source)` calls `super().__init__(source)`, which stores the stage before it as `self.source`.
     - `__next__()` returns the next element, or raises StopIteration at the end.
@@ -46,31 +46,37 @@ class Stage:
       Tuples come back as lists; `fetch` accepts both, and `sp.as_ref` turns them into tuples.
     - `settings()` returns every setting that changes the output: a saved state must agree on them.
 
-    Draw random numbers from `self.lane.rng("a name")`: its position is saved with the lane. A class with `__next__`
-    and no `ref` raises TypeError when it is defined; a source of the wrong kind raises ValueError.
+    Draw random numbers from `self.lane.rng("a name")`: its position is saved with the lane. Keep elements that the
+    stage has taken but not yet returned in a `sp.HeldItems`.
 
-    What a stage has taken and not given yet lies in `sp.HeldItems`.
+    Args:
+        source: The stage before this one.
 
-    >>> class Numbered(sp.ItemStage):  # gives each item with its number
-    ...     ref, count = (), 0
-    ...     def __next__(self):
-    ...         item = next(self.source)
-    ...         self.ref, self.count = (self.count, self.source.ref), self.count + 1
-    ...         return self.count - 1, item
-    ...     def fetch(self, ref):
-    ...         item = self.source.fetch(ref[1])
-    ...         return item if isinstance(item, sp.Skip) else (ref[0], item)
-    ...     def save_state(self):
-    ...         return {"count": self.count, **super().save_state()}
-    ...     def restore_state(self, state):
-    ...         super().restore_state(state)
-    ...         self.count = state["count"]
-    >>> class Ids(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["id"]
-    >>> numbered = Numbered(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids()))
-    >>> next(numbered), next(numbered), numbered.fetch(numbered.ref)
-    ((0, 0), (1, 1), (1, 1))
+    Raises:
+        TypeError: When a class is defined with `__next__` and no `ref`.
+        ValueError: The source is of the wrong kind.
+
+    Example:
+        >>> class Numbered(sp.ItemStage):  # gives each item with its number
+        ...     ref, count = (), 0
+        ...     def __next__(self):
+        ...         item = next(self.source)
+        ...         self.ref, self.count = (self.count, self.source.ref), self.count + 1
+        ...         return self.count - 1, item
+        ...     def fetch(self, ref):
+        ...         item = self.source.fetch(ref[1])
+        ...         return item if isinstance(item, sp.Skip) else (ref[0], item)
+        ...     def save_state(self):
+        ...         return {"count": self.count, **super().save_state()}
+        ...     def restore_state(self, state):
+        ...         super().restore_state(state)
+        ...         self.count = state["count"]
+        >>> class Ids(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> numbered = Numbered(sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids()))
+        >>> next(numbered), next(numbered), numbered.fetch(numbered.ref)
+        ((0, 0), (1, 1), (1, 1))
     """
 
     source: Stage
@@ -106,29 +112,37 @@ class Stage:
         raise NotImplementedError(f"{type(self).__name__} has no __next__")
 
     def save_state(self) -> State:
-        """The positions of this stage and of all before it, as plain values."""
+        """Return the positions of this stage and of all before it, as plain values."""
         return {"source": self.source.save_state()}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`. The stage must be fresh and have the same settings.
+        """Return to a saved position. The stage must be fresh and have the same settings.
 
-        Raises `CheckpointMismatchError` for a state of another stage.
+        Args:
+            state: What `save_state` returned; its tuples are lists.
+
+        Raises:
+            CheckpointMismatchError: The state is of another stage.
         """
         self.source.restore_state(state["source"])
 
     def fetch(self, ref: Any) -> Any:
-        """Make the element with this ref again; a `Skip` if that is no longer possible."""
+        """Make an earlier element again; a `Skip` if that is no longer possible.
+
+        Args:
+            ref: The ref of the element.
+        """
         return self.source.fetch(ref)
 
     def settings(self) -> dict[str, Any]:
-        """Every setting that changes the stage's output, as plain values: a saved state must agree on them."""
+        """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
         return {}
 
     # Properties of every stage.
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """The stages just upstream: none before a reader, several before a stage that merges."""
+        """The stages directly upstream: none before a reader, several before a stage that merges."""
         return (self.source,)
 
     @cached_property
@@ -154,9 +168,12 @@ class Stage:
     # A default that a stage may replace by something better.
 
     def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
-        """The next elements, 1 to `n` of them, and their refs; two empty lists only at the end.
+        """Take the next elements, and their refs; two empty lists only at the end.
 
-        `deferred`: where `info.deferred`, an element may be `MISSING`, to be made by `fetch(ref)` when it is needed.
+        Args:
+            n: The most elements to take; at least one follows.
+            deferred: Whether an element may be `MISSING` where `info.deferred`, to be made by `fetch(ref)` when it is
+                needed.
         """
         for item in self:
             return [item], [as_ref(self.ref)]
@@ -164,18 +181,23 @@ class Stage:
 
 
 class SampleStage(Stage):
-    """A stage that gives samples, not read yet: a reader, a `ShuffleBuffer`, a `Blend` of them, or your own filter.
+    """A stage that yields samples, not read yet: a reader, a `ShuffleBuffer`, a `Blend` of them, or your own filter.
 
-    The samples that a reader is told to `exclude` pass through it too: they are left out later, by `Encode`.
+    Samples that a reader excludes pass through it too: `Encode` leaves them out.
 
-    Raises ValueError if its source gives items or batches.
+    Args:
+        source: The stage before this one, of samples.
 
-    >>> class Even(sp.PassThrough, sp.SampleStage):  # leaves out samples with an odd id
-    ...     def __next__(self) -> sp.Sample:
-    ...         return next(sample for sample in self.source if sample.json()["id"] % 2 == 0)
-    >>> samples = Even(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
-    >>> [next(samples).key for _ in range(3)]
-    ['s000000', 's000002', 's000004']
+    Raises:
+        ValueError: The source yields items or batches.
+
+    Example:
+        >>> class Even(sp.PassThrough, sp.SampleStage):  # leaves out samples with an odd id
+        ...     def __next__(self) -> sp.Sample:
+        ...         return next(sample for sample in self.source if sample.json()["id"] % 2 == 0)
+        >>> samples = Even(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+        >>> [next(samples).key for _ in range(3)]
+        ['s000000', 's000002', 's000004']
     """
 
     source: SampleStage
@@ -185,38 +207,54 @@ class SampleStage(Stage):
         super().__init__(source)
 
     def take_refs(self, n: int) -> RefArray:
-        """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end, or if `n` is 0."""
+        """Return the refs of the next samples: REF (any,); empty only at the end, or if `n` is 0.
+
+        Args:
+            n: The most refs to take; at least one follows.
+        """
         if n > 0:
             for sample in self:
                 return np.array([(sample.index, sample.epoch)], dtype=REF)
         return np.empty(0, REF)
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
-        """The samples with these refs; their parts are read when asked for."""
+        """Return the samples with these refs; their parts are read when asked for.
+
+        Args:
+            refs: REF (any,).
+        """
         return self.source.open_samples(refs)
 
     def prefetch(self, refs: RefArray) -> None:
-        """Begin to download the samples with these refs, which a restored stage holds; nothing for local files."""
+        """Begin to download samples that a restored stage holds; nothing for local files.
+
+        Args:
+            refs: Their refs, REF (any,).
+        """
         self.source.prefetch(refs)
 
 
 class ItemStage(Stage):
-    """A stage that gives items, or packs of them: `Encode`, `OnlinePacker`, a `Blend` of them, or your own stage.
+    """A stage that yields items, or packs of them: `Encode`, `OnlinePacker`, a `Blend` of them, or your own stage.
 
-    >>> class Below(sp.PassThrough, sp.ItemStage):  # leaves out numbers of `limit` and more
-    ...     def __init__(self, source: sp.ItemStage, limit: int) -> None:
-    ...         super().__init__(source)
-    ...         self.limit = limit
-    ...     def __next__(self):
-    ...         return next(item for item in self.source if item < self.limit)
-    ...     def settings(self):
-    ...         return {"limit": self.limit}
-    >>> class Ids(sp.TaskEncoder):
-    ...     def encode(self, sample, rng):
-    ...         return sample.json()["id"]
-    >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False, epochs=1), Ids())
-    >>> list(Below(items, limit=3))
-    [0, 1, 2]
+    Args:
+        source: The stage before this one.
+
+    Example:
+        >>> class Below(sp.PassThrough, sp.ItemStage):  # leaves out numbers of `limit` and more
+        ...     def __init__(self, source: sp.ItemStage, limit: int) -> None:
+        ...         super().__init__(source)
+        ...         self.limit = limit
+        ...     def __next__(self):
+        ...         return next(item for item in self.source if item < self.limit)
+        ...     def settings(self):
+        ...         return {"limit": self.limit}
+        >>> class Ids(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.json()["id"]
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False, epochs=1), Ids())
+        >>> list(Below(items, limit=3))
+        [0, 1, 2]
     """
 
     @property
@@ -226,26 +264,30 @@ class ItemStage(Stage):
 
 
 class BatchStage(ItemStage):
-    """A stage that gives batches: `Batcher`, `BucketBatcher`, or your own last stage.
+    """A stage that yields batches: `Batcher`, `BucketBatcher`, or your own last stage.
 
-    `SavableLoader(tail="pad")` needs two things more. `filler()` returns a batch of rows that do not count, for a lane
+    `SavableLoader(tail="pad")` needs two more methods. `filler()` returns a batch of rows that do not count, for a lane
     that has no more: a dict with a key "valid", bool (rows,), all False. While `self.lane.pad` is true, every batch has
     the key "valid" and the same number of rows.
 
-    >>> from itertools import islice
-    >>> class Pairs(sp.BatchStage):  # batches of two samples; the last one of an odd number is alone
-    ...     ref = ()
-    ...     def __next__(self):
-    ...         pair = [(sample, self.source.ref) for sample in islice(self.source, 2)]
-    ...         if not pair:
-    ...             raise StopIteration
-    ...         samples, self.ref = zip(*pair)
-    ...         return [sample.key for sample in samples]
-    ...     def fetch(self, ref):
-    ...         return [self.source.fetch(each).key for each in ref]
-    >>> pairs = Pairs(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
-    >>> next(pairs), pairs.fetch(pairs.ref)
-    (['s000000', 's000001'], ['s000000', 's000001'])
+    Args:
+        source: The stage before this one.
+
+    Example:
+        >>> from itertools import islice
+        >>> class Pairs(sp.BatchStage):  # batches of two samples; the last one of an odd number is alone
+        ...     ref = ()
+        ...     def __next__(self):
+        ...         pair = [(sample, self.source.ref) for sample in islice(self.source, 2)]
+        ...         if not pair:
+        ...             raise StopIteration
+        ...         samples, self.ref = zip(*pair)
+        ...         return [sample.key for sample in samples]
+        ...     def fetch(self, ref):
+        ...         return [self.source.fetch(each).key for each in ref]
+        >>> pairs = Pairs(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+        >>> next(pairs), pairs.fetch(pairs.ref)
+        (['s000000', 's000001'], ['s000000', 's000001'])
     """
 
     def more(self) -> bool | None:

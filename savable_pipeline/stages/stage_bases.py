@@ -1,4 +1,4 @@
-"""Bases for stages of one way: those that pass on what they took last, and those that are asked for several at once."""
+"""Bases for stages of two kinds: those that pass on what they took last, and those that yield several at once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ class PassThrough(Stage):
     Such a stage holds nothing back, so it needs neither `ref` nor `fetch`, nor a state of its own. Do not mark a stage
     that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.
 
-    >>> class Logged(sp.PassThrough, sp.SampleStage):
-    ...     def __next__(self) -> sp.Sample:
-    ...         sample = next(self.source)
-    ...         print(sample.key)
-    ...         return sample
-    >>> _ = next(Logged(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)))
-    s000000
+    Args:
+        source: The stage before this one.
+
+    Example:
+        >>> class Logged(sp.PassThrough, sp.SampleStage):
+        ...     def __next__(self) -> sp.Sample:
+        ...         sample = next(self.source)
+        ...         print(sample.key)
+        ...         return sample
+        >>> _ = next(Logged(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)))
+        s000000
     """
 
     @property

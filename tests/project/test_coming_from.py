@@ -52,7 +52,6 @@ NOT_HERE = {
     },
     "coming-from/hf-datasets.md": {"`hf://`": opens("hf://datasets/user/name/data.tar")},
     "coming-from/mosaic.md": {
-        "MDS shards do not load": named("MdsReader"),
         "Another choice of samples in each epoch": named("TarShardReader(sampling_method)", "TarShardReader(choose)"),
     },
     "coming-from/torchdata.md": {
@@ -76,7 +75,7 @@ HERE = {
         "sp.JsonlReader",
         "sp.Join",
     ],
-    "coming-from/mosaic.md": ["sp.open_dataset", "sp.ShardWriter"],
+    "coming-from/mosaic.md": ["sp.open_dataset", "sp.ShardWriter", "sp.MdsReader"],
     "coming-from/torchdata.md": ["sp.open_dataset"],
     "coming-from/webdataset.md": ["sp.ShardWriter"],
 }

@@ -9,13 +9,14 @@ import struct
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import zstandard
 
 from tests.support.toy_files import jpeg
 
+T = TypeVar("T")
 LEAF = {"type": None, "context": None, "children_spec": []}
 
 
@@ -54,21 +55,26 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+def cut(rows: list[T], a_file: int | list[int]) -> list[list[T]]:
+    """The rows of each file: so many in each, or as listed."""
+    counts = [a_file] * -(-len(rows) // a_file) if isinstance(a_file, int) else a_file
+    return [rows[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
 def write_mds(
     folder: Path,
     columns: dict[str, str],
     rows: list[list[bytes]],
     *,
     sizes: dict[str, int] | None = None,
-    a_shard: int = 4,
+    a_shard: int | list[int] = 4,
     packed: str = "",
 ) -> Path:
     """Rows of encoded columns; those in `sizes` have that size in every row. `packed` is a compression of theirs."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     fixed = [(sizes or {}).get(name) for name in columns]
     shards = []
-    for number, first in enumerate(range(0, len(rows), a_shard)):
-        some = rows[first : first + a_shard]
+    for number, some in enumerate(cut(rows, a_shard)):
         raw = block([record(row, fixed) for row in some], config=b'{"any": "thing"}')
         name = f"shard.{number:05d}.mds"
         zipped = PACKERS[packed](raw)
@@ -140,13 +146,12 @@ LAYOUTS: dict[str | None, Callable[[list[bytes]], bytes]] = {
 
 
 def write_litdata(
-    folder: Path, formats: list[str], spec: Any, rows: list[list[bytes]], *, a_chunk: int = 4, **config: Any
+    folder: Path, formats: list[str], spec: Any, rows: list[list[bytes]], *, a_chunk: int | list[int] = 4, **config: Any
 ) -> Path:
     """Rows of encoded leaves; `compression_level` says what is compressed by itself."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     chunks = []
-    for number, first in enumerate(range(0, len(rows), a_chunk)):
-        some = rows[first : first + a_chunk]
+    for number, some in enumerate(cut(rows, a_chunk)):
         name = f"chunk-0-{number}.bin"
         data = LAYOUTS.get(config.get("compression_level"), block)([record(row) for row in some])
         if config.get("compression_level") == "chunk":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import savable_pipeline as sp
+from tests.support import toy_records
 from tests.support.toy_stores import numbered
 
 SIZES = [40, 66, 50, 80]
@@ -66,31 +68,59 @@ def write_tokens(folder: Path) -> None:
         (folder / f"{shard:04d}.idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + firsts.tobytes())
 
 
+def records(folder_of: Callable[..., Any]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        numbers = range(sum(SIZES))
+        data = (pad[: PAD // 3] for pad in pads(sum(SIZES)))  # of which a shard fits a small cache
+        rows = [[struct.pack("<q", number), pad] for number, pad in zip(numbers, data, strict=True)]
+        folder_of(folder, rows)
+
+    return write
+
+
+def write_mds(folder: Path, rows: list[list[bytes]]) -> None:
+    toy_records.write_mds(folder, {"id": "int", "pad": "bytes"}, rows, a_shard=SIZES, packed="zstd")
+
+
+def write_litdata(folder: Path, rows: list[list[bytes]]) -> None:
+    spec = toy_records.dict_spec(["id", "pad"])
+    toy_records.write_litdata(folder, ["int", "bytes"], spec, rows, a_chunk=SIZES)
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
     "parquet": write_parquet,
     "arrow": write_arrow,
     "jsonl": write_jsonl,
     "tokens": write_tokens,
+    "mds": records(write_mds),
+    "litdata": records(write_litdata),
 }
 READERS: dict[str, Any] = {
     "parquet": sp.ParquetReader,
     "arrow": sp.ArrowReader,
     "jsonl": sp.JsonlReader,
     "tokens": sp.TokenReader,
+    "mds": sp.MdsReader,
+    "litdata": sp.LitDataReader,
 }
 KINDS = list(WRITERS)
+LISTED = ("mds", "litdata")  # by an index.json
 
 
 def names_of(kind: str) -> list[str]:
     """The names of the files of a folder."""
+    if kind == "mds":
+        return [f"shard.{shard:05d}.mds.zstd" for shard in range(len(SIZES))]
+    if kind == "litdata":
+        return [f"chunk-0-{shard}.bin" for shard in range(len(SIZES))]
     if kind == "tokens":
         return [f"{shard:04d}.{'npy' if shard % 2 else 'bin'}" for shard in range(len(SIZES))]
     return [f"{shard:04d}.{kind}" for shard in range(len(SIZES))]
 
 
-def urls_of(url: str, kind: str) -> list[str]:
-    """The addresses of the files of a folder below `url`."""
-    return [f"{url}/{kind}/{name}" for name in names_of(kind)]
+def urls_of(url: str, kind: str) -> str | list[str]:
+    """The addresses of the files of a folder below `url`; of one whose index.json names them, its own."""
+    return f"{url}/{kind}/" if kind in LISTED else [f"{url}/{kind}/{name}" for name in names_of(kind)]
 
 
 class Ids(sp.TaskEncoder):

@@ -6,6 +6,7 @@ PyArrow and the readers are imported where they are used: many small processes i
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import savable_pipeline as sp
+from tests.support import toy_records
 from tests.support.shards import write_numbered_shards, write_tar
 
 WIDTH = 3  # tokens of a sample in a token file
@@ -66,12 +68,28 @@ def _files(write: Callable[[Path, list[str], int], None], folder: Path, sizes: l
         write(folder / f"{number:04d}", texts, number)
 
 
+def _write_mds(folder: Path, sizes: list[int]) -> None:
+    """Compressed shards of an MDS folder."""
+    rows = [[struct.pack("<q", number), f"s{number:06d}".encode()] for number in range(sum(sizes))]
+    toy_records.write_mds(folder, {"id": "int", "key": "str"}, rows, sizes={"id": 8}, a_shard=sizes, packed="zstd")
+
+
+def _write_litdata(folder: Path, sizes: list[int]) -> None:
+    """Chunks of LitData in frames."""
+    rows = [[struct.pack("<q", number), f"s{number:06d}".encode()] for number in range(sum(sizes))]
+    packing = {"compression": "zstd", "compression_level": "batch"}
+    spec = toy_records.dict_spec(["id", "key"])
+    toy_records.write_litdata(folder, ["int", "str"], spec, rows, a_chunk=sizes, **packing)
+
+
 WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
     "tar": write_numbered_shards,
     "parquet": partial(_files, _write_parquet),
     "arrow": partial(_files, _write_arrow),
     "jsonl": partial(_files, _write_jsonl),
     "tokens": partial(_files, _write_tokens),
+    "mds": _write_mds,
+    "litdata": _write_litdata,
 }
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tar": ("TarShardReader", {}),
@@ -79,6 +97,8 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "arrow": ("ArrowReader", {"key": "key"}),
     "jsonl": ("JsonlReader", {"key": "key"}),
     "tokens": ("TokenReader", {"length": WIDTH}),
+    "mds": ("MdsReader", {"key": "key"}),
+    "litdata": ("LitDataReader", {"key": "key"}),
 }
 KEYED = [kind for kind in READERS if kind != "tokens"]  # those whose samples have keys, as the tars have them
 

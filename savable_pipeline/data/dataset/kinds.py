@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import dataset_of
-from savable_pipeline.data.remote.remote_files import names_behind
+from savable_pipeline.data.remote.remote_files import names_behind, short_downloader
 from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.indexing import Progress, index_files
+from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by
@@ -26,9 +27,14 @@ from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
 from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
+from savable_pipeline.data.stores.litdata import LITDATA
+from savable_pipeline.data.stores.mds import MDS
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
+from savable_pipeline.data.stores.record_files import kind_behind, kind_in
+from savable_pipeline.data.stores.record_folder_store import LitDataStore, MdsStore
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.remote_indexing import index_remote_files
 from savable_pipeline.data.stores.saved_dataset import data_files
@@ -42,26 +48,39 @@ from savable_pipeline.errors import ShardError
 class Kind:
     """A format of files, the store that reads them, and the names of its settings.
 
-    `seen_with` are settings for whoever looks at files that cannot be read without any. `named` tells which files of a
-    folder are read, where another program says so.
+    `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
+    whoever reads all samples once, in their order. `named` tells which files of a folder are read, where another
+    program says so.
     """
 
     form: FileFormat
     store: Callable[..., RecordStore]
     settings: tuple[str, ...] = ()
     seen_with: Mapping[str, Any] = field(default_factory=dict)
+    in_order: Callable[[], dict[str, Any]] = dict
     named: Callable[[Shards], Shards] = lambda files: files
 
 
+def _partial() -> dict[str, Any]:
+    return {"partial": True}
+
+
+def _few_blocks() -> dict[str, Any]:
+    return {"blocks": DecodedBlocks(_FEW_BYTES)}
+
+
+_FEW_BYTES = 1 << 27  # that are kept unpacked
 _COLUMNS = ("columns", "key", "blocks", "partial")
 STORES = {
     kind.form.name: kind
     for kind in (
         Kind(TARS, TarStore),
-        Kind(PARQUET, ParquetStore, _COLUMNS),
-        Kind(ARROW, ArrowStore, _COLUMNS, named=data_files),
+        Kind(PARQUET, ParquetStore, _COLUMNS, in_order=_partial),
+        Kind(ARROW, ArrowStore, _COLUMNS, in_order=_partial, named=data_files),
         Kind(JSONL, JsonlStore, ("key",)),
         Kind(TOKENS, TokenStore, ("length", "stride", "dtype"), {"length": 1024}),
+        Kind(MDS, MdsStore, ("key", "blocks"), in_order=_few_blocks),
+        Kind(LITDATA, LitDataStore, ("key", "blocks"), in_order=_few_blocks),
     )
 }
 
@@ -71,14 +90,17 @@ def format_of(files: Shards) -> FileFormat:
     return STORES[kind_of(files)].form
 
 
-def format_of_name(name: str) -> FileFormat | None:
-    """The format of one file by its name, whatever is there; None for what is of no kind."""
-    kind = STORES.get(_kind_of_name(name))
+def format_of_file(root: Path, name: str) -> FileFormat | None:
+    """The format of one file below `root`, by an index.json there or by its name, whatever is there.
+
+    None for what is of no kind.
+    """
+    kind = STORES.get(kind_in(root)) or STORES.get(_kind_of_name(name))
     return None if kind is None else kind.form
 
 
 def kind_of(files: Shards) -> str:
-    """ "tar", "parquet", "arrow", "jsonl" or "tokens". A folder with tars is one of tars, whatever else is in it.
+    """ "tar" or the name of a format. A folder with tars is one of tars, whatever else is in it.
 
     Raises `ShardError` for files of several kinds.
     """
@@ -136,8 +158,8 @@ def open_store(
 def seen(found: IndexedFiles, *, partial: bool = False, **settings: Any) -> RecordStore:
     """The store of indexed files, for whoever looks at them: with settings where they cannot be read without any."""
     kind = STORES[found.form.name]
-    if partial and "partial" in kind.settings:
-        settings["partial"] = True
+    if partial:
+        settings |= kind.in_order()
     try:
         return kind.store(found, **settings)
     except ValueError:
@@ -173,6 +195,8 @@ def index_any(
 
 def _kinds_at(spec: str) -> set[str]:
     path = Path(spec)
+    if (kind := kind_in(path)) in STORES:
+        return {kind}
     if not path.is_dir():
         return {_kind_of_name(name) for name in expand_braces(spec)[:1]}
     kinds = set()
@@ -196,10 +220,18 @@ def _kinds_behind(url: str) -> set[str]:
     """The kinds of what lies behind a URL, by its own name, or else by the names below it."""
     if (kind := _kind_of_name(url)) or "*" in url:
         return {kind}
-    indexes = {kind.form.index_name: name for name, kind in STORES.items()}
+    with short_downloader() as downloader:
+        if (found := kind_behind(url.rstrip("/"), downloader)) in STORES:
+            return {found}
+    indexes = {each.form.index_name: name for name, each in STORES.items()}
     names = names_behind(url.rstrip("/"), list(indexes))
     return {indexes[name] for name in names if name in indexes} or {_kind_of_name(name) for name in names}
 
 
 def _kind_of_name(name: str) -> str:
-    return next((kind for kind, each in STORES.items() if name.endswith(each.form.kind.endings)), "")
+    return next((kind for kind, each in _told_by_name() if name.endswith(each.form.kind.endings)), "")
+
+
+def _told_by_name() -> Iterator[tuple[str, Kind]]:
+    """The kinds whose files a name tells: those of the others are named by a listing."""
+    return ((name, kind) for name, kind in STORES.items() if not kind.form.kind.listing)

@@ -195,10 +195,15 @@ def check_stamp(url: str, stamp: str, found: str) -> None:
         )
 
 
+def short_downloader() -> contextlib.closing[Downloader]:
+    """A downloading process for a few questions, to be closed after them."""
+    folder = cache_folder(None)
+    return contextlib.closing(Downloader(folder, cache_bytes(None, folder)))
+
+
 def names_behind(url: str, index_names: list[str]) -> list[str]:
     """The names of the objects below a URL; below one of a web server, those of these indexes that are there."""
-    folder = cache_folder(None)
-    with contextlib.closing(Downloader(folder, cache_bytes(None, folder))) as downloader:
+    with short_downloader() as downloader:
         if not url.startswith("http"):
             return [name for name, _, _ in downloader.call("listing", url, True)]
         tickets = {name: downloader.submit("stat", url, name) for name in index_names}
@@ -210,6 +215,7 @@ def version_now(found: RemoteShards, dataset: Path, beside: tuple[str, str], dow
     stats = _stats(found, downloader)
     with_suffix, suffix = beside
     companions = [name[: -len(with_suffix)] + suffix for name in found.names if suffix and name.endswith(with_suffix)]
+    companions = companions if with_suffix or not suffix else [suffix]
     extra = _stats(RemoteShards.named(found.root, companions), downloader, needed=False)
     version = dataset / _hash(sorted({**stats, **extra}.items()))
     if not (version / "blocks").exists():

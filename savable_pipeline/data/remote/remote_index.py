@@ -32,8 +32,9 @@ from savable_pipeline.data.remote.scratch import RemoteObject, scan_object
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import Progress, check_none_gone
+from savable_pipeline.data.shards.indexing import check_none_gone
 from savable_pipeline.data.shards.paths import NOT_THERE, Shards
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames

@@ -18,6 +18,7 @@ from savable_pipeline.data.shards.paths import NOT_THERE, TAR_FILES, ShardKind, 
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
+_listings: dict[tuple[str, str, int, str], bytes] = {}  # the one read last: it is asked for several times
 SCHEMES = ("s3", "gs", "az", "http", "https")
 
 
@@ -71,6 +72,8 @@ def find_remote(
     if one is named twice.
     """
     specs = [spelled for spec in spelled_out(shards) for spelled in expand_braces(spec)]
+    if kind.listing:
+        return _listed_behind(specs, downloader, kind)
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
     if len(specs) == 1 and pattern is None and not root.endswith(kind.suffixes):
         _check_readable(root, kind)
@@ -103,6 +106,35 @@ def find_remote(
     of = [listed.get(url, (-1, "")) for url in sorted(urls)]
     names = [url[len(root) + 1 :] for url in sorted(urls)]
     return RemoteShards(root, names, np.array([size for size, _ in of], np.int64), [stamp for _, stamp in of])
+
+
+def listing_behind(root: str, name: str, downloader: Downloader) -> bytes | None:
+    """A file below a URL that says what the others are; None if there is none."""
+    stat = downloader.call("stat", root, name)
+    if stat is None:
+        return None
+    place = root, name, *stat
+    if place not in _listings:
+        _listings.clear()
+        _listings[place] = downloader.call("part", root, name, stat[0], 0, stat[0])
+    return _listings[place]
+
+
+def _listed_behind(specs: list[str], downloader: Downloader, kind: ShardKind) -> RemoteShards:
+    root = specs[0].rstrip("/")
+    listing = listing_behind(root, kind.listing, downloader) if len(specs) == 1 else None
+    if listing is None:
+        raise ShardError(f"{root}/{kind.listing}: not there; name the one folder that it lies in", reason=NOT_THERE)
+    if root.startswith("http"):
+        names = {name for several in kind.names(root, listing) for name in several}
+        tickets = {name: downloader.submit("stat", root, name) for name in sorted(names)}
+        stats = {name: downloader.result(ticket) for name, ticket in tickets.items()}
+        there = {name: stat for name, stat in stats.items() if stat is not None}
+    else:
+        there = {name: (size, stamp) for name, size, stamp in downloader.call("listing", root, True)}
+    found = kind.names_in(root, listing, there.__contains__, False)
+    sizes = np.array([there[name][0] for name in found], np.int64)
+    return RemoteShards(root, found, sizes, [there[name][1] for name in found])
 
 
 def _folder(spec: str) -> tuple[str, str | None]:

@@ -23,8 +23,11 @@ class FileBytes(Protocol):
     def expect(self, places: list[tuple[int, int]], /) -> None:
         """Announces reads of these offsets and sizes."""
 
-    def beside(self, suffix: str, /) -> Path | None:
-        """A local file with what lies beside it under its name with this suffix; None if nothing does."""
+    def beside(self, suffix: str, name: str = "", /) -> Path | None:
+        """A local file with what lies beside it under its name with this suffix; None if nothing does.
+
+        Given the file's `name` below its folder: what is called `suffix` in that folder.
+        """
 
     def fileno(self) -> int:
         """The descriptor of a file on a disk. Raises OSError for one behind a URL."""
@@ -44,9 +47,9 @@ class LocalBytes:
     def expect(self, places: list[tuple[int, int]]) -> None:
         """Nothing: the disk is near."""
 
-    def beside(self, suffix: str) -> Path | None:
+    def beside(self, suffix: str, name: str = "") -> Path | None:
         """See `FileBytes.beside`."""
-        path = self._path.with_suffix(suffix)
+        path = self._path.parents[name.count("/")] / suffix if name else self._path.with_suffix(suffix)
         return path if path.exists() else None
 
     def fileno(self) -> int:

@@ -49,8 +49,13 @@ class FileFormat:
     def names_beside(self, name: str) -> list[str]:
         """What may lie beside a file."""
         own, other = self.beside
-        companion = [name.removesuffix(own) + other] if own and name.endswith(own) else []
+        companion = [self.companion(name)] if other and name.endswith(own) else []
         return [*companion, *([name + self.for_others] if self.for_others else [])]
+
+    def companion(self, name: str) -> str:
+        """The name of what lies beside a file; where it belongs to all files, it lies in their folder."""
+        own, other = self.beside
+        return name.removesuffix(own) + other if own else other
 
     def index_at(self, path: Path) -> ShardIndex:
         """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""

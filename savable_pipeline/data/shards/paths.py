@@ -49,6 +49,30 @@ class ShardKind:
     compressed: tuple[str, str] = ("", "")
     cure: str = ""
     left_out: Callable[[str], bool] = lambda name: False  # of the names in a folder, those that are no data
+    listing: str = ""  # a file in the folder that names them
+    listed: Callable[[bytes], list[tuple[str, ...]]] = lambda listing: []  # the names that each may have; ValueError
+
+    def names(self, place: str, listing: bytes) -> list[tuple[str, ...]]:
+        """The names that each file may have which a `listing` names. Raises `ShardError` if it cannot be read."""
+        try:
+            return self.listed(listing)
+        except ValueError as error:
+            raise ShardError(f"{place}/{self.listing}: {error}") from error
+
+    def names_in(self, place: str, listing: bytes, is_there: Callable[[str], bool], missing_too: bool) -> list[str]:
+        """Those of them that are there, sorted: of the names that each may have, the first that `is_there`.
+
+        Raises `ShardError` also for a file that is not there, unless `missing_too`.
+        """
+        found = set()
+        for names in self.names(place, listing):
+            written = max(names, key=len)  # compressed, where the others are what was unpacked
+            name = next((name for name in names if is_inside(name) and is_there(name)), written)
+            if not is_inside(name) or (name in found) or not (missing_too or is_there(name)):
+                fault = "twice" if name in found else "and not there; copy the whole folder"
+                raise ShardError(f"{place}/{name}: named by {self.listing}, {fault}", reason="missing shard")
+            found.add(name)
+        return sorted(found)
 
     @property
     def endings(self) -> tuple[str, ...]:
@@ -92,6 +116,8 @@ def find_shards(
     specs = spelled_out(shards)
     if not specs:
         raise ShardError("the list of shards is empty")
+    if kind.listing:
+        return _listed_below(specs, kind, missing_too)
     if len(specs) == 1 and Path(specs[0]).is_dir():
         root = Path(specs[0]).absolute()  # a relative one would change its meaning with the working folder
         return root, with_handles(partial(_files_below, root, kind, unlistable, visited))
@@ -103,6 +129,19 @@ def find_shards(
         raise ShardError(f"{twice}: the same shard is named twice")
     root = Path(os.path.commonpath([path.parent for path in paths]))
     return root, sorted(path.relative_to(root).as_posix() for path in paths)
+
+
+def _listed_below(specs: list[str], kind: ShardKind, missing_too: bool) -> tuple[Path, list[str]]:
+    root = Path(specs[0]).absolute()
+    try:
+        listing = (root / kind.listing).read_bytes() if len(specs) == 1 else b""
+    except OSError as error:
+        raise ShardError(
+            f"{root / kind.listing}: {error.strerror}; name the one folder that it lies in", reason=NOT_THERE
+        ) from error
+    if len(specs) > 1:
+        raise ShardError(f"{root} and {len(specs) - 1} more: each folder with {kind.listing} needs a reader of its own")
+    return root, kind.names_in(str(root), listing, lambda name: (root / name).is_file(), missing_too)
 
 
 def spelled_out(shards: Shards) -> list[str]:

@@ -198,9 +198,10 @@ class CachedBytes:
         ends = np.minimum(begins + sizes, self.size)
         self._files.prefetch_bytes(self._shard, begins, ends, soon=True)
 
-    def beside(self, suffix: str) -> Path | None:
+    def beside(self, suffix: str, name: str = "") -> Path | None:
         """See `FileBytes.beside`."""
-        path = self._files.place.beside(self._whole_name).with_suffix(suffix)
+        place = self._files.place
+        path = place.beside(suffix) if name else place.beside(self._whole_name).with_suffix(suffix)
         return path if path.exists() else None
 
     def fileno(self) -> int:

@@ -1,23 +1,20 @@
 """`ColumnarStore`: what Parquet and Arrow have in common: a row is a sample, a column one of its parts.
 
-file ─ row groups, or record batches ─ each decoded once, into `DecodedBlocks` ─ a row's columns as bytes
+row groups, or record batches ─ each decoded once (`GroupedStore`) ─ a row's columns as bytes
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from bisect import bisect_right
 from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
-from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.awaited_rows import AwaitedOfGroup, AwaitedRows
-from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.errors import ShardError
 
@@ -26,7 +23,6 @@ if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
     from savable_pipeline.data.stores.media_columns import NamedFile
 
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
-_MOST_DECODED = 4 << 30  # bytes of a row group, beyond which it is refused unless the cache is as large
 
 
 class Decoded(NamedTuple):
@@ -46,7 +42,7 @@ class ColumnSettings(TypedDict, total=False):
     partial: bool
 
 
-class ColumnarStore(FileStore):
+class ColumnarStore(GroupedStore):
     """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
 
     `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
@@ -55,22 +51,13 @@ class ColumnarStore(FileStore):
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
-        super().__init__(found)
+        super().__init__(found, settings.get("blocks"))
         self.columns, self.key_column = settings.get("columns"), settings.get("key")
         self.partial = settings.get("partial", False)
-        self.blocks: DecodedBlocks[Any] = settings.get("blocks") or DecodedBlocks(DECODED_BYTES)
-        self._me = object()  # in the cache's keys: a number could be another store's, later
-        self.awaited = AwaitedRows()
-        self._last: tuple[int, int, Any, int] = -1, 0, None, 0  # shard, row, rows and place of the row found last
-        self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
         if self.columns is not None or self.key_column is not None:
             self._check_columns_of_first()
 
     all_used = False  # columns that are not asked for are not read
-
-    @abstractmethod
-    def group_ends(self, shard: int) -> list[int]:
-        """The row after the last of each group of a file."""
 
     @abstractmethod
     def decode(self, shard: int, group: int) -> Decoded:
@@ -100,11 +87,6 @@ class ColumnarStore(FileStore):
         return {}
 
     @property
-    def most_decoded(self) -> int:
-        """The bytes in memory beyond which a group is refused."""
-        return max(self.blocks.limit, _MOST_DECODED)
-
-    @property
     def wanted(self) -> list[str] | None:
         """The columns to decode; None: all."""
         if self.columns is None:
@@ -113,7 +95,7 @@ class ColumnarStore(FileStore):
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`."""
-        rows, place = self._find(shard, row)
+        rows, place = self.find(shard, row)
         try:
             found: bytes = rows.read(place, extension)
         except ValueError as error:
@@ -122,7 +104,7 @@ class ColumnarStore(FileStore):
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """See `RecordStore.extensions`."""
-        rows, place = self._find(shard, row)
+        rows, place = self.find(shard, row)
         try:
             found: list[str] = rows.extensions(place)
         except ValueError as error:
@@ -131,7 +113,7 @@ class ColumnarStore(FileStore):
 
     def nulls(self, shard: int, row: int) -> list[str]:
         """The columns of a row that hold a null, and so are no part. Raises `ShardError`."""
-        rows, place = self._find(shard, row)
+        rows, place = self.find(shard, row)
         try:
             found: list[str] = rows.nulls(place)
         except ValueError as error:
@@ -140,7 +122,7 @@ class ColumnarStore(FileStore):
 
     def named_files(self, shard: int, row: int) -> list[NamedFile]:
         """The files that a row names without their bytes. Raises `ShardError`."""
-        rows, place = self._find(shard, row)
+        rows, place = self.find(shard, row)
         try:
             found: list[NamedFile] = rows.named_files(place)
         except ValueError as error:
@@ -151,7 +133,7 @@ class ColumnarStore(FileStore):
         """The value of the key's column, or `FILE:ROW`."""
         if self.key_column is None:
             return super().key(shard, row)
-        rows, place = self._find(shard, row)
+        rows, place = self.find(shard, row)
         try:
             found = rows.value(place, self.key_column)
         except ValueError as error:
@@ -209,47 +191,11 @@ class ColumnarStore(FileStore):
         if shard is not None and known is not None:
             self.check_columns(shard, known)
 
-    def _find(self, shard: int, row: int) -> tuple[Any, int]:
-        """The decoded group with a row, and the row's place in it."""
-        last = self._last
-        if last[1] == row and last[0] == shard:
-            return last[2], last[3]
-        ends = self.group_ends(shard)
-        group = bisect_right(ends, row)
-        first = ends[group - 1] if group else 0
-        key, name = (self._me, shard, group), (shard, group)
-        rows, place = self.blocks.held(key), row - first
-        if rows is None and (rows := self.blocks.kept(key, row)) is not None:
-            self.awaited.done(name, row)
-            return rows, 0
-        if rows is None:
-            found = AwaitedOfGroup(self.awaited, name, first)
-            rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
-        self.awaited.done(name, row)
-        self._last = shard, row, rows, place
-        return rows, place
-
-    def prefetch(self, indices: Rows) -> None:
-        """Remembers which rows will be read: should their group be given up before, they are kept."""
-        super().prefetch(indices)
-        if self.row_groups(0) is None:
-            return
-        shards = np.searchsorted(self.firsts, indices, side="right") - 1
-        for shard in np.unique(shards).tolist():
-            rows = indices[shards == shard] - self.firsts[shard]
-            self.awaited.announce(shard, rows, self.group_ends(shard))
-
-    def _decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
+    def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
+        """See `GroupedStore.decoded`."""
         from savable_pipeline.data.stores.arrow_rows import ArrowRows, partition_values
 
-        if (shard, group) in self._broken:  # found once: decoding it again for each row would take hours
-            raise ShardError(self._broken[shard, group])
-        try:
-            batches, size, unread = self.decode(shard, group)
-        except ShardError as error:
-            if error.reason == "damaged shard":
-                self._broken[shard, group] = str(error)
-            raise
+        batches, size, unread = self.decode(shard, group)
         hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None
         try:
             constants = partition_values(self.entries.names[shard])

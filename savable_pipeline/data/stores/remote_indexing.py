@@ -26,8 +26,9 @@ from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import Progress, check_none_gone
+from savable_pipeline.data.shards.indexing import check_none_gone
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
@@ -52,7 +53,7 @@ def open_remote_files(
     file that cannot be indexed is one with a fault. Raises `ShardError`, `RemoteError`.
     """
     with remote_version(files, form.kind, _index_kind(form), beside=form.beside, tolerant=tolerant) as version:
-        whole = isinstance(files, str) and files.rstrip("/") == version.place.url
+        whole = isinstance(files, str) and files.rstrip("/") == version.place.url and not form.kind.listing
         if whole and form.splits and version.downloader.call("stat", version.place.url, form.splits) is not None:
             raise ShardError(f"{files}: holds several splits; read one of them, such as {version.place.url}/train/")
         if whole and not tolerant:

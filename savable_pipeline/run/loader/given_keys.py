@@ -22,6 +22,8 @@ _KINDS = {
     "ArrowReader": "arrow",
     "JsonlReader": "jsonl",
     "TokenReader": "tokens",
+    "MdsReader": "mds",
+    "LitDataReader": "litdata",
 }
 _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 

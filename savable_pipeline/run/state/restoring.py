@@ -5,8 +5,8 @@ fail, in the library or in `restore_state` of a user's stage. Errors that alread
 unchanged, and so do faults of the environment: a disk, a server, memory.
 
 `has_too_many` counts the objects in MessagePack before they are made: a byte can be an empty list of 72 bytes, so that
-131 kB of a compressed state could become gigabytes. Each object begins with a byte that gives its size, or how many bytes
-its length takes; the objects inside of a list or a map follow its header, and count themselves:
+131 kB of a compressed state could become gigabytes. Each object begins with a byte that gives its size, or how
+many bytes its length takes; the objects inside of a list or a map follow its header, and count themselves:
 
     93 a1 61 05 90    a list of three: "a", 5, []    four objects
 """

@@ -13,6 +13,7 @@ from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
+from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
 
 _READERS: dict[str, Any] = {
     "tar": TarShardReader,
@@ -20,6 +21,8 @@ _READERS: dict[str, Any] = {
     "arrow": ArrowReader,
     "jsonl": JsonlReader,
     "tokens": TokenReader,
+    "mds": MdsReader,
+    "litdata": LitDataReader,
 }
 _OPTIONS = {
     "tar": (),
@@ -27,6 +30,8 @@ _OPTIONS = {
     "arrow": ("columns", "key"),
     "jsonl": ("key",),
     "tokens": ("length", "stride", "dtype"),
+    "mds": ("key",),
+    "litdata": ("key",),
 }
 
 

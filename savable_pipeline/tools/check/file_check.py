@@ -13,7 +13,7 @@ import msgspec
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.kinds import format_of_name, seen
+from savable_pipeline.data.dataset.kinds import STORES, format_of_file, seen
 from savable_pipeline.data.dataset.transparency import image_has_alpha
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
@@ -22,6 +22,7 @@ from savable_pipeline.data.shards.index_file import Links, ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
+from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError
@@ -60,7 +61,7 @@ class ShardReport(msgspec.Struct):
 
 def check_file(root: Path, name: str) -> ShardReport:
     """Read all of a file. Its content is decoded and dropped; faults become problems, never errors."""
-    form = format_of_name(name)
+    form = format_of_file(root, name)
     assert form is not None, name
     table = form.scan(root, name)
     entry, found = table.entry, _Found()
@@ -106,7 +107,7 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
         except SavableError as error:
             detail = encodable(str(error).removeprefix(f"{store.address}/{name}: "))
             yield Problem(reason_of(error), detail, name, index=row)
-            row = _after_damage(store, row)
+            row = _after_damage(store, row, reason_of(error))
     if isinstance(store, ColumnarStore):
         yield from _without_bytes(store, name, found)
 
@@ -130,21 +131,19 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
 
 def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
-    form = format_of_name(name)
-    assert form is not None, name
-    cache, names = cache_folder(None), [name, *form.names_beside(name)]
-    try:
-        with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
-            for each in names:
-                stat = downloader.call("stat", url, each, each == name)
-                if stat is not None:
-                    downloader.call("whole", url, each, stat[0], str(folder / each))
-        return check_file(folder, name)
-    except SavableError as error:
-        return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
-    finally:
-        for each in names:
-            (folder / each).unlink(missing_ok=True)
+    beside = {each for kind in STORES.values() for each in kind.form.names_beside(name)}
+    cache = cache_folder(None)
+    with tempfile.TemporaryDirectory(dir=folder) as aside:  # what lies beside it lies beside those of others too
+        own = Path(aside)
+        try:
+            with contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader:
+                for each in [name, *sorted(beside)]:
+                    stat = downloader.call("stat", url, each, each == name)
+                    if stat is not None:
+                        downloader.call("whole", url, each, stat[0], str(own / each))
+            return check_file(own, name)
+        except SavableError as error:
+            return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
 
 
 def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iterator[Problem]:
@@ -164,9 +163,10 @@ def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iter
             yield _problem(store, name, row, extension, fault)
 
 
-def _after_damage(store: RecordStore, row: int) -> int:
+def _after_damage(store: RecordStore, row: int, reason: str) -> int:
     """The next row to read: where rows are decoded in groups, the first of the next group."""
-    if not isinstance(store, ColumnarStore):
+    whole = isinstance(store, ColumnarStore) or reason == "damaged shard"
+    if not isinstance(store, GroupedStore) or not whole:
         return row + 1
     ends = store.group_ends(0)
     return ends[bisect_right(ends, row)]

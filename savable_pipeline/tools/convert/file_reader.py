@@ -42,7 +42,7 @@ class FileReader:
             return object_at(self.url, self.stamp).read(part.offset, part.size)
         if part.offset is not None:
             assert self.records is not None, part.path
-            return self.records.content().part(part.offset, part.size).read()
+            return self.records.read(part.offset, part.size)
         path = Path(self.root, part.path)
         with path.open("rb", buffering=0) as file:
             data = file.read()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from savable_pipeline.data.stores.record_files import kind_in
 from savable_pipeline.tools.convert.names import is_tar
 
-_LARGEST_INDEX = 1 << 30  # bytes
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
 _BESIDE_TABLES = (
     ".json",
@@ -64,14 +62,14 @@ class FolderMarks:
 
 def look_into(folder: Path) -> FolderMarks:
     """The marks of a folder. Raises OSError."""
-    marks = FolderMarks(index=index_format(folder / "index.json"))
+    marks = FolderMarks(index=kind_in(folder))
     if marks.index:
         return marks
     saved = (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     marks.saved_to_disk = saved or (folder / "dataset_dict.json").is_file()
     marks.hub = any((folder / name).exists() for name in (".gitattributes", ".cache/huggingface", ".huggingface"))
     add_names(marks, _files_below(folder))
-    indexes = [name for name in marks.names if name.endswith("/index.json") and index_format(folder / name)]
+    indexes = [name for name in marks.names if name.endswith("/index.json") and kind_in((folder / name).parent)]
     marks.below = [name.removesuffix("/index.json") for name in indexes]
     return marks
 
@@ -97,30 +95,6 @@ def _beside_tars(name: str, group: list[str]) -> bool:
     if ".tar" in base or is_tar(base) or base.startswith(_OF_PEOPLE):
         return True
     return base.endswith(_COMPANIONS) and (any(".tar" in other for other in group) or "stats" in base)
-
-
-def index_format(path: Path) -> str:
-    """See `format_in`, of an index.json that may be there."""
-    try:
-        return "" if path.stat().st_size > _LARGEST_INDEX else format_in(path.read_bytes())
-    except OSError:
-        return ""
-
-
-def format_in(index: bytes) -> str:
-    """The format that an index.json says its folder has: mds, another of Mosaic Streaming, litdata; "" for none."""
-    try:
-        found: Any = json.loads(index)
-    except (ValueError, RecursionError):
-        return ""
-    if not isinstance(found, dict):
-        return ""
-    if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
-        return "litdata"
-    shards = found.get("shards")
-    if isinstance(shards, list) and all(isinstance(shard, dict) and "format" in shard for shard in shards):
-        return str(shards[0]["format"]) if shards else "mds"
-    return ""
 
 
 def _files_below(folder: Path) -> Iterator[str]:

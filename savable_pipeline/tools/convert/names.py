@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import numpy as np
 from savable_pipeline.data.shards.part_types import TEXT_PARTS, part_type
 from savable_pipeline.data.shards.paths import TAR_FILES
 from savable_pipeline.data.shards.tar import split_name
+from savable_pipeline.data.stores.record_fields import npy
 from savable_pipeline.tools.convert.model import Part
 
 PACKED = TAR_FILES.refused  # how the names of compressed tars end, in small letters
@@ -95,10 +95,3 @@ def part_bytes(key: str, extension: str, value: Any) -> bytes:
         "numpy array for npy, or for json what JSON holds; encode images and tensors yourself, so that equal samples "
         "are equal bytes"
     )
-
-
-def npy(values: np.ndarray[Any, Any]) -> bytes:
-    """An array in the format of `numpy.save`."""
-    file = io.BytesIO()
-    np.lib.format.write_array(file, values, allow_pickle=False)
-    return file.getvalue()

@@ -5,7 +5,6 @@ What a store reads in place has no second reader here: `read_stored`.
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,20 +13,16 @@ from typing import TypeAlias
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.data.remote.scratch import close_scratch
-from savable_pipeline.tools.convert.compressed import DamagedError, is_compressed, opened
+from savable_pipeline.data.stores.decompressed import DamagedError
+from savable_pipeline.tools.convert.compressed import is_compressed, opened
 from savable_pipeline.tools.convert.csv_table import file_columns, write_as_jsonl
 from savable_pipeline.tools.convert.folder import read_folder
 from savable_pipeline.tools.convert.json_array import read_json_array
 from savable_pipeline.tools.convert.jsonl import Lines, lines_of, read_jsonl
 from savable_pipeline.tools.convert.linked_tars import close_tars, holds_links, read_linked
-from savable_pipeline.tools.convert.litdata import read_litdata
-from savable_pipeline.tools.convert.litdata_chunks import close_frames
-from savable_pipeline.tools.convert.litdata_rows import close_rows
-from savable_pipeline.tools.convert.mds import read_mds
 from savable_pipeline.tools.convert.model import Input, Options
 from savable_pipeline.tools.convert.plan import place_of
-from savable_pipeline.tools.convert.record_folder import RecordFolder, folder_at, index_of
-from savable_pipeline.tools.convert.remote_folder import close_folder
+from savable_pipeline.tools.convert.records import read_records
 from savable_pipeline.tools.convert.source_file import close_objects, name_of, place_behind, stamp_of
 from savable_pipeline.tools.convert.sources import ROWS, STORED, Source
 from savable_pipeline.tools.convert.stored import close_stores, read_stored
@@ -81,9 +76,6 @@ def close_sources() -> None:
     close_stores()
     close_tars()
     close_files()
-    close_frames()
-    close_rows()
-    close_folder()
     close_objects()
     close_scratch()
 
@@ -111,11 +103,8 @@ def _folder(reading: Reading) -> Input:
     return read_folder(reading.folder, reading.options)
 
 
-def _records(read: Callable[[RecordFolder, bytes, Options], Input], reading: Reading) -> Input:
-    folder = folder_at(reading.path)
-    found = read(folder, index_of(reading.path), reading.options)
-    found.place = folder.place()
-    return found
+def _records(reading: Reading) -> Input:
+    return read_records(reading.path, reading.options.key_field)
 
 
 def _jsonl(reading: Reading) -> Input:
@@ -184,8 +173,8 @@ _READERS: dict[str, _Reader] = {
     "jsonl": _jsonl,
     "json": _json,
     "csv": _csv,
-    "mds": functools.partial(_records, read_mds),
-    "litdata": functools.partial(_records, read_litdata),
+    "mds": _records,
+    "litdata": _records,
     **dict.fromkeys(STORED, _stored),
     "tars": _tars,
 }

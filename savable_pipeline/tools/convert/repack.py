@@ -27,7 +27,7 @@ from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import attempts_in, index_of, note_shard, own_folder, wait_until_seen
-from savable_pipeline.tools.convert.compressed import DamagedError, is_compressed, opened
+from savable_pipeline.tools.convert.compressed import is_compressed, opened
 from savable_pipeline.tools.convert.describe import describe, describe_tables
 from savable_pipeline.tools.convert.mirror import Target
 from savable_pipeline.tools.convert.model import Options, Reject, Report
@@ -192,7 +192,7 @@ def _repack_one(job: _TarJob) -> _Repacked:
         try:
             with opened(job.path) as content:
                 shutil.copyfileobj(content, file, _CHUNK)
-        except (DamagedError, ValueError) as error:
+        except ValueError as error:
             return _Repacked(f"{job.path.name}: {error}")
         file.flush()
         os.fsync(file.fileno())

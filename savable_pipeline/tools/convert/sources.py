@@ -6,8 +6,8 @@
 | jsonl   | .jsonl, .ndjson; or .json with an object a line               | jsonl         |
 | json    | .json that begins with [                                      | json_array    |
 | csv     | .csv, .tsv                                                    | csv_table     |
-| mds     | index.json with shards of the format mds                      | mds           |
-| litdata | index.json with chunks                                        | litdata       |
+| mds     | index.json with shards of the format mds                      | records       |
+| litdata | index.json with chunks                                        | records       |
 | tars    | .tar, or a folder of tars                                     | stored        |
 | parquet | .parquet, or a folder of them                                 | stored        |
 | hub     | a folder of .parquet with a README.md of the HF hub           | stored        |
@@ -29,15 +29,17 @@ from pathlib import Path
 from savable_pipeline.core.file_heads import text_fault
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.remote.remote_files import names_behind
+from savable_pipeline.data.remote.scratch import shared_downloader
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE
-from savable_pipeline.tools.convert.compressed import ENDINGS, DamagedError, is_compressed, opened
-from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, format_in, look_into
+from savable_pipeline.data.stores.decompressed import DamagedError
+from savable_pipeline.data.stores.record_files import INDEX, kind_behind
+from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
+from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
 from savable_pipeline.tools.convert.jsonl import BOM
 from savable_pipeline.tools.convert.names import PACKED, TAR_ENDINGS, is_tar
-from savable_pipeline.tools.convert.record_folder import INDEX, index_of
 from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of
 
 WORDS = {
@@ -137,7 +139,7 @@ def _below_url(url: str) -> str:
         return _of_file(expand_braces(url)[0])
     marks = FolderMarks()
     names = names_behind(url.rstrip("/"), [INDEX, *_INDEXES])
-    form = format_in(index_of(url)) if INDEX in names else ""
+    form = kind_behind(url.rstrip("/"), shared_downloader()) if INDEX in names else ""
     if form:
         return _of_index(url, form)
     indexed = [kind for name, kind in _INDEXES.items() if name in names]
@@ -150,7 +152,9 @@ def _below_url(url: str) -> str:
             f"{url.rstrip('/')}/{{000..099}}.tar"
         )
     folders = [name.removesuffix(f"/{INDEX}") for name in marks.names if name.endswith(f"/{INDEX}")][:_FEW]
-    _refuse_several(url, [folder for folder in folders if format_in(index_of(f"{url.rstrip('/')}/{folder}"))])
+    _refuse_several(
+        url, [folder for folder in folders if kind_behind(f"{url.rstrip('/')}/{folder}", shared_downloader())]
+    )
     found = _of_names(url, marks)
     if found is None and marks.count(".jsonl") + marks.count(".ndjson") == len(marks.names):
         raise ValueError(f"{url}: several files of JSONL: convert them one by one: {listed(marks.names)}")

@@ -106,18 +106,24 @@ def close_stores() -> None:
     _opened.cache_clear()
 
 
-def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None = None) -> Input:
-    """The samples of files that are read in place, in their order; files that rows name are those below `files`.
-
-    A key that occurs again gets the name of its shard before it. Raises ValueError for rows that name files without
-    their bytes, where no folder is given, unless their parts are not among those that are taken, `only`.
-    """
+def opened_input(path: Path | str) -> tuple[Dataset, Input]:
+    """The dataset of files that are read in place, and an input without samples that reads from it."""
     place = str(path.resolve()) if isinstance(path, Path) else path
     close_stores()  # what was opened before may have changed since
     dataset, digest = _opened(place)
     stamps = () if isinstance(path, Path) else _stamps(dataset)
     found = Input(dataset.address, StoreReader(place, digest, stamps, _newest_ns(dataset, path)), digest=digest)
     found.place = place_behind(dataset.address, stamps) if stamps else ""
+    return dataset, found
+
+
+def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None = None) -> Input:
+    """The samples of files that are read in place, in their order; files that rows name are those below `files`.
+
+    A key that occurs again gets the name of its shard before it. Raises ValueError for rows that name files without
+    their bytes, where no folder is given, unless their parts are not among those that are taken, `only`.
+    """
+    dataset, found = opened_input(path)
     columns = RowColumns(dataset.store, only, files)
 
     def rows() -> Iterator[Row]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from savable_pipeline.data.stores.litdata_json import loads
 from savable_pipeline.tools.convert import Options, run_conversion
-from savable_pipeline.tools.convert.litdata_json import loads
 from tests.support.toy_files import SMALL, jpeg, reasons, snapshot, tar_files
 from tests.support.toy_records import (
     LEAF,

@@ -44,6 +44,8 @@ class _Nested:
         return self._several(tag, self._count())
 
     def _several(self, tag: int, count: int) -> Any:
+        if count > len(self._data):  # rows without a column take no bytes
+            raise ValueError(f"{count} values in {len(self._data)} bytes")
         if tag == _TEXTS:
             return [self._text() for _ in range(count)]
         if tag in (_INTS, _FLOATS):

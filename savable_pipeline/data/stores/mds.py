@@ -1,4 +1,4 @@
-"""Reading MDS, the shards of Mosaic Streaming: index.json names them and their columns; each sample is
+"""MDS, the shards of Mosaic Streaming: index.json names them and their columns; each sample is
 
     size uint32, of each column without a size of its own │ column │ column │ …
 
@@ -8,26 +8,30 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from savable_pipeline.tools.convert.fields import Blob, Value, array, pixels, raw, scalar, several
-from savable_pipeline.tools.convert.model import Input, Options
-from savable_pipeline.tools.convert.record_folder import INDEX, RecordFolder, in_turn
-from savable_pipeline.tools.convert.records import Numbered, read_numbered
-from savable_pipeline.tools.convert.stretches import RecordError, RecordFile, Stretch
+from savable_pipeline.data.stores.record_fields import (
+    Blob,
+    RecordError,
+    Stretch,
+    Value,
+    array,
+    pixels,
+    raw,
+    scalar,
+    several,
+)
+from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, RecordKind, as_listed, format_of_kind
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 _PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst", "br": "br", "snappy": "snappy"}  # its compressions, as called here
-_INSTEAD = "write the samples again with columns of other encodings, or with sp.ShardWriter"
 
 
 class _FileInfo(msgspec.Struct):
@@ -50,74 +54,62 @@ class _Index(msgspec.Struct):
     shards: list[_Shard]
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(msgspec.Struct, frozen=True):
     """The `Schema` of an MDS shard."""
 
     names: tuple[str, ...]
     encodings: tuple[str, ...]
     sizes: tuple[int | None, ...]
+    each: str = ""  # how each sample is compressed by itself: never
 
     def fields(self, record: Stretch) -> list[Value | Blob]:
         """The columns of a sample. Raises `RecordError`."""
-        lengths = iter(record.uint32s(0, sum(not size for size in self.sizes)))
-        sizes = [size or next(lengths) for size in self.sizes]
-        offset = 4 * sum(not size for size in self.sizes)
+        told = sum(not size for size in self.sizes)
+        lengths, offset = iter(record.uint32s(0, told)), 4 * told
         found: list[Value | Blob] = []
-        for name, encoding, size in zip(self.names, self.encodings, sizes, strict=True):
+        for name, encoding, fixed in zip(self.names, self.encodings, self.sizes, strict=True):
+            size = fixed or next(lengths)
             found += _column(name, encoding, record.part(offset, size))
             offset += size
         return found
 
 
-def read_mds(folder: RecordFolder, index: bytes, options: Options) -> Input:
-    """The samples of an MDS folder with this index. Raises ValueError for what cannot be read of it, OSError."""
-    path = f"{folder.root}/{INDEX}"
-    try:
-        shards = msgspec.json.decode(index, type=_Index).shards
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: not an index of MDS that can be read: {error}") from error
-    columns = [_columns(path, shard) for shard in shards]
-    folder.look_for(info.basename for shard in shards for info in (shard.raw_data, shard.zip_data) if info is not None)
-    files = [_file(folder, shard) for shard in shards]
-    counts = [shard.samples for shard in shards]
-    rest = zip(columns, itertools.accumulate([0, *counts]), counts, strict=False)
-    records = (Numbered(file, *more) for file, more in zip(in_turn(files), rest, strict=True))
-    return read_numbered(folder.root, index, records, options)
+def listed(index: bytes) -> list[tuple[ListedFile, ...]]:
+    """The files that an index.json names, each as it is, else compressed. Raises ValueError for what is not read."""
+    shards = as_listed(index, _Index, "MDS").shards
+    return [_alternatives(shard) for shard in shards]
 
 
-def _columns(path: str, shard: _Shard) -> Columns:
+def _alternatives(shard: _Shard) -> tuple[ListedFile, ...]:
+    schema = msgspec.json.encode(_columns(shard))
+    plain = ListedFile(shard.raw_data.basename, shard.samples, schema, shard.raw_data.bytes)
+    if shard.zip_data is None:
+        return (plain,)
+    kind = (shard.compression or "").partition(":")[0]
+    packed = ListedFile(
+        shard.zip_data.basename,
+        shard.samples,
+        schema,
+        shard.zip_data.bytes,
+        packed=_PACKED.get(kind, ""),
+        content=shard.raw_data.bytes,
+        fault=""
+        if kind in _PACKED
+        else f"compressed with {kind!r}, which is not read, where {', '.join(_PACKED)} are: decompress it to "
+        f"{plain.name}, and keep both names in index.json",
+    )
+    return plain, packed
+
+
+def _columns(shard: _Shard) -> Columns:
     if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or shard.version != 2:
-        raise ValueError(f"{path}: version {shard.version} of MDS, or damaged: names, encodings and sizes do not fit")
+        raise ValueError(f"version {shard.version} of MDS, or damaged: names, encodings and sizes do not fit")
     for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True):
         if encoding == "pkl":
-            raise ValueError(
-                f"{path}: the column {name!r} holds pickles, and unpickling runs what they name: {_INSTEAD}"
-            )
+            raise ValueError(f"the column {name!r} holds pickles, and unpickling runs what they name: {INSTEAD}")
         if encoding.partition(":")[0] not in _KNOWN:
-            raise ValueError(
-                f"{path}: the column {name!r} has the encoding {encoding!r}, which is not read: {_INSTEAD}"
-            )
+            raise ValueError(f"the column {name!r} has the encoding {encoding!r}, which is not read: {INSTEAD}")
     return Columns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
-
-
-def _file(folder: RecordFolder, shard: _Shard) -> RecordFile:
-    """The file of a shard: as it is, else compressed. Raises ValueError for one that is gone or of another size."""
-    info, packed, content_size = shard.raw_data, "", None
-    if folder.size(info.basename) is None and shard.zip_data is not None:
-        kind = (shard.compression or "").partition(":")[0]
-        if kind not in _PACKED:
-            raise ValueError(
-                f"{folder.root}/{shard.zip_data.basename}: compressed with {kind!r}, which is not read, where "
-                f"{', '.join(_PACKED)} are: decompress it to {info.basename}, and keep both names in index.json"
-            )
-        info, packed, content_size = shard.zip_data, _PACKED[kind], info.bytes
-    path, size = f"{folder.root}/{info.basename}", folder.size(info.basename)
-    if size is None:
-        raise ValueError(f"{path}: named by index.json, and not there; copy the whole folder")
-    if size != info.bytes:
-        raise ValueError(f"{path}: {size} bytes, but {info.bytes} by index.json; copy it again")
-    return folder.file(info.basename, packed, content_size)
 
 
 def _column(name: str, encoding: str, data: Stretch) -> list[Value | Blob]:
@@ -149,6 +141,8 @@ def _array(name: str, settings: str, data: Stretch) -> Blob:
             shape = tuple(np.frombuffer(shape_bytes, f"<u{width}").tolist())
             offset += 1 + count * width
         return array(name, np.dtype(kind), shape, data.rest(offset))
+    except RecordError:
+        raise
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise RecordError(f"damaged record: {name} is no array: {error}") from error
 
@@ -176,3 +170,7 @@ _MEDIA: dict[str, Callable[[str, Stretch], list[Blob]]] = {
     "list[pil]": lambda name, data: several(name, data, pixels, begin=4),
 }
 _KNOWN = {*_VALUES, *_MEDIA, "ndarray"}
+
+
+RECORDS_OF_MDS = RecordKind(listed, Columns)
+MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), RECORDS_OF_MDS, f"{__name__}:MDS")

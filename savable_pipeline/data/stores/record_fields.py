@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from savable_pipeline.tools.convert.names import npy
-from savable_pipeline.tools.convert.stretches import RecordError, Stretch
 
 _SNIFFED = {  # the first bytes of files, in fields that say no more than that they are bytes
     b"\xff\xd8\xff": "jpg",
@@ -34,6 +33,50 @@ _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _NPY_HEADER = 256  # bytes at most, but for arrays of many dimensions
 _HEAD = 16
+
+
+class RecordError(ValueError):
+    """Why a record cannot be read: `reason: detail`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`size` bytes from `offset` on of what `read_at` reads, from an offset so many bytes."""
+
+    read_at: Callable[[int, int], bytes]
+    offset: int
+    size: int
+
+    @classmethod
+    def of(cls, data: bytes) -> Stretch:
+        """All of these bytes."""
+        return cls(lambda offset, size: data[offset : offset + size], 0, len(data))
+
+    def part(self, offset: int, size: int) -> Stretch:
+        """A stretch of this one. Raises `RecordError` if it would not lie in it."""
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise RecordError(f"damaged record: {size} bytes from {offset} on, in {self.size}")
+        return Stretch(self.read_at, self.offset + offset, size)
+
+    def rest(self, offset: int) -> Stretch:
+        """What follows `offset`."""
+        return self.part(offset, self.size - offset)
+
+    def read(self) -> bytes:
+        """Its bytes. Raises what `read_at` raises."""
+        return self.read_at(self.offset, self.size)
+
+    def head(self, size: int) -> bytes:
+        """Its first bytes, at most `size`."""
+        return self.read_at(self.offset, min(size, self.size))
+
+    def tail(self, size: int) -> bytes:
+        """Its last bytes, at most `size`."""
+        return self.rest(max(0, self.size - size)).read()
+
+    def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
+        """Little-endian numbers of 32 bits, as the formats of records have them."""
+        return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +104,7 @@ def raw(name: str, extension: str, data: Stretch) -> Blob:
 
 def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: Stretch) -> Blob:
     """An array as `npy`. Raises `RecordError` if the bytes do not fill the shape."""
-    if dtype.hasobject or int(np.prod(shape, dtype=np.int64)) * dtype.itemsize != data.size:
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != data.size:
         raise RecordError(f"damaged record: {name}: {data.size} bytes for {dtype} of shape {shape}")
     return Blob(name, "npy", data.size + _NPY_HEADER, lambda: npy(np.frombuffer(data.read(), dtype).reshape(shape)))
 
@@ -75,6 +118,8 @@ def pixels(name: str, data: Stretch) -> Blob:
     """A Pillow image (width, height, length of its mode, mode, rows) as PNG, or TIFF for modes that PNG lacks."""
     width, height, length = data.uint32s(0, 3)
     mode = data.part(12, min(length, 16)).read().decode("ascii", "replace")
+    if (width + 7) // 8 * height > data.size:  # before Pillow allocates them
+        raise RecordError(f"damaged record: {name}: {data.size} bytes for {width} × {height} pixels")
     extension = "png" if mode in _PNG_MODES else "tif"
     bound = 2 * data.size + height + 4096
     return Blob(
@@ -91,7 +136,7 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: St
     file = io.BytesIO()
     try:
         Image.frombytes(mode, size, data.read()).save(file, "PNG" if extension == "png" else "TIFF")
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, SystemError, MemoryError) as error:
         raise RecordError(f"damaged record: {name}: {mode} of {size}: {error}") from error
     return file.getvalue()
 
@@ -145,3 +190,10 @@ def _sniffed(head: bytes) -> str:
     if head[4:8] == b"ftyp":
         return "mp4"
     return next((extension for magic, extension in _SNIFFED.items() if head.startswith(magic)), "bin")
+
+
+def npy(values: np.ndarray[Any, Any]) -> bytes:
+    """An array in the format of `numpy.save`."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, values, allow_pickle=False)
+    return file.getvalue()

@@ -1,9 +1,9 @@
-"""Reading LitData: index.json names the chunks, and the format of each leaf of an item; each item is
+"""LitData: index.json names the chunks, and the format of each leaf of an item; each item is
 
     size uint32, of each leaf │ leaf │ leaf │ …
 
 `data_spec` says which leaf has which place in the dicts and lists of an item. Formats of pickles are refused:
-unpickling runs what the data name. How the items lie in a chunk: `litdata_chunks`.
+unpickling runs what the data name.
 """
 
 from __future__ import annotations
@@ -11,46 +11,29 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.shards.paths import is_inside
-from savable_pipeline.tools.convert.fields import Blob, Value, array, pixels, raw, scalar, several
-from savable_pipeline.tools.convert.litdata_chunks import items_of
-from savable_pipeline.tools.convert.litdata_json import loads
-from savable_pipeline.tools.convert.model import Input, Options
-from savable_pipeline.tools.convert.record_folder import INDEX, RecordFolder, in_turn
-from savable_pipeline.tools.convert.records import read_numbered
-from savable_pipeline.tools.convert.stretches import RecordError, RecordFile, Stretch
+from savable_pipeline.data.stores.litdata_json import loads
+from savable_pipeline.data.stores.record_fields import (
+    Blob,
+    RecordError,
+    Stretch,
+    Value,
+    array,
+    pixels,
+    raw,
+    scalar,
+    several,
+)
+from savable_pipeline.data.stores.record_files import INSTEAD, ListedFile, RecordKind, as_listed, format_of_kind
 
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
-_TORCH = {
-    0: "f4",
-    1: "f4",
-    2: "f8",
-    3: "f8",
-    4: "c8",
-    5: "c8",
-    6: "c16",
-    7: "c16",
-    8: "f2",
-    9: "f2",
-    11: "u1",
-    12: "i1",
-    13: "i2",
-    14: "i2",
-    15: "i4",
-    16: "i4",
-    17: "i8",
-    18: "i8",
-    19: "?",
-    20: "u2",
-}
+_NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # - of what NumPy lacks
+_TORCH = _NAMES.split()  # by its codes
 _LEVELS = (None, "chunk", "batch", "sample")
-_INSTEAD = "write it again without, or iterate over it with LitData and write its samples with sp.ShardWriter"
 _LEAF = None
 
 
@@ -73,12 +56,12 @@ class _Index(msgspec.Struct):
     config: _Config
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(msgspec.Struct, frozen=True):
     """The `Schema` of LitData: the formats of the leaves, and the tree that they hang in, as nested pairs."""
 
     formats: tuple[str, ...]
-    spec: Any  # "dict" with names, "list" with none, or _LEAF; then its children
+    spec: Any  # names of a dict or None of a list, and its children; or _LEAF
+    each: str = ""  # how each item is compressed by itself
 
     def fields(self, record: Stretch) -> list[Value | Blob]:
         """The fields of an item. Raises `RecordError`."""
@@ -132,24 +115,33 @@ def _paths(spec: Any, here: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _paths(child, (*here, str(names[i] if names else i)))
 
 
-def read_litdata(folder: RecordFolder, raw_index: bytes, options: Options) -> Input:
-    """The samples of a folder of LitData with this index. Raises ValueError for what cannot be read of it, OSError."""
-    path = f"{folder.root}/{INDEX}"
+def listed(index: bytes) -> list[tuple[ListedFile, ...]]:
+    """The files that an index.json names, each as it is written, else as LitData's own reader leaves it, decompressed.
+
+    Raises ValueError for what is not read.
+    """
+    found = as_listed(index, _Index, "LitData")
+    config = found.config
     try:
-        index = msgspec.json.decode(raw_index, type=_Index)
-        spec = _spec(json.loads(index.config.data_spec or "null"))
-    except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        raise ValueError(f"{path}: not an index of LitData that can be read: {error}") from error
-    _check_config(path, index.config)
-    tree = Tree(tuple(index.config.data_format), spec)
+        spec = _spec(json.loads(config.data_spec or "null"))
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise ValueError(f"not an index of LitData that can be read: {error}") from error
+    _check_config(config)
+    tree = Tree(tuple(config.data_format), spec, "zst" if config.compression_level == "sample" else "")
     if len(tree.names()) != len(tree.formats):
-        raise ValueError(f"{path}: {len(tree.formats)} formats for {len(tree.names())} leaves; the index is damaged")
-    folder.look_for(name for chunk in index.chunks for name in (chunk.filename, _plain(chunk, index.config)))
-    files = [_file(folder, chunk, index.config) for chunk in index.chunks]
-    counts = [chunk.chunk_size for chunk in index.chunks]
-    stable = msgspec.json.encode((index.chunks, index.config))  # without the time of writing
-    level = index.config.compression_level or ""
-    return read_numbered(folder.root, stable, items_of(in_turn(files), counts, tree, level), options)
+        raise ValueError(f"{len(tree.formats)} formats for {len(tree.names())} leaves; the index is damaged")
+    schema = msgspec.json.encode(tree)
+    return [_alternatives(chunk, config, schema) for chunk in found.chunks]
+
+
+def _alternatives(chunk: _Chunk, config: _Config, schema: bytes) -> tuple[ListedFile, ...]:
+    framed = config.compression_level == "batch"
+    below, slash, name = chunk.filename.rpartition("/")
+    plain = f"{below}{slash}{name.replace(f'.{config.compression}.', '.')}"
+    as_left = ListedFile(plain, chunk.chunk_size, schema, framed=framed)
+    if plain == chunk.filename:
+        return (as_left,)
+    return ListedFile(chunk.filename, chunk.chunk_size, schema, packed="zst", framed=framed), as_left
 
 
 def _spec(loaded: Any) -> Any:
@@ -174,7 +166,7 @@ def _node(node: dict[str, Any]) -> Any:
     raise ValueError(f"items of the type {kind}")
 
 
-def _check_config(path: str, config: _Config) -> None:
+def _check_config(config: _Config) -> None:
     refused = {
         "encryption": config.encryption is not None,
         f"the item loader {config.item_loader}": config.item_loader not in (None, "PyTreeLoader"),
@@ -183,33 +175,13 @@ def _check_config(path: str, config: _Config) -> None:
     }
     for what, is_refused in refused.items():
         if is_refused:
-            raise ValueError(f"{path}: {what} is not read: {_INSTEAD}")
+            raise ValueError(f"{what} is not read: {INSTEAD}")
     for kind in config.data_format:
         plain = kind.partition(":")[0]
         if plain in ("pickle", "graph"):
-            raise ValueError(
-                f"{path}: the format {plain} holds pickles, and unpickling runs what they name: {_INSTEAD}"
-            )
+            raise ValueError(f"the format {plain} holds pickles, and unpickling runs what they name: {INSTEAD}")
         if plain not in _KNOWN:
-            raise ValueError(f"{path}: the format {kind!r} is not read: {_INSTEAD}")
-
-
-def _plain(chunk: _Chunk, config: _Config) -> str:
-    """The name under which LitData's own reader leaves a chunk that it decompressed."""
-    below, slash, name = chunk.filename.rpartition("/")
-    return f"{below}{slash}{name.replace(f'.{config.compression}.', '.')}"
-
-
-def _file(folder: RecordFolder, chunk: _Chunk, config: _Config) -> RecordFile:
-    """The file of a chunk, as it is written or else decompressed."""
-    path, plain = f"{folder.root}/{chunk.filename}", _plain(chunk, config)
-    if not is_inside(chunk.filename):
-        raise ValueError(f"{path}: named by index.json, and not in its folder")
-    if folder.size(chunk.filename) is not None:
-        return folder.file(chunk.filename, "zst" if chunk.filename != plain else "")
-    if folder.size(plain) is not None:
-        return folder.file(plain)
-    raise ValueError(f"{path}: named by index.json, and not there; copy the whole folder")
+            raise ValueError(f"the format {kind!r} is not read: {INSTEAD}")
 
 
 def _leaf(name: str, kind: str, data: Stretch) -> list[Value | Blob]:
@@ -220,7 +192,9 @@ def _leaf(name: str, kind: str, data: Stretch) -> list[Value | Blob]:
         if plain == "jpeg_array":
             return list(several(name, data, lambda field, image: raw(field, "jpg", image), begin=0))
         return [_BLOBS[plain](name, setting, data)]
-    except (ValueError, KeyError, IndexError, RecursionError) as error:
+    except RecordError:
+        raise
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise RecordError(f"damaged record: {name} is no {kind}: {error}") from error
 
 
@@ -253,16 +227,9 @@ _VALUES: dict[str, Callable[[bytes], Any]] = {
     "float": functools.partial(scalar, "<f8"),
     "json": loads,
 }
+_FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
 _BLOBS: dict[str, Callable[[str, str, Stretch], Blob]] = {
-    "bytes": functools.partial(_file_of, ""),
-    "file": functools.partial(_file_of, ""),
-    "image": functools.partial(_file_of, "jpg"),
-    "jpeg": functools.partial(_file_of, "jpg"),
-    "video": functools.partial(_file_of, "mp4"),
-    "audio": functools.partial(_file_of, "wav"),
-    "pdf": functools.partial(_file_of, "pdf"),
-    "tifffile": functools.partial(_file_of, "tif"),
-    "tiff": functools.partial(_file_of, "tif"),
+    **{kind: functools.partial(_file_of, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
     "pil": lambda name, _, data: pixels(name, data),
     "numpy": functools.partial(_with_header, False),
     "tensor": functools.partial(_with_header, True),
@@ -270,3 +237,7 @@ _BLOBS: dict[str, Callable[[str, str, Stretch], Blob]] = {
     "no_header_tensor": functools.partial(_without_header, True),
 }
 _KNOWN = {*_VALUES, *_BLOBS, "jpeg_array"}
+
+
+RECORDS_OF_LITDATA = RecordKind(listed, Tree, chunked=True)
+LITDATA = format_of_kind("litdata", (".bin",), RECORDS_OF_LITDATA, f"{__name__}:LITDATA")

@@ -1,0 +1,140 @@
+"""The content of compressed files, and of compressed records in memory: of no more bytes than may be."""
+
+from __future__ import annotations
+
+import bz2
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from typing import IO, Any
+
+_BY_ARROW = {"br": "brotli", "snappy": "snappy"}  # by pyarrow's names; they need the size of the content
+NEEDED = {"zst", "rows", *_BY_ARROW}  # kinds that need a package
+_CHUNK = 1 << 17  # bytes of a file that are unpacked at a time
+_STEP = 1 << 12  # of data in memory: of no kind do they become more than some 100 MB
+
+
+class DamagedError(ValueError):
+    """Compressed data that cannot be read to their end; an OSError is of the disk."""
+
+
+def needed_package(kind: str) -> Any:
+    """The package that a kind of compression, or "rows" of Arrow, needs. Raises ValueError if it is not here."""
+    package, extra = ("zstandard", "zstandard") if kind == "zst" else ("pyarrow", '"savable_pipeline[parquet]"')
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        what = "rows in Arrow need" if kind == "rows" else f"reading {_BY_ARROW.get(kind, 'zstd')} needs"
+        raise ValueError(f"{what} the package {package}: pip install {extra}") from None
+
+
+class Unpacked(io.RawIOBase):
+    """The content of a file of streams of gz, bz2, xz or zst, one after the other. Raises `DamagedError`.
+
+    A file that ends within a stream is damaged; zstandard itself says nothing then.
+    """
+
+    def __init__(self, packed: IO[bytes], kind: str, step: int = _CHUNK) -> None:
+        self._packed, self._kind, self._step = packed, kind, step
+        self._new, self._damage = _streams(kind)
+        self._stream: Any = None
+        self._ended = False  # a stream, before
+        self._in = b""  # read from the file, and not given to a stream
+        self._out = b""  # unpacked, and not given away
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with what comes next; gives how many bytes came."""
+        self._out = self._out or self.chunk()
+        size = min(len(buffer), len(self._out))
+        buffer[:size], self._out = self._out[:size], self._out[size:]
+        return size
+
+    def chunk(self) -> bytes:
+        """Some of what comes next; nothing at the end."""
+        found = b""
+        while not found:
+            self._in = self._in or self._packed.read(self._step)
+            if self._kind == "gz" and self._stream is None and self._ended:
+                self._in = self._in.lstrip(b"\0") or self._packed.read(self._step).lstrip(b"\0")  # padding
+            if not self._in and self._stream is not None:
+                raise DamagedError("it ends within its compressed data: it was cut")
+            if not self._in:
+                break
+            found = self._unpack()
+        return found
+
+    def _unpack(self) -> bytes:
+        begins = self._stream is None
+        stream = self._stream = self._new() if begins else self._stream
+        try:
+            found: bytes = stream.decompress(self._in)
+        except self._damage as error:
+            if begins and self._ended and self._kind in ("bz2", "xz"):  # padding, or something else behind it
+                self._in, self._stream, self._packed = b"", None, io.BytesIO()
+                return b""
+            raise DamagedError(str(error)) from error
+        self._in = stream.unused_data if stream.eof else b""
+        if stream.eof:
+            self._stream, self._ended = None, True
+        return found
+
+    def close(self) -> None:
+        """Close the file too."""
+        self._packed.close()
+        super().close()
+
+
+def decompressed(data: bytes, kind: str, most: int, size: int | None = None) -> bytes:
+    """The content of what is compressed by gz, bz2, zst, br or snappy: at most `most` bytes, `size` if that is known.
+
+    Raises `DamagedError`, also for more than that.
+
+    >>> import gzip
+    >>> from savable_pipeline.data.stores.decompressed import decompressed
+    >>> decompressed(gzip.compress(b"text"), "gz", 100)
+    b'text'
+    """
+    if size is not None and size > most:
+        raise DamagedError(f"{size} bytes when decompressed; at most {most} are read")
+    content = _by_arrow(data, kind, size or 0) if kind in _BY_ARROW else _bounded(data, kind, size or most)
+    if size is not None and len(content) != size:
+        raise DamagedError(f"{len(content)} bytes when decompressed, expected {size}")
+    return content
+
+
+def _bounded(data: bytes, kind: str, most: int) -> bytes:
+    file, parts, unpacked = Unpacked(io.BytesIO(data), kind, _STEP), [], 0
+    while part := file.chunk():
+        parts.append(part)
+        unpacked += len(part)
+        if unpacked > most:
+            raise DamagedError(f"more than {most} bytes when decompressed")
+    return b"".join(parts)
+
+
+def _streams(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+    """What makes the decompressor of one stream, and the errors that it raises for damage."""
+    if kind == "zst":
+        zstandard = needed_package(kind)
+        return zstandard.ZstdDecompressor().decompressobj, (zstandard.ZstdError,)
+    known: dict[str, tuple[Callable[[], Any], tuple[type[Exception], ...]]] = {
+        "gz": (lambda: zlib.decompressobj(wbits=31), (zlib.error,)),
+        "bz2": (bz2.BZ2Decompressor, (OSError, EOFError)),
+        "xz": (lzma.LZMADecompressor, (lzma.LZMAError, EOFError)),
+    }
+    return known[kind]
+
+
+def _by_arrow(data: bytes, kind: str, size: int) -> bytes:
+    pa = needed_package(kind)
+    try:
+        content: bytes = pa.decompress(data, size, _BY_ARROW[kind], asbytes=True)
+    except (pa.ArrowException, OSError, MemoryError) as error:
+        raise DamagedError(f"no {_BY_ARROW[kind]} of {size} bytes: {error}") from error
+    return content

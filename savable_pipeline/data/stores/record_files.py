@@ -1,0 +1,259 @@
+"""Files of records that an index.json names: MDS and LitData; what the index of the project says of one.
+
+    count u32 │ offsets u32 (count + 1,) │ … │ record │ record │ …      records; each may be compressed by itself
+    "LDFZ01" 0 0 │ version u16 │ 0 u16 │ count u32 │ records a frame u32 │ frames u32 │ offsets u32 (count + 1,)
+        │ places (frames,): first record u32, records u32, begin u64, size u32, size of its content u32 │ frame │ …
+    … │ Arrow IPC, a row a record │ its size u32 │ "LDARW01" 0
+
+The last two are LitData's, whose offsets of records in frames count from the first one on, as if no frame was
+compressed. Any of the three may be compressed as a whole. Numbers are little-endian.
+
+Places of a file in the index: which of these it is, its compression, the bytes of its content and one (0: not known),
+the bytes of its schema, records a frame, the schema; then the offsets, and the frames; or where the rows of Arrow are.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_64
+
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.urls import listing_behind
+from savable_pipeline.data.shards.file_bytes import FileBytes
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.paths import ShardKind
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
+
+INDEX = "index.json"
+INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
+RECORDS, FRAMES, ROWS, WHOLE = range(4)
+PACKED = ("", "gz", "bz2", "zst", "br", "snappy")
+_LARGEST_INDEX = 1 << 30  # bytes
+_MOST_RECORDS = 1 << 32
+_FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"
+_PREFIX = struct.Struct("<8sHHIII")
+_FRAME = np.dtype([("first", "<u4"), ("count", "<u4"), ("begin", "<u8"), ("size", "<u4"), ("content", "<u4")])
+_SEEN, _BLOCKS = 1 << 12, 8  # bytes that are compared at this many places of a file
+
+T = TypeVar("T")
+
+
+class Schema(Protocol):
+    """The fields of the records of a file; made of JSON by msgspec. `each` is how each is compressed by itself."""
+
+    @property
+    def each(self) -> str: ...
+
+    def fields(self, record: Stretch, /) -> list[Value | Blob]:
+        """The fields of a record. Raises `RecordError`."""
+
+
+class ListedFile(msgspec.Struct, frozen=True):
+    """A file as index.json names it; `packed` is how it is compressed as a whole, `schema` JSON."""
+
+    name: str
+    samples: int
+    schema: bytes
+    size: int | None = None  # bytes; None: not said
+    packed: str = ""
+    content: int | None = None  # bytes when decompressed, if that is said
+    framed: bool = False  # whether it must be in frames
+    fault: str = ""  # why it cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKind:
+    """A kind of folders: what reads an index.json, which names each file with those that may lie in its place."""
+
+    listed: Callable[[bytes], list[tuple[ListedFile, ...]]]
+    schema: type[Schema]
+    chunked: bool = False  # whether there are frames, and rows of Arrow
+
+    def names(self, index: bytes) -> list[tuple[str, ...]]:
+        """The names that each file may have: the first of them that is there is read. Raises ValueError."""
+        return [tuple(each.name for each in several) for several in self.listed(index)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of a file by their meaning; `offsets` are uint64 (records + 1,), of rows in Arrow begin and end."""
+
+    what: int
+    packed: str
+    content: int | None
+    schema: bytes
+    a_frame: int
+    offsets: Places
+    frames: Places  # (frames, 5): first record, records, begin, size, size of the content
+
+
+def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, place: str) -> FileFormat:
+    """The format of such folders; `place` is where another process finds it."""
+    return FileFormat(
+        name,
+        ShardKind(suffixes, listing=INDEX, listed=kind.names),
+        place,
+        functools.partial(read_listed, kind),
+        functools.partial(is_as_listed, kind),
+        f".nv-meta/savable.{name}.index",
+        beside=("", INDEX),
+    )
+
+
+def as_listed(index: bytes, form: type[T], name: str) -> T:
+    """A decoded index.json. Raises ValueError."""
+    try:
+        return msgspec.json.decode(index, type=form)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not an index of {name} that can be read: {error}") from error
+
+
+def folder_kind(index: bytes) -> str:
+    """What an index.json says its folder holds: mds, another format of Mosaic Streaming, litdata; "" for none."""
+    try:
+        found: Any = msgspec.json.decode(index)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    if not isinstance(found, dict):
+        return ""
+    if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
+        return "litdata"
+    shards = found.get("shards")
+    if isinstance(shards, list) and all(isinstance(shard, dict) and "format" in shard for shard in shards):
+        return str(shards[0]["format"]) if shards else "mds"
+    return ""
+
+
+def kind_in(folder: Path) -> str:
+    """The kind that the index.json in a folder says, if one is there; else ""."""
+    index = folder / INDEX
+    try:
+        return folder_kind(index.read_bytes()) if index.stat().st_size <= _LARGEST_INDEX else ""
+    except OSError:
+        return ""
+
+
+def kind_behind(url: str, downloader: Downloader) -> str:
+    """The kind that the index.json below a URL says; "" without one. Raises `RemoteError`."""
+    index = listing_behind(url, INDEX, downloader)
+    return "" if index is None else folder_kind(index)
+
+
+def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
+    """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
+    try:
+        said = _said(kind, file, name)
+        if said is None or said.fault:
+            raise ValueError(f"not named by an {INDEX}; copy the whole folder" if said is None else said.fault)
+        return _table(kind, file, said)
+    except ValueError as error:
+        return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
+
+
+def is_as_listed(kind: RecordKind, file: FileBytes, index: ShardIndex, number: int) -> bool:
+    """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
+    assert isinstance(index, PlaceIndex), index
+    entry = index.shards[number]
+    layout = layout_of(index.places(number), entry.samples)
+    known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)
+    try:
+        return _table(kind, file, _said(kind, file, entry.name) or known).entry.digest == entry.digest
+    except ValueError:
+        return False
+
+
+def _said(kind: RecordKind, file: FileBytes, name: str) -> ListedFile | None:
+    """What index.json says of a file; None if that is not here, or does not name it. Raises ValueError."""
+    index = file.beside(INDEX, name)
+    if index is None:
+        return None
+    stat = index.stat()
+    return _listed(kind.listed, index, stat.st_size, stat.st_mtime_ns).get(name)
+
+
+@functools.lru_cache(maxsize=1)
+def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: int) -> dict[str, ListedFile]:
+    if size > _LARGEST_INDEX:
+        raise ValueError(f"{INDEX} has {size} bytes; at most {_LARGEST_INDEX} are read")
+    return {each.name: each for several in listed(index.read_bytes()) for each in several}
+
+
+def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
+    """Entry and places of a file of which this is said. Raises ValueError."""
+    if said.size not in (None, file.size):
+        raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}; copy it again")
+    if not 0 <= said.samples < _MOST_RECORDS:
+        raise ValueError(f"{said.samples} records by {INDEX}; copy it again")
+    content = Stretch(file.read, 0, file.size)
+    what, a_frame, more = (WHOLE, 0, np.zeros(0, "<u8")) if said.packed else layout_in(content, said, kind.chunked)
+    known = 0 if said.content is None else said.content + 1
+    schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
+    head = np.array([what, PACKED.index(said.packed), known, len(said.schema), a_frame], "<u8")
+    places = np.concatenate([head, schema, more]).tobytes()
+    digest = xxh3_64(places)
+    seen = [(max(0, file.size - _SEEN) * block // _BLOCKS, _SEEN) for block in range(_BLOCKS + 1)]
+    file.expect(seen)
+    for offset, length in seen:
+        digest.update(file.read(offset, length))
+    return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
+
+
+def layout_of(places: Places, samples: int) -> Layout:
+    """What the index says of a file."""
+    what, packed, known, length, a_frame = places[:5].tolist()
+    begin = 5 + -(-length // 8)
+    end = begin + {RECORDS: samples + 1, FRAMES: samples + 1, ROWS: 2, WHOLE: 0}[what]
+    schema = places[5:begin].tobytes()[:length]
+    frames = places[end:].reshape(-1, 5)
+    return Layout(what, PACKED[packed], known - 1 if known else None, schema, a_frame, places[begin:end], frames)
+
+
+def layout_in(content: Stretch, said: ListedFile, chunked: bool) -> tuple[int, int, Places]:
+    """What is in a file that is not compressed as a whole; records a frame, offsets and frames. Raises ValueError."""
+    try:
+        if chunked and content.tail(len(_ROWS)) == _ROWS:
+            end = content.size - len(_ROWS) - 4
+            size = content.uint32s(end, 1)[0]
+            return ROWS, 0, np.array([content.part(end - size, size).offset, end], "<u8")
+        if chunked and content.head(len(_FRAMED)) == _FRAMED:
+            return _frames_in(content, said)
+        if said.framed:
+            raise ValueError("no frames, but compressed by batch by the index; copy it again")
+        _check_count(content.uint32s(0, 1)[0], said.samples)
+        return RECORDS, 0, _uint32s(content, 4, said.samples + 1)
+    except RecordError as error:
+        raise ValueError("too short to hold records; copy it again") from error
+
+
+def _frames_in(content: Stretch, said: ListedFile) -> tuple[int, int, Places]:
+    _, version, _, count, a_frame, frames = _PREFIX.unpack(content.part(0, _PREFIX.size).read())
+    _check_count(count, said.samples)
+    if version != 1:
+        raise ValueError(f"version {version} of frames, where 1 is read")
+    if a_frame < 1 or frames != -(-count // a_frame):
+        raise ValueError(f"{frames} frames of {a_frame} items for {count}; copy it again")
+    offsets = _uint32s(content, _PREFIX.size, count + 1)
+    raw = content.part(_PREFIX.size + 4 * len(offsets), _FRAME.itemsize * frames).read()
+    places = np.frombuffer(raw, _FRAME)
+    table = np.stack([places[name].astype("<u8") for name in _FRAME.names or ()], axis=1)
+    return FRAMES, a_frame, np.concatenate([offsets, table.ravel()])
+
+
+def _check_count(there: int, count: int) -> None:
+    if there != count:
+        raise ValueError(f"holds {there} records, but {count} by the index; copy it again")
+
+
+def _uint32s(content: Stretch, offset: int, count: int) -> Places:
+    return np.frombuffer(content.part(offset, 4 * count).read(), "<u4").astype("<u8")

@@ -1,0 +1,246 @@
+"""`RecordFolderStore`: the record store of folders with an index.json: MDS and LitData; a record is a sample.
+
+not compressed, or each record by itself    a record is read at its offset in the index
+a shard, a chunk, a frame, rows of Arrow    a group of rows, unpacked once (`GroupedStore`)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.decompressed import NEEDED, DamagedError, decompressed, needed_package
+from savable_pipeline.data.stores.grouped_store import GroupedStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
+from savable_pipeline.data.stores.mds import RECORDS_OF_MDS
+from savable_pipeline.data.stores.plain_values import as_part
+from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value, parts_of
+from savable_pipeline.data.stores.record_files import (
+    FRAMES,
+    INDEX,
+    PACKED,
+    RECORDS,
+    ROWS,
+    WHOLE,
+    Layout,
+    ListedFile,
+    RecordKind,
+    Schema,
+    layout_in,
+    layout_of,
+)
+from savable_pipeline.data.stores.record_rows import RecordBlock, RecordTable, record_in, table_of
+from savable_pipeline.errors import ShardError
+
+_AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
+_FEW = 1 << 14  # where no part may be asked for
+_LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
+
+
+class RecordFolderStore(GroupedStore):
+    """The records of a folder with an index.json; a store of a kind of folders says which in `kind`.
+
+    `key` names the field that holds the key of a record, which each must have; else it is `FILE:ROW`. What is unpacked
+    is kept in `blocks`. Raises `ShardError`, and ValueError where a package is missing that it needs.
+    """
+
+    kind: ClassVar[RecordKind]
+    all_used = True
+
+    def __init__(
+        self,
+        found: IndexedFiles,
+        *,
+        key: str | None = None,
+        blocks: DecodedBlocks[Any] | None = None,
+    ) -> None:
+        super().__init__(found, blocks)
+        self.key_column = key
+        self._schemas: dict[bytes, Schema] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
+        kinds = {tuple(self.places(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
+        self._grouped = any(what != RECORDS for what, _ in kinds)
+        self.decoded_bytes = self.blocks.limit if self._grouped else 0
+        for what, packed in kinds:  # a damaged index is told of later
+            needs = {ROWS: "rows", FRAMES: "zst"}.get(what, PACKED[packed] if packed < len(PACKED) else "")
+            if needs in NEEDED:
+                needed_package(needs)
+        self._index_file = found.root / INDEX if found.remote is None else found.remote.beside(INDEX)
+        if found.remote is None and self.entries and self._index_file.exists():
+            self.files.watch_view(~0, self._index_file)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """See `RecordStore.read`."""
+        parts = self._record(shard, row)[1]
+        blob = parts.get(extension)
+        if blob is None:
+            blob = parts[find_part(extension, parts)]
+        try:
+            return blob.load()
+        except RecordError as error:
+            raise self._broken_record(shard, row, error) from error
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        """`json`, which holds the values, and the parts that images, arrays and bytes are."""
+        return list(self._record(shard, row)[1])
+
+    def key(self, shard: int, row: int) -> str:
+        """The value of the key's field, or `FILE:ROW`."""
+        if self.key_column is None:
+            return super().key(shard, row)
+        fields = self._record(shard, row)[0]
+        values = {field.name: field.value for field in fields if isinstance(field, Value)}
+        return self.as_key(shard, row, self.key_column, as_part(values.get(self.key_column)))
+
+    def record(self, shard: int, row: int, at_once: int = _FEW) -> list[Value | Blob]:
+        """The fields of a record; one of more bytes than `at_once` is read in pieces, as they are asked for.
+
+        Raises `RecordError`, `ShardError`.
+        """
+        layout = self._known(shard)
+        if layout.what != RECORDS:
+            rows, place = self.find(shard, row)
+            found: list[Value | Blob] = rows.fields(place)
+            return found
+        self.awaited.done((shard, 0), row)
+        content = Stretch(partial(self.files.read, shard), 0, int(self.entries.sizes[shard]))
+        record, schema = record_in(content, layout.offsets, row), self._schema(layout)
+        if schema.each:
+            record = Stretch.of(self._unpacked(record.read(), schema.each))
+        elif record.size <= at_once:
+            record = Stretch.of(record.read())
+        return schema.fields(record)
+
+    def listed_order(self) -> list[int]:
+        """The shards in the order in which index.json names them."""
+        number = {name: shard for shard, name in enumerate(self.entries.names)}
+        listed = self.found.form.kind.names(self.address, self._index_file.read_bytes())
+        return [next(number[name] for name in names if name in number) for names in listed]
+
+    def row_groups(self, shard: int) -> tuple[list[int], int] | None:
+        """See `RecordStore.row_groups`; of a folder without anything to unpack: none."""
+        entry = self.entries[shard]
+        if not self._grouped:
+            return None
+        if not entry.samples:
+            return [], 0
+        layout, ends = self._known(shard), self.group_ends(shard)
+        size = layout.content or entry.size * (_LIKELY if layout.packed else 1)
+        if layout.what == FRAMES:
+            size = int(layout.frames[:, 4].sum())
+        return np.diff([0, *ends]).tolist(), size
+
+    def group_ends(self, shard: int) -> list[int]:
+        """See `GroupedStore.group_ends`."""
+        layout, samples = self._known(shard), int(self.entries.samples[shard])
+        if layout.what != FRAMES:
+            return [samples]
+        return [min(samples, (i + 1) * layout.a_frame) for i in range(len(layout.frames))]
+
+    def decoded(self, shard: int, group: int, expected: int) -> tuple[RecordBlock | RecordTable, int]:
+        """See `GroupedStore.decoded`. Raises `RecordError` for a damaged frame."""
+        layout, read = self._known(shard), partial(self.files.read, shard)
+        if layout.what == FRAMES:
+            rows: RecordBlock | RecordTable = self._frame(shard, layout, group, expected)
+            return rows, rows.size
+        begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, int(self.entries.sizes[shard]))
+        raw, what, offsets = read(begin, end - begin), layout.what, layout.offsets
+        try:
+            if what == WHOLE:
+                raw = decompressed(raw, layout.packed, self.most_decoded, layout.content)
+                what, _, offsets = layout_in(Stretch.of(raw), ListedFile("", expected, b""), self.kind.chunked)
+                if what == ROWS:
+                    raw = raw[int(offsets[0]) : int(offsets[1])]
+            if what == FRAMES:
+                raise ValueError("frames in what is compressed as a whole")
+            rows = (
+                RecordBlock(raw, offsets, 0, self._schema(layout))
+                if what == RECORDS
+                else table_of(raw, expected, self.most_decoded)
+            )
+        except ValueError as error:
+            raise ShardError(
+                f'{self.place(shard)}: damaged: {error}; copy it again, or leave its samples out with on_error="skip"'
+            ) from error
+        return rows, rows.size
+
+    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
+        """The records, or the frames that hold them; of what is unpacked as a whole the file."""
+        layout, size = self._known(shard), int(self.entries.sizes[shard])
+        if layout.what == RECORDS:
+            begins, ends = layout.offsets[rows], layout.offsets[rows + 1]
+        elif layout.what == FRAMES:
+            frames = layout.frames[np.unique(rows // layout.a_frame)]
+            begins, ends = frames[:, 2], frames[:, 2] + frames[:, 3]
+        else:
+            begins, ends = np.zeros(1, np.uint64), np.full(1, size, np.uint64)
+        return np.minimum(begins, size).astype(np.int64), np.minimum(ends, size).astype(np.int64)
+
+    def _record(self, shard: int, row: int) -> tuple[list[Value | Blob], dict[str, Blob]]:
+        """The fields and the parts of a record. Raises `ShardError`."""
+        last = self._found
+        if last[1] == row and last[0] == shard:
+            return last[2], last[3]
+        try:
+            fields = self.record(shard, row, _AT_ONCE)
+            parts = parts_of(fields)
+        except RecordError as error:
+            raise self._broken_record(shard, row, error) from error
+        self._found = shard, row, fields, parts
+        return fields, parts
+
+    def _frame(self, shard: int, layout: Layout, group: int, expected: int) -> RecordBlock:
+        first, count, begin, size, content = layout.frames[group].tolist()
+        start = group * layout.a_frame
+        if (first, count) != (start, expected):
+            raise RecordError(f"damaged record: its frame holds the items from {first} on, {count} of them")
+        file = Stretch(partial(self.files.read, shard), 0, int(self.entries.sizes[shard]))
+        data = self._unpacked(file.part(begin, size).read(), "zst", content)
+        offsets = layout.offsets[start : start + expected + 1]
+        return RecordBlock(data, offsets, int(offsets[0]), self._schema(layout))
+
+    def _unpacked(self, data: bytes, kind: str, size: int | None = None) -> bytes:
+        try:
+            return decompressed(data, kind, self.most_decoded, size)
+        except DamagedError as error:
+            raise RecordError(f"damaged record: {error}") from error
+
+    def _known(self, shard: int) -> Layout:
+        layout = self._layouts.get(shard)
+        if layout is None:
+            self.found.check_rows(shard)
+            layout = self._layouts[shard] = layout_of(self.places(shard), int(self.entries.samples[shard]))
+        return layout
+
+    def _schema(self, layout: Layout) -> Schema:
+        schema = self._schemas.get(layout.schema)
+        if schema is None:
+            schema = self._schemas[layout.schema] = msgspec.json.decode(layout.schema, type=self.kind.schema)
+        return schema
+
+    def _broken_record(self, shard: int, row: int, error: RecordError) -> ShardError:
+        reason, _, detail = str(error).partition(": ")
+        return ShardError(
+            f'{self.place(shard)}: row {row}: {reason}: {detail}; write it again, or leave it out with on_error="skip"',
+            reason=reason,
+        )
+
+
+class MdsStore(RecordFolderStore):
+    """The samples of an MDS folder of Mosaic Streaming."""
+
+    kind = RECORDS_OF_MDS
+
+
+class LitDataStore(RecordFolderStore):
+    """The items of a folder of LitData."""
+
+    kind = RECORDS_OF_LITDATA

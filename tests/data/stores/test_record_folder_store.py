@@ -1,0 +1,357 @@
+"""Folders of MDS and LitData read in place: the parts that conversion makes, each group unpacked once, and damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.kinds import kind_of, open_any, open_store
+from savable_pipeline.data.stores import grouped_store, pins
+from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
+from tests.support.record_cases import CASES, U32, pil, raw_and_packed, told_all
+from tests.support.toy_files import jpeg
+from tests.support.toy_records import (
+    LEAF,
+    dict_spec,
+    write_arrow_litdata,
+    write_captioned_litdata,
+    write_captioned_mds,
+    write_litdata,
+    write_mds,
+)
+
+GOLDEN = json.loads(Path(__file__).with_name("golden_records.json").read_text())  # what conversion wrote of them
+
+
+def store_of(folder: Path, **settings: Any) -> RecordFolderStore:
+    store = open_store(kind_of(folder), folder, **settings)
+    assert isinstance(store, RecordFolderStore)
+    return store
+
+
+def reader_of(folder: Path, lane: sp.Lane, **settings: Any) -> sp.SampleStage:
+    return {"mds": sp.MdsReader, "litdata": sp.LitDataReader}[kind_of(folder)](folder, lane, **settings)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_store_gives_the_parts_and_the_bytes_that_conversion_writes(tmp_path: Path, case: str) -> None:
+    store = store_of(CASES[case](tmp_path / "in"))
+    places = [(shard, row) for shard in store.listed_order() for row in range(store.entries[shard].samples)]
+    rejected = {int(key) for _, key, reason in GOLDEN[case]["rejected"] if reason != "empty file"}
+    found = {}
+    for number, (shard, row) in enumerate(places):
+        if number in rejected:
+            with pytest.raises(sp.ShardError, match=rf": row {row}: ") as caught:
+                store.extensions(shard, row)
+            assert caught.value.reason in [reason for _, key, reason in GOLDEN[case]["rejected"] if int(key) == number]
+            continue
+        extensions = store.extensions(shard, row)
+        assert extensions == sorted(extensions)
+        parts = {f"{number:09d}.{each}": data for each in extensions if (data := store.read(shard, row, each))}
+        found |= told_all(parts)
+        assert store.sizes(shard, row) == {each: len(store.read(shard, row, each)) for each in extensions}
+    assert found == GOLDEN[case]["parts"]
+
+
+def test_the_key_of_a_sample_is_its_place_or_what_a_field_holds(tmp_path: Path) -> None:
+    source = write_captioned_mds(tmp_path / "in")
+    lane = sp.Lane()
+    assert next(sp.MdsReader(source, lane, shuffle=False)).key == "shard.00000.mds:0"
+    assert next(sp.MdsReader(source, lane, shuffle=False, key="caption")).key == "no. 0"
+    with pytest.raises(sp.ShardError, match="row 0: 'nothing', which key= names, is missing or null"):
+        _ = next(sp.MdsReader(source, lane, shuffle=False, key="nothing")).key
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        (
+            lambda path: write_mds(path, {"x": "pkl"}, [[b""]]),
+            "index.json: the column 'x' holds pickles, and unpickling",
+        ),
+        (lambda path: write_litdata(path, ["pickle"], LEAF, [[b""]]), "index.json: the format pickle holds pickles"),
+        (lambda path: write_litdata(path, ["str"], LEAF, [[b""]], encryption={}), "index.json: encryption is not read"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_name_when_it_is_opened(
+    tmp_path: Path, folder: Callable[[Path], Path], message: str
+) -> None:
+    source = folder(tmp_path / "in")
+    for opened in (lambda: reader_of(source, sp.Lane()), lambda: sp.open_dataset(source)):
+        with pytest.raises(sp.ShardError, match=message):
+            opened()
+
+
+def test_damaged_records_are_errors_or_skipped_and_counted(tmp_path: Path) -> None:
+    source = CASES["damaged columns"](tmp_path / "in")
+    with pytest.raises(
+        sp.ShardError, match=r"shard\.00000\.mds: row 1: damaged record: a: 7 bytes for float32"
+    ) as caught:
+        [list(sample) for sample in sp.MdsReader(source, sp.Lane(), shuffle=False, epochs=1)]
+    assert caught.value.reason == "damaged record"
+
+    class Parts(sp.TaskEncoder):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> list[str]:
+            return list(sample)
+
+    stage = sp.Encode(sp.MdsReader(source, sp.Lane(), epochs=1, on_error="skip"), Parts(), on_error="skip")
+    assert len(list(stage)) == 2
+    skipped = {name: count for name, count in stage.counts.items() if name.startswith("skipped")}
+    assert skipped == {"skipped/damaged record": 4, "skipped/value that JSON cannot hold": 1}
+
+
+def test_a_shard_that_cannot_be_unpacked_is_an_error_for_each_of_its_samples_and_read_once(tmp_path: Path) -> None:
+    source = write_captioned_mds(tmp_path / "in", packed="zstd")
+    path = source / "shard.00001.mds.zstd"
+    path.write_bytes(path.read_bytes()[:20] + bytes(path.stat().st_size - 20))
+    store = store_of(source)
+    for row in range(4):
+        with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds\.zstd: damaged: .*copy it again") as caught:
+            store.extensions(1, row)
+        assert caught.value.reason == "damaged shard"
+    assert store.extensions(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("write", "groups"),
+    [
+        (partial(write_captioned_mds, packed="zstd"), 5),
+        (partial(write_captioned_litdata, level="chunk"), 5),
+        (partial(write_captioned_litdata, level="batch"), 10),
+        (write_arrow_litdata, 5),
+    ],
+)
+def test_each_group_is_unpacked_once_an_epoch_for_all_lanes_and_as_much_is_kept_as_may_be(
+    tmp_path: Path, write: Callable[..., Path], groups: int
+) -> None:
+    source = write(tmp_path / "in", 20)
+    blocks = DecodedBlocks[Any](1 << 14)
+    store = store_of(source, blocks=blocks)
+    assert store.row_groups(0) is not None and store.decoded_bytes == 1 << 14
+    lanes = 3
+    readers = [sp.RecordReader(store, sp.Lane(i, lanes, 7), epochs=1) for i in range(lanes)]
+    given = Counter[str]()
+    while readers:
+        for reader in list(readers):
+            sample = next(reader, None)
+            if sample is None:
+                readers.remove(reader)
+                continue
+            given[sample.json()["caption"]] += 1
+            assert blocks.bytes <= blocks.limit
+    assert given == Counter({f"no. {i}": 1 for i in range(20)})
+    assert blocks.decoded == groups
+
+
+def test_what_is_not_compressed_is_read_record_by_record(tmp_path: Path) -> None:
+    for write in (write_captioned_mds, write_captioned_litdata, partial(write_captioned_litdata, level="sample")):
+        source = write(tmp_path / f"{len(list(tmp_path.iterdir()))}")
+        store = store_of(source)
+        assert store.row_groups(0) is None and store.decoded_bytes == 0
+        assert store.read(1, 1, "jpg") == jpeg(5) and store.blocks.decoded == 0
+
+
+def test_of_a_shard_that_lies_there_in_both_forms_the_plain_one_is_read(tmp_path: Path) -> None:
+    store = store_of(raw_and_packed(tmp_path / "in"))
+    assert [entry.name for entry in store.entries] == [
+        "shard.00000.mds.zstd",
+        "shard.00001.mds",
+        "shard.00002.mds.zstd",
+    ]
+    assert [store.row_groups(shard)[0] for shard in range(3)] == [[4], [4], [2]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("level", [None, "sample", "batch", "chunk"])
+def test_what_unpacks_to_more_than_may_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str | None
+) -> None:
+    monkeypatch.setattr(grouped_store, "_MOST_DECODED", 1 << 16)
+    rows = [[b"\0" * (1 << 17)]] * 2
+    packing = {"compression": "zstd", "compression_level": level} if level else {}
+    source = write_litdata(tmp_path / "in", ["bytes"], dict_spec(["x"]), rows, **packing)
+    store = store_of(source, blocks=DecodedBlocks(1))
+    if level is None:
+        assert store.read(0, 0, "bin") == rows[0][0]
+        return
+    with pytest.raises(sp.ShardError, match=r"at most 65536 are read|more than 65536 bytes when decompressed"):
+        store.read(0, 0, "bin")
+
+
+def test_rows_of_arrow_that_unpack_to_more_than_may_be_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_arrow_litdata(tmp_path / "in", compression="zstd")
+    monkeypatch.setattr(grouped_store, "_MOST_DECODED", 1 << 8)
+    with pytest.raises(sp.ShardError, match=r"rows in Arrow of .* bytes; at most 256 are read"):
+        store_of(source, blocks=DecodedBlocks(1)).read(0, 0, "json")
+
+
+def test_numbers_that_lie_take_no_memory(tmp_path: Path) -> None:
+    bombs = {
+        "pixels": (["pil"], U32(1 << 31) + U32(1 << 31) + U32(3) + b"RGB" + bytes(9)),
+        "rows": (["json"], b"\x06" + U32((1 << 32) - 1) + U32(0)),
+        "texts": (["json"], b"\x01" + U32((1 << 32) - 1)),
+        "images": (["jpeg_array"], U32((1 << 32) - 1)),
+        "shape": (["numpy"], U32(1) + U32(3) + U32(1 << 31) + U32(1 << 31) + U32(4)),
+    }
+    for name, (formats, data) in bombs.items():
+        store = store_of(write_litdata(tmp_path / name, formats, LEAF, [[data]]))
+        with pytest.raises(sp.ShardError, match="damaged record") as caught:
+            [store.read(0, 0, each) for each in store.extensions(0, 0)]
+        assert caught.value.reason == "damaged record", name
+
+
+@pytest.mark.parametrize("samples", [-1, 5, 1 << 40])
+def test_an_index_that_lies_about_a_count_is_an_error(tmp_path: Path, samples: int) -> None:
+    for packed in ("", "zstd"):
+        source = write_captioned_mds(tmp_path / f"in{packed}", 4, packed=packed)
+        change(source, lambda index: index["shards"][0].update(samples=samples))
+        with pytest.raises(sp.ShardError, match="copy it again"):
+            store_of(source).extensions(0, 0)
+
+
+def test_offsets_that_lie_are_damage_of_their_records(tmp_path: Path) -> None:
+    source = write_captioned_mds(tmp_path / "in", 4)
+    path = source / "shard.00000.mds"
+    raw = bytearray(path.read_bytes())
+    raw[8:12] = U32((1 << 32) - 1)  # where the second record begins
+    path.write_bytes(raw)
+    store = store_of(source)
+    for row in (0, 1):
+        with pytest.raises(sp.ShardError, match=f"row {row}: damaged record"):
+            store.extensions(0, row)
+    assert store.read(0, 2, "jpg") == jpeg(2)
+
+
+def change(source: Path, act: Callable[[Any], object]) -> None:
+    """Write the index.json again."""
+    index = json.loads((source / "index.json").read_text())
+    act(index)
+    time.sleep(0.02)  # a tick of the clock that stamps files
+    (source / "index.json").write_text(json.dumps(index))
+
+
+def rename(index: Any) -> None:
+    for shard in index["shards"]:
+        shard["column_names"][0] = "text"
+
+
+@pytest.mark.parametrize("packed", ["", "zstd"])
+def test_an_index_that_changed_is_another_dataset_and_a_state_is_refused(tmp_path: Path, packed: str) -> None:
+    source = write_captioned_mds(tmp_path / "in", packed=packed)
+
+    def loader() -> sp.SavableLoader:
+        return sp.SavableLoader(lambda lane: sp.MdsReader(source, lane), seed=0, lanes=1)
+
+    with loader() as run:
+        assert next(run).json().keys() == {"caption", "label"}
+        state = run.state_dict()
+    os.utime(source / "index.json")
+    with loader() as run:
+        run.load_state_dict(state)
+    change(source, rename)
+    with loader() as run:
+        assert next(run).json().keys() == {"text", "label"}
+    with loader() as run, pytest.raises(sp.CheckpointMismatchError, match=r"shard\.00000\.mds"):
+        run.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["index.json", "shard.00001.mds.zstd"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_is_overwritten_under_a_run_is_an_error(
+    tmp_path: Path, name: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
+    monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
+    source = write_captioned_mds(tmp_path / "in", packed="zstd")
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.MdsReader(source, lane), Captions()), size=1)
+
+    with sp.SavableLoader(pipeline, seed=0, lanes=1, num_workers=workers) as loader:
+        for _ in range(20):
+            next(loader)
+        time.sleep(0.02)
+        (source / name).write_bytes((source / name).read_bytes())
+        with pytest.raises(sp.ShardError, match=rf"{name}: it was overwritten while") as caught:
+            for _ in range(100):
+                next(loader)
+        assert caught.value.reason == "changed shard"
+
+
+class Captions(sp.TaskEncoder):
+    global_rng = False
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> str:
+        caption: str = sample.json()["caption"]
+        return caption
+
+
+def test_chunks_added_at_the_end_are_read_from_the_next_epoch_on_and_the_state_loads(tmp_path: Path) -> None:
+    write_captioned_mds(tmp_path / "in", 20)
+    index = (tmp_path / "in/index.json").read_bytes()
+    change(tmp_path / "in", lambda index: index["shards"].pop())
+    reader = sp.MdsReader(tmp_path / "in", sp.Lane())
+    assert len({next(reader).key for _ in range(16)}) == 16
+    state = reader.save_state()
+    (tmp_path / "in/index.json").write_bytes(index)
+    grown = sp.MdsReader(tmp_path / "in", sp.Lane())
+    grown.restore_state(state)
+    assert "shard.00004.mds:0" in {next(grown).key for _ in range(40)}
+
+
+def test_what_is_named_wrongly_says_what_to_name(tmp_path: Path) -> None:
+    source = write_captioned_mds(tmp_path / "in")
+    with pytest.raises(sp.ShardError, match=r"in/shard\.00000\.mds/index\.json: .*name the one folder"):
+        sp.MdsReader(source / "shard.00000.mds", sp.Lane())
+    with pytest.raises(sp.ShardError, match=r"index\.json: not an index of LitData"):
+        sp.LitDataReader(source, sp.Lane())
+    (source / "shard.00001.mds").unlink()
+    with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds: named by index\.json, and not there; copy the whole"):
+        sp.MdsReader(source, sp.Lane())
+    with pytest.raises(ValueError, match=r"columns= is for files of the kinds .*, not for mds files"):
+        open_any(source, columns=("a",))
+
+
+def test_frames_are_numbered_as_their_items(tmp_path: Path) -> None:
+    source = write_litdata(
+        tmp_path / "in",
+        ["int"],
+        dict_spec(["id"]),
+        [[struct.pack("<q", i)] for i in range(11)],
+        a_chunk=11,
+        compression="zstd",
+        compression_level="batch",
+    )
+    store = store_of(source)
+    assert store.row_groups(0) == ([3, 3, 3, 2], 11 * 12)
+    assert [json.loads(store.read(0, row, "json"))["id"] for row in (10, 0, 5, 3, 9)] == [10, 0, 5, 3, 9]
+
+
+def test_a_frame_that_is_cut_within_its_content_is_damage(tmp_path: Path) -> None:
+    source = write_captioned_litdata(tmp_path / "in", level="chunk")
+    path = source / "chunk-0-0.zstd.bin"
+    raw = zstandard.decompress(path.read_bytes())
+    packed = zstandard.ZstdCompressor(write_content_size=False).compress(raw)
+    path.write_bytes(packed[:-9])
+    with pytest.raises(sp.ShardError, match="it ends within its compressed data: it was cut"):
+        store_of(source).extensions(0, 0)
+
+
+def test_a_picture_of_pixels_is_made_alike_by_every_way_of_reading(tmp_path: Path) -> None:
+    rows = [[pil("RGB", b"abcdef")], [pil("L", b"ab")]]
+    plain = store_of(write_mds(tmp_path / "plain", {"x": "pil"}, rows))
+    packed = store_of(write_mds(tmp_path / "packed", {"x": "pil"}, rows, packed="gz"))
+    assert [plain.read(0, row, "png") for row in (0, 1)] == [packed.read(0, row, "png") for row in (0, 1)]
