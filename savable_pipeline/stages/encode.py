@@ -227,7 +227,7 @@ class Encode(TakesItems):
         """Take parts of the sample at `_next` until there are `n` items or no more parts."""
         fan, skipped = self._fan, self._skipped
         assert fan is not None
-        if not fan.is_made and self._is_left_out(fan.sample):
+        if fan.made is None and self._is_left_out(fan.sample):
             self._fan = None  # which began before the state was saved: all of it is left out, with the other samples
             return
         self._report_sample(fan.sample)

@@ -98,21 +98,16 @@ class FanOut:
         self.sample = sample
         self.given = given
         self._keyed = keyed
-        self._made = made
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the sample was encoded here."""
-        return self._made is not None
+        self.made = made
 
     def next(self) -> Any:
         """The next item; `DONE` after the last.
 
         Raises `EncoderError`, and `CheckpointMismatchError` if there are not as many items as were given before.
         """
-        if self._made is not None:
-            return self._next(*self._made)
-        made, rng = self._made = self._keyed.encoded(self.sample)
+        if self.made is not None:
+            return self._next(*self.made)
+        made, rng = self.made = self._keyed.encoded(self.sample)
         wanted, self.given = self.given, 0
         fans_out = hasattr(made, "__next__")
         while self.given < wanted:

@@ -17,7 +17,7 @@ from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import whole_refs
+from savable_pipeline.stages.held_items import is_whole
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
@@ -209,12 +209,12 @@ class PieceMaker:
         pieces = [each.piece() for each in saved]
         for piece in pieces:
             self._set_cost(piece)
-        return [piece for piece in pieces if whole_refs(self._packer, [piece.ref])]
+        return [piece for piece in pieces if is_whole(self._packer, piece.ref)]
 
     def restore_taken(self, ref: Any, part: tuple[int, int], size: Size | None) -> None:
         """Go on with the item of this ref of a state, of which a part is placed, unless its source is gone; or none."""
         self.taken, self.taken_size = None, size
-        if ref is not None and whole_refs(self._packer, [as_ref(ref)]):
+        if ref is not None and is_whole(self._packer, as_ref(ref)):
             self.taken = Piece(as_ref(ref), 0, start=part[0], total=part[1])
 
 
