@@ -12,7 +12,7 @@ import numpy as np
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray, Sample
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.shard_digests import summary
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Subset
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -176,13 +176,6 @@ class RecordReader(FirstStage):
         self._ahead = np.empty(0, REF)  # refs computed at once; the first `_used` of them are given
         self._used = 0
         self._announced = position  # the dataset was asked to prefetch up to here
-
-    def __next__(self) -> Sample:
-        refs = self.take_refs(1)
-        if not len(refs):
-            raise StopIteration
-        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
-        return self.dataset.open_samples(refs)[0]
 
     def take_refs(self, n: int) -> RefArray:
         """Up to `n` refs: REF (n,); fewer only at the end of a finite pass."""
