@@ -68,17 +68,18 @@ def _files(write: Callable[[Path, list[str], int], None], folder: Path, sizes: l
         write(folder / f"{number:04d}", texts, number)
 
 
-def write_mds(folder: Path, sizes: list[int]) -> None:
+def _write_mds(folder: Path, sizes: list[int]) -> None:
     """Compressed shards of an MDS folder."""
-    rows = [[struct.pack("<q", number)] for number in range(sum(sizes))]
-    toy_records.write_mds(folder, {"id": "int"}, rows, sizes={"id": 8}, a_shard=sizes, packed="zstd")
+    rows = [[struct.pack("<q", number), f"s{number:06d}".encode()] for number in range(sum(sizes))]
+    toy_records.write_mds(folder, {"id": "int", "key": "str"}, rows, sizes={"id": 8}, a_shard=sizes, packed="zstd")
 
 
-def write_litdata(folder: Path, sizes: list[int]) -> None:
+def _write_litdata(folder: Path, sizes: list[int]) -> None:
     """Chunks of LitData in frames."""
-    rows = [[struct.pack("<q", number)] for number in range(sum(sizes))]
+    rows = [[struct.pack("<q", number), f"s{number:06d}".encode()] for number in range(sum(sizes))]
     packing = {"compression": "zstd", "compression_level": "batch"}
-    toy_records.write_litdata(folder, ["int"], toy_records.dict_spec(["id"]), rows, a_chunk=sizes, **packing)
+    spec = toy_records.dict_spec(["id", "key"])
+    toy_records.write_litdata(folder, ["int", "str"], spec, rows, a_chunk=sizes, **packing)
 
 
 WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
@@ -87,8 +88,8 @@ WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
     "arrow": partial(_files, _write_arrow),
     "jsonl": partial(_files, _write_jsonl),
     "tokens": partial(_files, _write_tokens),
-    "mds": write_mds,
-    "litdata": write_litdata,
+    "mds": _write_mds,
+    "litdata": _write_litdata,
 }
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tar": ("TarShardReader", {}),
@@ -96,8 +97,8 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "arrow": ("ArrowReader", {"key": "key"}),
     "jsonl": ("JsonlReader", {"key": "key"}),
     "tokens": ("TokenReader", {"length": WIDTH}),
-    "mds": ("MdsReader", {}),
-    "litdata": ("LitDataReader", {}),
+    "mds": ("MdsReader", {"key": "key"}),
+    "litdata": ("LitDataReader", {"key": "key"}),
 }
 KEYED = [kind for kind in READERS if kind != "tokens"]  # those whose samples have keys, as the tars have them
 

@@ -70,7 +70,7 @@ class GroupedStore(FileStore):
         super().prefetch(indices)
         if self.row_groups(0) is None:
             return
-        shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        shards = self.found.shards_of(indices)
         for shard in np.unique(shards).tolist():
             rows = indices[shards == shard] - self.firsts[shard]
             self.awaited.announce(shard, rows, self.group_ends(shard))

@@ -161,21 +161,13 @@ class RecordReader(FirstStage):
         self._begin_pass()
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
-    def cut_of(self, epoch: int) -> int:
-        """Return the unit in which the lanes' shares of a pass are cut, or would be if this lane began it.
+    def shares_of(self, number: int) -> LaneShares:
+        """Return the lanes' shares of a pass: those that this lane reads, or would if it began the pass.
 
         Args:
-            epoch: The number of the pass.
+            number: The number of the pass.
         """
-        return self._shares.of_pass(epoch).cut
-
-    def is_cut_by_tail(self, epoch: int) -> bool:
-        """Whether a run with another `tail` would cut the lanes' shares of a pass in another unit.
-
-        Args:
-            epoch: The number of the pass.
-        """
-        return self._shares.of_pass(epoch).is_cut_by_tail
+        return self._shares.of_pass(number)
 
     def _move_to(self, epoch: int, position: int) -> None:
         """Go to a position in the lane's share of an epoch. Raises `CheckpointMismatchError` for no epoch of a ref."""
@@ -254,7 +246,7 @@ class RecordReader(FirstStage):
         """The number of samples of a lane in a pass; None if it never ends, or damaged shards may be left out."""
         if self.epochs is None or self.on_error != "raise":
             return None
-        shares = self._shares.of_pass(epoch)
+        shares = self.shares_of(epoch)
         spans = [shares.span(lane, each) for each in shares.epochs_of_pass]
         return sum(end - begin for begin, end in spans)
 
@@ -291,6 +283,7 @@ class RecordReader(FirstStage):
 
         `exclude` is a hash of the numbers of the excluded samples, absent if there are none.
         """
+        excluded = self.exclude_file
         return {
             "split": self.split,
             "subset": self.subset,
@@ -303,11 +296,7 @@ class RecordReader(FirstStage):
             "shards": summary(self.dataset.entries),
             **self._newest(),
             **({"order": _ORDER} if self.epochs is not None or not self.shuffle else {}),
-            **(
-                {"exclude": self.exclude_file.digest}
-                if self.exclude_file is not None and self.exclude_file.numbers
-                else {}
-            ),
+            **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
         }
 
     def _newest(self) -> dict[str, int]:

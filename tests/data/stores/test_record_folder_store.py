@@ -16,10 +16,10 @@ import pytest
 import zstandard
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import kind_of, open_any
+from savable_pipeline.data.dataset.kinds import kind_of, open_any, open_store
 from savable_pipeline.data.stores import grouped_store, pins
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.record_folder_store import LitDataStore, MdsStore, RecordFolderStore
+from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from tests.support.record_cases import CASES, U32, pil, raw_and_packed, told_all
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import (
@@ -36,7 +36,9 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_records.json").read_text())
 
 
 def store_of(folder: Path, **settings: Any) -> RecordFolderStore:
-    return {"mds": MdsStore, "litdata": LitDataStore}[kind_of(folder)](folder, **settings)
+    store = open_store(kind_of(folder), folder, **settings)
+    assert isinstance(store, RecordFolderStore)
+    return store
 
 
 def reader_of(folder: Path, lane: sp.Lane, **settings: Any) -> sp.SampleStage:
@@ -114,7 +116,7 @@ def test_a_shard_that_cannot_be_unpacked_is_an_error_for_each_of_its_samples_and
     source = write_captioned_mds(tmp_path / "in", packed="zstd")
     path = source / "shard.00001.mds.zstd"
     path.write_bytes(path.read_bytes()[:20] + bytes(path.stat().st_size - 20))
-    store = MdsStore(source)
+    store = store_of(source)
     for row in range(4):
         with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds\.zstd: damaged: .*copy it again") as caught:
             store.extensions(1, row)
@@ -162,7 +164,7 @@ def test_what_is_not_compressed_is_read_record_by_record(tmp_path: Path) -> None
 
 
 def test_of_a_shard_that_lies_there_in_both_forms_the_plain_one_is_read(tmp_path: Path) -> None:
-    store = MdsStore(raw_and_packed(tmp_path / "in"))
+    store = store_of(raw_and_packed(tmp_path / "in"))
     assert [entry.name for entry in store.entries] == [
         "shard.00000.mds.zstd",
         "shard.00001.mds",
@@ -179,7 +181,7 @@ def test_what_unpacks_to_more_than_may_be_is_refused(
     rows = [[b"\0" * (1 << 17)]] * 2
     packing = {"compression": "zstd", "compression_level": level} if level else {}
     source = write_litdata(tmp_path / "in", ["bytes"], dict_spec(["x"]), rows, **packing)
-    store = LitDataStore(source, blocks=DecodedBlocks(1))
+    store = store_of(source, blocks=DecodedBlocks(1))
     if level is None:
         assert store.read(0, 0, "bin") == rows[0][0]
         return
@@ -193,7 +195,7 @@ def test_rows_of_arrow_that_unpack_to_more_than_may_be_are_refused(
     source = write_arrow_litdata(tmp_path / "in", compression="zstd")
     monkeypatch.setattr(grouped_store, "_MOST_DECODED", 1 << 8)
     with pytest.raises(sp.ShardError, match=r"rows in Arrow of .* bytes; at most 256 are read"):
-        LitDataStore(source, blocks=DecodedBlocks(1)).read(0, 0, "json")
+        store_of(source, blocks=DecodedBlocks(1)).read(0, 0, "json")
 
 
 def test_numbers_that_lie_take_no_memory(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_numbers_that_lie_take_no_memory(tmp_path: Path) -> None:
         "shape": (["numpy"], U32(1) + U32(3) + U32(1 << 31) + U32(1 << 31) + U32(4)),
     }
     for name, (formats, data) in bombs.items():
-        store = LitDataStore(write_litdata(tmp_path / name, formats, LEAF, [[data]]))
+        store = store_of(write_litdata(tmp_path / name, formats, LEAF, [[data]]))
         with pytest.raises(sp.ShardError, match="damaged record") as caught:
             [store.read(0, 0, each) for each in store.extensions(0, 0)]
         assert caught.value.reason == "damaged record", name
@@ -217,7 +219,7 @@ def test_an_index_that_lies_about_a_count_is_an_error(tmp_path: Path, samples: i
         source = write_captioned_mds(tmp_path / f"in{packed}", 4, packed=packed)
         change(source, lambda index: index["shards"][0].update(samples=samples))
         with pytest.raises(sp.ShardError, match="copy it again"):
-            MdsStore(source).extensions(0, 0)
+            store_of(source).extensions(0, 0)
 
 
 def test_offsets_that_lie_are_damage_of_their_records(tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_offsets_that_lie_are_damage_of_their_records(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[8:12] = U32((1 << 32) - 1)  # where the second record begins
     path.write_bytes(raw)
-    store = MdsStore(source)
+    store = store_of(source)
     for row in (0, 1):
         with pytest.raises(sp.ShardError, match=f"row {row}: damaged record"):
             store.extensions(0, row)
@@ -319,7 +321,7 @@ def test_what_is_named_wrongly_says_what_to_name(tmp_path: Path) -> None:
     (source / "shard.00001.mds").unlink()
     with pytest.raises(sp.ShardError, match=r"shard\.00001\.mds: named by index\.json, and not there; copy the whole"):
         sp.MdsReader(source, sp.Lane())
-    with pytest.raises(ValueError, match="columns are for Parquet and Arrow"):
+    with pytest.raises(ValueError, match=r"columns= is for files of the kinds .*, not for mds files"):
         open_any(source, columns=("a",))
 
 
@@ -333,7 +335,7 @@ def test_frames_are_numbered_as_their_items(tmp_path: Path) -> None:
         compression="zstd",
         compression_level="batch",
     )
-    store = LitDataStore(source)
+    store = store_of(source)
     assert store.row_groups(0) == ([3, 3, 3, 2], 11 * 12)
     assert [json.loads(store.read(0, row, "json"))["id"] for row in (10, 0, 5, 3, 9)] == [10, 0, 5, 3, 9]
 
@@ -345,11 +347,11 @@ def test_a_frame_that_is_cut_within_its_content_is_damage(tmp_path: Path) -> Non
     packed = zstandard.ZstdCompressor(write_content_size=False).compress(raw)
     path.write_bytes(packed[:-9])
     with pytest.raises(sp.ShardError, match="it ends within its compressed data: it was cut"):
-        LitDataStore(source).extensions(0, 0)
+        store_of(source).extensions(0, 0)
 
 
 def test_a_picture_of_pixels_is_made_alike_by_every_way_of_reading(tmp_path: Path) -> None:
     rows = [[pil("RGB", b"abcdef")], [pil("L", b"ab")]]
-    plain = MdsStore(write_mds(tmp_path / "plain", {"x": "pil"}, rows))
-    packed = MdsStore(write_mds(tmp_path / "packed", {"x": "pil"}, rows, packed="gz"))
+    plain = store_of(write_mds(tmp_path / "plain", {"x": "pil"}, rows))
+    packed = store_of(write_mds(tmp_path / "packed", {"x": "pil"}, rows, packed="gz"))
     assert [plain.read(0, row, "png") for row in (0, 1)] == [packed.read(0, row, "png") for row in (0, 1)]

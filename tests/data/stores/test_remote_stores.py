@@ -21,7 +21,7 @@ from savable_pipeline.data.dataset.kinds import STORES, kind_of, open_any
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import jsonl
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
-from tests.support.toy_remote_stores import KINDS, PAD, READERS, SIZES, WRITERS, ids_pipeline, names_of, urls_of
+from tests.support.toy_remote_stores import KINDS, LISTED, PAD, READERS, SIZES, WRITERS, ids_pipeline, names_of, urls_of
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
 STEPS = 40
@@ -241,7 +241,7 @@ def test_a_file_that_is_rewritten_is_skipped_and_counted_where_that_is_asked(
     (www / kind / names_of(kind)[1]).write_bytes((www / kind / names_of(kind)[1]).read_bytes())
     for blocks in (tmp_path / "cache").rglob("*.bytes"):
         blocks.unlink()  # nothing of them is in the cache any more
-    assert run() == ({key for key in whole if not key.startswith("0001")}, SIZES[1])
+    assert run() == ({key for key in whole if not key.startswith(names_of(kind)[1])}, SIZES[1])
 
 
 def test_a_damaged_file_is_an_error_or_skipped_as_on_a_disk(server: ToyServer, www: Path) -> None:
@@ -267,8 +267,9 @@ def test_a_folder_in_a_bucket_is_listed(
 def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_scanned(
     server: ToyServer, www: Path, kind: str
 ) -> None:
-    with pytest.raises(sp.ShardError, match="a web server cannot be listed"):
-        READERS[kind](f"{server.url}/{kind}/", sp.Lane())
+    if kind not in LISTED:
+        with pytest.raises(sp.ShardError, match="a web server cannot be listed"):
+            READERS[kind](f"{server.url}/{kind}/", sp.Lane())
     index_files(www / kind, STORES[kind].form)
     READERS[kind](f"{server.url}/{kind}/", sp.Lane())
     assert not sent(server, kind)
