@@ -57,7 +57,7 @@ class Stage:
         ValueError: The source is of the wrong kind.
 
     Example:
-        >>> class Numbered(sp.ItemStage):  # gives each item with its number
+        >>> class Numbered(sp.ItemStage):  # yields each item with its number
         ...     ref, count = (), 0
         ...     def __next__(self):
         ...         item = next(self.source)
@@ -303,7 +303,7 @@ _GIVEN = {BatchStage: "batches", ItemStage: "items", SampleStage: "samples"}
 
 
 def gives(kind: type[Stage]) -> str:
-    """What a stage of this class gives, in words."""
+    """What a stage of this class yields, in words."""
     return next((named for base, named in _GIVEN.items() if issubclass(kind, base)), "things")
 
 

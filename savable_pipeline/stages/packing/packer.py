@@ -146,7 +146,7 @@ class OnlinePacker(ItemStage):
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used.
 
-        Items are placed before they are made if the encoder upstream tells their lengths, and is ours.
+        Items are placed before they are made if the encoder upstream declares their lengths, and is ours.
         """
         source = self.source.info
         deferred = source.deferred and source.encoder is self._calls.encoder
@@ -260,7 +260,7 @@ class OnlinePacker(ItemStage):
         An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
         holds back, the number of rounds. `taken`: the ref of the item that is not placed yet, or None. Only where
         needed: `taken_part`, the start of that item's rest and its whole length; `taken_size`, the length and images
-        that the encoder told of it; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
+        that the encoder declared; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
