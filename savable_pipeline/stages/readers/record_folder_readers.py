@@ -15,7 +15,7 @@ from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSe
 
 
 class RecordFolderReader(RecordReader):
-    """Yields the records of a lane's share of a folder as samples; `kind` of a subclass is that of the folder."""
+    """Yields the records of a lane's share of a folder as samples; `kind` of a subclass is that of the folders."""
 
     kind: ClassVar[str]
 
