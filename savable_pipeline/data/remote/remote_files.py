@@ -22,6 +22,7 @@ from savable_pipeline.data.remote.lookup import (
 )
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
+from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.paths import NOT_THERE
@@ -97,23 +98,24 @@ def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
 
 
 def asked(
-    found: RemoteShards, downloader: Downloader, numbers: Iterable[int], beside: tuple[str, str] = ("", "")
+    found: RemoteShards, downloader: Downloader, numbers: Iterable[int], form: FileFormat | None = None
 ) -> RemoteShards:
     """The same files with the sizes and stamps of those with these numbers: as listed, or as the server says now.
 
-    A stamp also tells of what lies `beside` a file; see `FileFormat`. Raises `ShardError` for one that is gone.
+    Given their `form`, a stamp also tells of what lies beside a file. Raises `ShardError` for one that is gone.
     """
     stamps = list(found.stamps) or [""] * len(found.names)
-    own, other = beside
-    wanted = [number for number in numbers if found.sizes[number] < 0 or not stamps[number] or other]
-    unknown = [number for number in wanted if found.sizes[number] < 0 or not stamps[number]]
+    companions = {}
+    if form is not None and form.beside[1]:
+        numbers = [*numbers]
+        own = form.beside[0]
+        companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].endswith(own)}
+    unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
     stats = asked_stamps_of(found.root, [found.names[number] for number in unknown], downloader)
     sizes = found.sizes.copy()
     for number in unknown:
         sizes[number], stamps[number] = stats[found.names[number]]
-    named = {n: found.names[n] for n in wanted if other and found.names[n].endswith(own)}
-    companions = {n: name.removesuffix(own) + other if own else other for n, name in named.items()}
-    stats = asked_stamps_of(found.root, [*dict.fromkeys(companions.values())], downloader, needed=False)
+    stats = asked_stamps_of(found.root, sorted({*companions.values()}), downloader, needed=False)
     for number, name in companions.items():
         stamps[number] += f" {stats.get(name, '')}"
     return replace(found, sizes=sizes, stamps=stamps)
@@ -148,20 +150,13 @@ def asked_stamps_of(
 def place_of_object(url: str, downloader: Downloader) -> tuple[RemotePlace, str]:
     """The place of one object, of any kind, in the cache, and its stamp. Raises `ShardError`, `RemoteError`."""
     root, _, name = url.rpartition("/")
-    stats = asked_stamps_of(root, [name], downloader)
-    return place_of_objects(root, stats, f"{url} object"), stats[name][1]
-
-
-def place_of_objects(root: str, stats: dict[str, tuple[int, str]], dataset: str) -> RemotePlace:
-    """The place in the cache of objects of any kind with these sizes and stamps; `dataset` names its folder there."""
-    cache = cache_folder(None)
-    folder = dataset_folder(cache, dataset)
-    sizes = np.array([size for size, _ in stats.values()], np.int64)
+    cache, (size, stamp) = cache_folder(None), asked_stamps_of(root, [name], downloader)[name]
+    folder = dataset_folder(cache, f"{url} object")
     with locked_folder(folder):
-        cached = unread_version(RemoteShards(root, [*stats], sizes, [stamp for _, stamp in stats.values()]), folder)
+        cached = unread_version(RemoteShards(root, [name], np.array([size]), [stamp]), folder)
         if changed_shards(folder)[0]:
             note_reindexed(folder)
-    return RemotePlace(root, cached, cache, cache_bytes(None, cache))
+    return RemotePlace(root, cached, cache, cache_bytes(None, cache)), stamp
 
 
 def check_stamp(url: str, stamp: str, found: str) -> None:

@@ -6,6 +6,7 @@ is announced (`prefetch_bytes`) is downloaded ahead. See `shard_cache` for how a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,7 @@ from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.data.stores.shard_files import T
 from savable_pipeline.errors import RemoteError, ShardError
 
+_fetching: dict[Path, threading.Lock] = {}  # what lies beside files
 _TRIES = 100  # evictions of what is read, each before it could be read, after which reading fails
 
 
@@ -157,11 +159,12 @@ class CachedBlocks(DownloadedFiles):
     def beside(self, name: str) -> Path | None:
         """A local copy of what lies beside the files under this name, downloaded if it is not here."""
         path = self.place.beside(name)
-        if not path.exists():
-            stat = self._call("stat", self.place.url, name)
-            if stat is None:
-                return None
-            self._call("whole", self.place.url, name, stat[0], str(path))
+        with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
+            if not path.exists():
+                stat = self._call("stat", self.place.url, name)
+                if stat is None:
+                    return None
+                self._call("whole", self.place.url, name, stat[0], str(path))
         return path
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:

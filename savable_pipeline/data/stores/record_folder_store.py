@@ -66,6 +66,7 @@ class RecordFolderStore(GroupedStore):
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, Layout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
+        self.files.fetch_rows(found.numbers)  # at once
         kinds = {tuple(self.places(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
         self._grouped = any(what != RECORDS for what, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0

@@ -69,7 +69,7 @@ def open_remote(
         contextlib.closing(Downloader(cache, limit)) as downloader,
         looked_up(files, form, cache, downloader) as (found, folder, own),
     ):
-        all_below = isinstance(files, str) and files.rstrip("/") == found.root
+        all_below = isinstance(files, str) and files.rstrip("/") == found.root and not form.kind.listing
         if all_below and form.splits and downloader.call("stat", found.root, form.splits) is not None:
             raise ShardError(f"{files}: holds several splits; read one of them, such as {found.root}/train/")
         if anew:
@@ -160,7 +160,7 @@ class _Making:
         if not self.form.whole:
             known = () if own is None else set(own.index.shards.names)
             unknown = [number for number, name in enumerate(found.names) if name not in known]
-            found = asked(found, self.downloader, unknown, self.form.beside)
+            found = asked(found, self.downloader, unknown, self.form)
         stamps = () if self.form.whole else found.stamps
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
         if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, self.changed):
