@@ -36,7 +36,7 @@ class HeldItems:
             kept, but made again when it is taken. Default: no limit.
 
     Example:
-        >>> class Swapped(sp.ItemStage):  # gives items in pairs, the second one first
+        >>> class Swapped(sp.ItemStage):  # yields items in pairs, the second one first
         ...     ref = ()
         ...     def __init__(self, source):
         ...         super().__init__(source)

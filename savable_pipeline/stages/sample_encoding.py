@@ -87,7 +87,7 @@ class KeyedEncoder:
 
 
 class FanOut:
-    """The items of a sample of which several are made, one by one; `given` counts those so far, a `Skip` too.
+    """The items of a sample that fans out, one by one; `given` counts those so far, a `Skip` too.
 
     `made`: the encoder's iterator and its random numbers; without it, the sample is encoded for the next item.
     """
@@ -155,7 +155,7 @@ class ToldSize:
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
     def check(self, sample: Sample, item: Any) -> None:
-        """Raise `EncodeError` if the item of a sample has another size than the encoder told."""
+        """Raise `EncodeError` if the item of a sample has another size than the encoder declared."""
         told = self.of(sample)
         if told is None:
             return
@@ -220,6 +220,6 @@ class SamplesAhead:
         return True
 
     def restore(self, source: SampleStage, refs: RefArray, done: int) -> None:
-        """Go on with these refs, after so many samples that are done."""
+        """Continue with these refs, after this many samples that are done."""
         self.refs, self.samples, self.next = refs, source.open_samples(refs), 0
         self._taken = done + len(refs)

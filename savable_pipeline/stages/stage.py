@@ -57,7 +57,7 @@ class Stage:
         ValueError: The source is of the wrong kind.
 
     Example:
-        >>> class Numbered(sp.ItemStage):  # gives each item with its number
+        >>> class Numbered(sp.ItemStage):  # yields each item with its number
         ...     ref, count = (), 0
         ...     def __next__(self):
         ...         item = next(self.source)

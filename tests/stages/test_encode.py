@@ -58,7 +58,7 @@ def test_an_item_a_sample_with_its_ref(encoded: Any) -> None:
 
 
 def test_none_is_no_item_but_a_forgotten_return(encoded: Any) -> None:
-    with pytest.raises(sp.EncodeError, match=r"it gave None; return an item or Skip\(reason\).*key 's000000'"):
+    with pytest.raises(sp.EncodeError, match=r"it returned None; return an item or Skip\(reason\).*key 's000000'"):
         next(encoded(lambda n, rng: None))
 
 

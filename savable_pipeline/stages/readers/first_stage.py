@@ -1,4 +1,4 @@
-"""`FirstStage`: which samples the first stage of a lane gives, and each by its ref; a subclass puts them in order."""
+"""`FirstStage`: the samples that the first stage of a lane yields, each by its ref; a subclass puts them in order."""
 
 from __future__ import annotations
 
