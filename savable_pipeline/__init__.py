@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.blending.schedule import Schedule
     from savable_pipeline.stages.bucket_batcher import BucketBatcher
     from savable_pipeline.stages.cost import attention_cost
-    from savable_pipeline.stages.decoded import Decoded
     from savable_pipeline.stages.encode import Encode
     from savable_pipeline.stages.held_items import HeldItems
     from savable_pipeline.stages.item_ref import ItemRef, as_ref
@@ -53,8 +52,9 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader, TokenReader
     from savable_pipeline.stages.readers.record_folder_readers import LitDataReader, MdsReader
     from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-    from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage
-    from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+    from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
+    from savable_pipeline.stages.stage_bases import PassThrough
+    from savable_pipeline.stages.task_encoder import Decoded, Skip, TaskEncoder
     from savable_pipeline.tools.convert.conversion import convert
     from savable_pipeline.tools.convert.shard_writer import ShardWriter
 
@@ -129,7 +129,7 @@ _PLACES = {
     "Blend": "stages.blending.blend",
     "BucketBatcher": "stages.bucket_batcher",
     "CheckpointMismatchError": "errors",
-    "Decoded": "stages.decoded",
+    "Decoded": "stages.task_encoder",
     "Encode": "stages.encode",
     "EncodeError": "errors",
     "HeldItems": "stages.held_items",
@@ -144,7 +144,7 @@ _PLACES = {
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.columnar_readers",
-    "PassThrough": "stages.stage",
+    "PassThrough": "stages.stage_bases",
     "RecordReader": "stages.readers.reader",
     "RecordStore": "data.stores.record_store",
     "Ref": "data.dataset.sample",

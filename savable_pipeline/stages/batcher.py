@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from dataclasses import replace
 from itertools import compress
 from typing import Any, ClassVar
 
@@ -11,13 +11,14 @@ import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.sample import skip_counters
+from savable_pipeline.stages.capabilities import count_of, hint_rows
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
-from savable_pipeline.stages.pipeline import leaves_out_excluded
 from savable_pipeline.stages.setting_rules import SettingRule
 from savable_pipeline.stages.stage import Stage, State, parse_state
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
@@ -55,7 +56,6 @@ class Batcher(EncoderBatches):
         (0, (0, 0, 0), (1, 0, 0), (2, 0, 0))
     """
 
-    leaves_out_excluded = True
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {"size": SettingRule(field="batch_size")}
 
     def __init__(
@@ -66,7 +66,12 @@ class Batcher(EncoderBatches):
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
         self._held = HeldItems(self)  # of the next batch
-        source.hint_rows(size, aligned=True)
+        self._leaves_out = source.info.gives_excluded  # no `Encode` has, after a reader that excludes some
+        hint_rows(source, size, aligned=True)
+
+    def describe(self) -> StageInfo:
+        """The source's, one deeper; excluded samples are left out here at the latest."""
+        return replace(super().describe(), gives_excluded=False)
 
     @property
     def held_items(self) -> int:
@@ -107,7 +112,7 @@ class Batcher(EncoderBatches):
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count divided by `size`, rounded up, or down with `drop_last`."""
-        items = None if self._is_first_to_leave_out else self.source.count_of(lane, epoch)
+        items = None if self._leaves_out else count_of(self.source, lane, epoch)
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _hold(self, n: int) -> list[Any]:
@@ -118,16 +123,11 @@ class Batcher(EncoderBatches):
 
     def _take(self, n: int) -> bool:
         """Take items until `n` are held; False at the end."""
-        if not self._is_first_to_leave_out:
+        if not self._leaves_out:
             return self._held.fill(n) > 0
         items, refs = self.source.take(n - len(self._held))
         self._held.add(*self._without_these(items, refs))
         return bool(items)
-
-    @cached_property
-    def _is_first_to_leave_out(self) -> bool:
-        """Whether the source yields excluded samples too: there is no `Encode` after a reader that excludes some."""
-        return not leaves_out_excluded(self.source)
 
     def _without_these(self, items: list[Any], refs: list[ItemRef]) -> tuple[list[Any], list[ItemRef]]:
         """Drop items made from excluded samples, counting them."""

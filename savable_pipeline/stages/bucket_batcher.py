@@ -15,9 +15,10 @@ from savable_pipeline.stages.bucket_sizes import BatchSize, BucketSizes, Group, 
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
-from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
+from savable_pipeline.stages.setting_rules import check_function, function_settings
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
-from savable_pipeline.stages.user_function import check_function, function_settings
 
 _Key: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
 

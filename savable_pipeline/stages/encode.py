@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.global_rng import seeder
-from savable_pipeline.core.keyed_random import derive_key
-from savable_pipeline.core.on_error import OnError, reason_of, skips
+from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import REF, Ref, RefArray, Sample
-from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
+from savable_pipeline.data.dataset.sample import Ref, Sample
+from savable_pipeline.errors import CheckpointMismatchError, SavableError
+from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import check_encoder
 from savable_pipeline.stages.excluded_samples import REASON
+from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
-from savable_pipeline.stages.purity_check import PurityCheck
+from savable_pipeline.stages.sample_encoding import (
+    DONE,
+    EncoderError,
+    FanOut,
+    KeyedEncoder,
+    SamplesAhead,
+    part_of,
+)
 from savable_pipeline.stages.skipped_samples import SkippedSamples
-from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, StageInfo, State, parse_state, saved_refs
+from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage_bases import TakesItems
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
-from savable_pipeline.stages.told_size import ToldSize
-
-EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
 
 _EXCLUDED = Skip(REASON)
 _AHEAD = 16  # the least number of refs to take from the source at a time
@@ -41,7 +46,7 @@ class _EncodeState(msgspec.Struct):
     avoided: dict[str, bytes] = {}
 
 
-class Encode(ItemStage):
+class Encode(TakesItems):
     """Yields items: `encoder.encode(sample, rng)` of each sample of its source.
 
     A sample becomes one item, none (`Skip`), or several (an iterator of items). Skipped samples are counted by reason.
@@ -51,10 +56,10 @@ class Encode(ItemStage):
         source: A stage of samples.
         encoder: Makes the items.
         on_error: For a sample whose encoding raises: "raise", "skip", or a function of the `EncodeError` (its
-            `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. Shards that
-            cannot be read are the reader's `on_error`.
+            `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. For
+            unreadable shards it is the reader's `on_error`.
         max_errors: Most samples that a lane may skip because of errors: an int is a count, a float a share of its
-            samples so far, of which 100 are never too many.
+            samples so far; up to 100 are never too many.
         check: Share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure; the same after a
             resume.
 
@@ -76,8 +81,7 @@ class Encode(ItemStage):
     """
 
     source: SampleStage
-    ref: ItemRef = ()
-    leaves_out_excluded = True
+    sizes: tuple[Size, ...] | None = None
 
     def __init__(
         self,
@@ -91,150 +95,88 @@ class Encode(ItemStage):
         self._check_source(source, SampleStage)
         super().__init__(source)
         check_encoder("Encode", encoder)
-        if not 0 <= check <= 1:
-            raise ValueError(f"Encode: check must be a share of the samples, 0.0 to 1.0, not {check!r}")
-        self._skipped = SkippedSamples(
-            type(encoder).__name__,
-            on_error,
-            max_errors,
-            counts=self.counts,
-            lane=source.lane,
-            population=source.info.population,
-        )
+        self._ahead = SamplesAhead()
+        self._skipped = SkippedSamples(encoder, on_error, max_errors, self.counts, source.info, self._ahead)
         self.on_error = on_error
+        self.one_for_one = encoder.one_to_one
         self._encoder = encoder
-        self._encode: EncodeCall = PurityCheck(encoder, check) if check else encoder.encode
-        self._told = ToldSize(encoder)
-        self._seed_globals = seeder(encoder.global_rng)
-        self._bases: dict[int, int] = {}  # by `Ref.source`: the base of the keys of its samples' random numbers
+        self.keyed = KeyedEncoder(encoder, source.lane.seed, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
-        self._refs = np.empty(0, REF)  # taken from the source; those before `_next` are done
-        self._samples: list[Sample] = []
-        self._next = 0
-        self._taken = 0  # refs taken from the source since the run began
         self._given = 0  # items given since this stage was made
-        self._parts: Iterator[Any] | None = None  # the remaining parts of the sample at `_next`, if it fans out
-        self._part = 0  # parts of that sample given so far
-        self._rng = Rng(0)
+        self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder."""
-        return replace(super().describe(), encoder=self._encoder)
+        """The source's, one deeper, with the encoder; excluded samples are left out."""
+        return replace(super().describe(), encoder=self._encoder, gives_excluded=False, deferred=self.keyed.told.tells)
 
-    def __next__(self) -> Any:
-        items, refs = self.take(1)
-        if not items:
-            raise StopIteration
-        self.ref = refs[0]
-        return items[0]
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
+        """Up to `n` items and their refs; fewer only at the end.
 
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
-        """Up to `n` items and their refs; fewer only at the end."""
+        `deferred`: one item, not made if the encoder tells its length, which is in `sizes` then.
+        """
+        if deferred:
+            n, self.sizes = 1, None
         items: list[Any] = []
         refs: list[ItemRef] = []
-        first, part, before = self._next, self._part, self._skipped.begin()
+        ahead = self._ahead
+        first, part, before = ahead.next, self._part, self._skipped.begin()
         try:
             while len(items) < n:
-                if self._next == len(self._refs):
-                    if not self._load(max(n - len(items), _AHEAD), keep=first):
+                if ahead.next == len(ahead.refs):
+                    if not ahead.load(self.source, max(n - len(items), _AHEAD), keep=first):
                         break
                     first = 0
-                if self._part or self._parts is not None:
+                if self._fan is not None:
                     self._take_parts(items, refs, n)
+                elif deferred and self.keyed.told.tells:
+                    self._take_told(items, refs)
                 else:
                     self._take_samples(items, refs, n)
         except BaseException:
-            self._next, self._part, self._parts = first, part, None  # the call returns no item: undo it as a whole
+            ahead.next = first  # the call returns no item: undo it as a whole
+            self._fan = FanOut(self.keyed, ahead.samples[first], given=part) if part else None
             self._skipped.roll_back(before)
             raise
         self._given += len(items)
         self.counts["items"] += len(items)
         return items, refs
 
-    @property
-    def unmade(self) -> bool:
-        """Whether the encoder tells lengths without encoding."""
-        return self._told.tells
-
-    def take_measured(self) -> Measured | None:
-        """The next item's ref and size, as the encoder tells it; the item itself where it cannot tell."""
-        while self._told.tells and self._parts is None and not self._part:
-            if self._next == len(self._refs) and not self._load(_AHEAD, keep=self._next):
-                return None
-            sample = self._samples[self._next]
-            if sample.index in self.info.excluded:
-                self._leave_out()
-                continue
-            size = None if (sample.index, sample.epoch) in self._skipped.avoided else self._size_of(sample)
-            if size is None:
-                break
-            self._next += 1
-            if not isinstance(size, Skip):
-                self._given += 1
-                self.counts["items"] += 1
-                return Measured((sample.index, sample.epoch, 0), (size,), MISSING)
-        return super().take_measured()
-
-    def _leave_out(self, given: int = 0) -> None:
-        """Skip the sample at `_next`, which is excluded. `given`: items of this call."""
-        self._skipped.skipped(self._samples[self._next], _EXCLUDED, self._given + given)
-        self._end_of_parts()
-
-    def _size_of(self, sample: Sample) -> Size | Skip | None:
-        """What the encoder tells of a sample; a `Skip` if it raises and `on_error` says to skip."""
-        before = self._skipped.begin()
-        self._report_sample(sample)
-        try:
-            return self._told.of(sample)
-        except Exception as error:
+    def _take_told(self, items: list[Any], refs: list[ItemRef]) -> None:
+        """Take the sample that is next, unmade if the encoder tells its size, which is in `sizes` then."""
+        sample, size = self._ahead.samples[self._ahead.next], None
+        if not self._is_left_out(sample):
+            self._report_sample(sample)
             try:
-                self._skipped.tolerate(sample, error, self._done, self._given)
-            except BaseException:
-                self._skipped.roll_back(before)
-                raise
-            return Skip(reason_of(error))
+                size = self.keyed.told.of(sample)
+            except Exception as error:
+                self._skipped.tolerate(sample, error, self._given)
+                self._ahead.next += 1
+                return
+        if size is None:
+            self._take_samples(items, refs, 1)
+            return
+        self.sizes = (size,)
+        self._ahead.next += 1
+        items.append(MISSING)
+        refs.append((sample.index, sample.epoch, 0))
 
-    def _load(self, n: int, keep: int) -> bool:
-        """Take `n` more refs from the source and keep the old ones from `keep` on; False at the end."""
-        fresh = self.source.take_refs(n)
-        if not len(fresh):
-            return False
-        self._taken += len(fresh)
-        samples = self.source.open_samples(fresh)
-        if keep == len(self._refs):
-            self._refs, self._samples, self._next = fresh, samples, 0
-        else:
-            self._next -= keep
-            self._refs = np.concatenate([self._refs[keep:], fresh])
-            self._samples = self._samples[keep:] + samples
-        return True
-
-    def exchange(self, change: Callable[[EncodeCall], EncodeCall]) -> EncodeCall:
-        """Replace the function that makes items of samples, such as by one that measures it.
-
-        Args:
-            change: Returns the new function from the present one.
-
-        Returns:
-            The function before.
-        """
-        before = self._encode
-        self._encode = change(before)
-        return before
+    def _is_left_out(self, sample: Sample) -> bool:
+        return sample.index in self.info.excluded or (sample.index, sample.epoch) in self._skipped.avoided
 
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
-        encode, seed, plain, status = self._encode, self._seed_globals, self._plain, self.lane.status
+        ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.status
+        encode, seed = keyed.encode, keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
         dataset, base = None, 0
         if status is not None:
             status[0] = self.info.depth
-        first = self._next
-        chosen = self._samples[first : first + n - len(items)]
-        for self._next, sample in enumerate(chosen, first):
+        first = ahead.next
+        chosen = ahead.samples[first : first + n - len(items)]
+        for ahead.next, sample in enumerate(chosen, first):
             if sample.origin is not dataset:
                 dataset = sample.origin
-                base = self._base(dataset.source)
+                base = keyed.base(dataset.source)
             index, epoch = sample.index, sample.epoch
             if excluded and index in excluded:
                 self._skipped.skipped(sample, _EXCLUDED, self._given + len(items))
@@ -242,7 +184,7 @@ class Encode(ItemStage):
             if status is not None:
                 status[1], status[2] = index, epoch
             if avoided and (index, epoch) in avoided:
-                self._skipped.avoided_again(sample, self._done, self._given + len(items))
+                self._skipped.avoided_again(sample, self._given + len(items))
                 continue
             ref = (index, epoch, 0)
             rng = Rng(base, ref)
@@ -251,7 +193,7 @@ class Encode(ItemStage):
             try:
                 item = encode(sample, rng)
             except Exception as error:
-                self._skipped.tolerate(sample, error, self._done, self._given + len(items))
+                self._skipped.tolerate(sample, error, self._given + len(items))
                 continue
             if type(item) not in plain:
                 if type(item) is Skip or item is None or hasattr(item, "__next__"):
@@ -261,98 +203,57 @@ class Encode(ItemStage):
                 plain.add(type(item))
             items.append(item)
             refs.append(ref)
-        self._next += 1
+        ahead.next += 1
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng, given: int) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
         if item is None:
-            self._skipped.tolerate(sample, TypeError("it gave None; return an item or Skip(reason)"), self._done, given)
+            self._skipped.tolerate(sample, TypeError("it gave None; return an item or Skip(reason)"), given)
         elif self._encoder.one_to_one:
             raise self._skipped.failed(sample, TypeError(f"it is one_to_one, but gave {item!r}"))
         elif type(item) is Skip:
             self._skipped.skipped(sample, item, given)
         else:
-            self._parts, self._part, self._rng = item, 0, rng
+            self._fan = FanOut(self.keyed, sample, (item, rng))
             return True
         return False
 
     @property
-    def _done(self) -> int:
-        """The number of samples of the lane that are done, counting the one at `_next`."""
-        return self._taken - len(self._refs) + self._next + 1
+    def _part(self) -> int:
+        """The number of parts given so far of the sample at `_next`."""
+        return 0 if self._fan is None else self._fan.given
 
     def _take_parts(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Take parts of the sample at `_next` until there are `n` items or no more parts."""
-        sample, skipped = self._samples[self._next], self._skipped
-        self._report_sample(sample)
+        fan, skipped = self._fan, self._skipped
+        assert fan is not None
+        if not fan.is_made and self._is_left_out(fan.sample):
+            self._fan = None  # which began before the state was saved: all of it is left out, with the other samples
+            return
+        self._report_sample(fan.sample)
         try:
-            if self._parts is None:
-                if sample.index in self.info.excluded:
-                    self._leave_out(len(items))
-                    return
-                if (sample.index, sample.epoch) in skipped.avoided:
-                    skipped.avoided_again(sample, self._done, self._given + len(items))
-                    self._end_of_parts()
-                    return
-                self._parts = self._parts_from(sample, self._part)
             while len(items) < n:
-                item = self._next_part(sample, self._parts, self._rng, self._part)
-                if item is _DONE:
-                    if not self._part:
-                        skipped.skipped(sample, Skip("an iterator without items"), self._given + len(items))
-                    self._end_of_parts()
-                    return
+                part, item = fan.given, fan.next()
                 if type(item) is Skip:
-                    skipped.skipped(sample, item, self._given + len(items))
-                else:
+                    skipped.skipped(fan.sample, item, self._given + len(items))
+                elif item is not DONE:
                     items.append(item)
-                    refs.append((sample.index, sample.epoch, self._part))
-                self._part += 1
-        except _EncoderError as failed:  # the parts before the error count as items; the rest of the sample is skipped
-            skipped.tolerate(sample, failed.error, self._done, self._given + len(items))
-            self._end_of_parts()
-
-    def _end_of_parts(self) -> None:
-        self._next, self._part, self._parts = self._next + 1, 0, None
-
-    def _parts_from(self, sample: Sample, part: int) -> Iterator[Any]:
-        """Encode `sample` again and pass over its first `part` parts."""
-        self._rng = Rng(self._base(sample.origin.source), (sample.index, sample.epoch, 0))
-        if self._seed_globals is not None:
-            self._seed_globals(self._rng.key)
-        try:
-            parts: Iterator[Any] = self._encode(sample, self._rng)
-        except Exception as error:
-            raise _EncoderError(error) from error
-        fans_out = hasattr(parts, "__next__")
-        for passed in range(part):
-            if not fans_out or self._next_part(sample, parts, self._rng, passed) is _DONE:
-                raise CheckpointMismatchError(
-                    f"Encode: by the state, {part} items of sample {sample.key!r} of {sample.shard} were given, but "
-                    f"made again it gives {passed if fans_out else 'one alone'}; is the encoder the one of the saved "
-                    "run, and pure?"
-                )
-        return parts
-
-    def _next_part(self, sample: Sample, parts: Iterator[Any], rng: Rng, part: int) -> Any:
-        rng.rekey((sample.index, sample.epoch, part))
-        if self._seed_globals is not None:
-            self._seed_globals(rng.key)
-        try:
-            return next(parts, _DONE)
-        except Exception as error:
-            raise _EncoderError(error) from error
+                    refs.append((fan.sample.index, fan.sample.epoch, part))
+                else:
+                    if not part:
+                        skipped.skipped(fan.sample, Skip("an iterator without items"), self._given + len(items))
+                    break
+            else:
+                return
+        except EncoderError as failed:  # the parts before the error count as items; the rest of the sample is skipped
+            skipped.tolerate(fan.sample, failed.error, self._given + len(items))
+        self._ahead.next, self._fan = self._ahead.next + 1, None
 
     def _report_sample(self, sample: Sample) -> None:
         """Record this stage and sample on the worker's status page, for a report if the worker dies."""
         status = self.lane.status
         if status is not None:
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
-
-    def _base(self, source: int) -> int:
-        if source not in self._bases:
-            self._bases[source] = derive_key(self.lane.seed, "encode", source)
-        return self._bases[source]
 
     def may_avoid(self, error: SavableError) -> bool:
         """Whether `on_error` says to skip such a sample."""
@@ -374,53 +275,25 @@ class Encode(ItemStage):
         if lost is not None:
             return lost
         self._report_sample(sample)
-        rng = self._rng
         try:
-            return self._made_again(sample, _part_of(ref))
-        except _EncoderError as failed:
-            return self._skipped.lose(sample, failed.error, self._done, self._given)
-        finally:
-            self._rng = rng
-
-    def _made_again(self, sample: Sample, part: int) -> Any:
-        item: Any = self._parts_from(sample, 0)
-        try:
-            self._told.check(sample, item)
-        except EncodeError:
-            raise
-        except Exception as error:
-            raise _EncoderError(error) from error
-        if hasattr(item, "__next__"):
-            parts = (self._next_part(sample, item, self._rng, number) for number in range(part + 1))
-            item = next((made for number, made in enumerate(parts) if made is _DONE or number == part), _DONE)
-        elif part and type(item) is not Skip:
-            item = _DONE
-        if item is _DONE:
-            raise EncodeError(
-                f"{type(self._encoder).__name__}.encode made no part {part} of shard {sample.shard}, key "
-                f"{sample.key!r} this time; it must depend on the sample and `rng` alone"
-            )
-        return item
-
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Pass it on; rows are aligned with samples only where the encoder makes one item of each."""
-        self.source.hint_rows(rows, aligned=aligned and self._encoder.one_to_one)
+            return self.keyed.part(sample, part_of(ref))
+        except EncoderError as failed:
+            return self._skipped.lose(sample, failed.error, self._given)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
-        one_to_one = self._encoder.one_to_one and self.on_error == "raise" and not self.info.excluded
-        return self.source.count_of(lane, epoch) if one_to_one else None
+        counted = self.one_for_one and self.on_error == "raise" and not self.info.excluded
+        return count_of(self.source, lane, epoch) if counted else None
 
     def save_state(self) -> State:
         """`refs`: taken from the source but not done, 12 bytes each; `part`: parts of the first one given so far.
 
         `samples`: the number of samples that are done; `errors` and `avoided`: see `SkippedSamples.save_state`.
         """
-        left: RefArray = self._refs[self._next :]
         return {
-            "refs": left.tobytes(),
+            "refs": self._ahead.left.tobytes(),
             "part": self._part,
-            "samples": self._taken - len(left),
+            "samples": self._ahead.done,
             **self._skipped.save_state(),
             "source": self.source.save_state(),
         }
@@ -430,38 +303,14 @@ class Encode(ItemStage):
         saved = parse_state(self, state, _EncodeState)
         self.source.restore_state(saved.source)
         refs = saved_refs(self, saved.refs)
-        self._refs = self.keep_known(refs)
-        self._samples = self.source.open_samples(self._refs)
-        self._next, self._part, self._parts = 0, saved.part, None
+        left = known_refs(self, refs)
+        self._ahead.restore(self.source, left, saved.samples)
         if saved.part and not len(refs):
             raise CheckpointMismatchError(f"Encode: by the state, {saved.part} items of no sample were given")
-        if not np.array_equal(self._refs[:1], refs[:1]):
-            self._part = 0
-        self._taken = saved.samples + len(self._refs)
-        self._skipped.errors = saved.errors
-        for reason, avoided in saved.avoided.items():
-            for index, epoch in saved_refs(self, avoided).tolist():
-                self._skipped.avoid(index, epoch, reason)
+        begun = saved.part > 0 and np.array_equal(left[:1], refs[:1])
+        self._fan = FanOut(self.keyed, self._ahead.samples[0], given=saved.part) if begun else None
+        self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
 
     def settings(self) -> dict[str, Any]:
         """The encoder's class and its own settings."""
         return encoder_settings(self._encoder)
-
-
-def _part_of(ref: ItemRef | Ref) -> int:
-    """The number of the part that a ref names. Raises `CheckpointMismatchError` for one of a state that names none."""
-    if isinstance(ref, Ref):
-        return ref.part
-    if len(ref) != 3 or not hasattr(ref[2], "__index__"):
-        raise CheckpointMismatchError(f"Encode: {ref} is not the ref of an item; use another copy of the checkpoint")
-    return int(ref[2])
-
-
-class _EncoderError(Exception):
-    """Carries an encoder's error to the place where `on_error` is applied."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-_DONE = object()

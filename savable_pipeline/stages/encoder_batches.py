@@ -13,10 +13,12 @@ from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import TAG_SHIFT
 from savable_pipeline.errors import EncodeError
+from savable_pipeline.stages.capabilities import ref_alone
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.stage import BatchStage, Stage, StageInfo
+from savable_pipeline.stages.stage import BatchStage, Stage
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 _TRIED = 100  # samples to try for an item that fills up a batch
@@ -45,7 +47,7 @@ class EncoderBatches(BatchStage):
     def __init__(self, source: Stage, *, drop_last: bool | None, encoder: TaskEncoder | None) -> None:
         super().__init__(source)
         chosen = encoder or source.info.encoder or _Samples()
-        self._calls = EncoderCalls(type(self).__name__, source.lane, chosen, "batch")
+        self._calls = EncoderCalls(type(self).__name__, source.info, chosen, "batch")
         self.drop_last = bool(drop_last)
         self._count = 0
         self._first: ItemRef | None = None  # the ref of the lane's first item, set if batches are padded
@@ -141,4 +143,4 @@ def _refs_given_by(stage: Stage) -> Iterator[ItemRef]:
         (tag,) = stage.info.tags
         yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.info.population))
     for source in stage.sources:
-        yield from map(stage.ref_alone, _refs_given_by(source))
+        yield from (ref_alone(stage, ref) for ref in _refs_given_by(source))

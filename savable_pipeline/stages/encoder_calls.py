@@ -7,13 +7,12 @@ from operator import index
 from typing import Any, Literal
 
 from savable_pipeline.core.global_rng import seeder
-from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.stage import StageInfo
+from savable_pipeline.stages.setting_rules import function_name
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import TaskEncoder
-from savable_pipeline.stages.user_function import function_name
 
 
 def check_encoder(stage: str, encoder: object) -> None:
@@ -31,10 +30,15 @@ def check_encoder(stage: str, encoder: object) -> None:
 class EncoderCalls:
     """Calls an encoder's methods for one stage, which combines items into packs or batches.
 
-    Raises `EncodeError` where the encoder's method raises or returns a wrong result.
+    `encoder=None` is the one upstream. Raises `EncodeError` where its method raises or returns a wrong result.
     """
 
-    def __init__(self, stage: str, lane: Lane, encoder: TaskEncoder, combine: Literal["pack", "batch"]) -> None:
+    def __init__(
+        self, stage: str, upstream: StageInfo, encoder: TaskEncoder | None, combine: Literal["pack", "batch"]
+    ) -> None:
+        encoder = encoder or upstream.encoder
+        if encoder is None:
+            raise ValueError(f"{stage}: no Encode stage upstream; give encoder=")
         check_encoder(stage, encoder)
         if combine == "pack" and getattr(encoder.pack, "__func__", None) is TaskEncoder.pack:
             raise ValueError(
@@ -44,7 +48,7 @@ class EncoderCalls:
         self.encoder = encoder
         self.encoder_name = type(encoder).__name__
         self._stage = stage
-        self._lane = lane
+        self._lane = upstream.lane
         self._key: int | None = None
         self._combine = combine
         self._has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images

@@ -1,23 +1,30 @@
-"""`HeldItems`: the elements that a stage has taken from its source and not given yet, each held by its ref.
+"""`HeldItems`: the elements that a stage has taken from its source and not yet returned, each held by its ref.
 
 refs     r3  r7  r8  r9     all that a state keeps of them
 items    a   ·   b   ·      in memory, or · MISSING: made again from the ref when it is needed
 bytes    40  0   52  0      of those in memory, counted for the whole process, where there is a limit
 
-An element that can no longer be made, since its sample is excluded now or gone, comes as a `Skip`, which the stage
-upstream has counted: leave it out.
+An element that can no longer be made, since its sample is now excluded or gone, is returned as a `Skip`, which the
+stage upstream has counted: leave it out.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref
+import numpy as np
+
+from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray, skip_counters, tag_of
+from savable_pipeline.stages.capabilities import LosesParts
+from savable_pipeline.stages.excluded_samples import REASON
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import Skip
+
+RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
 
 
 class HeldItems:
@@ -54,12 +61,11 @@ class HeldItems:
     """
 
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
-        self._stage = weakref.ref(
-            stage
-        )  # weak: a stage that is let go of frees its items and its source's files at once
+        # Weak: a stage that is let go of frees its items and its source's files at once.
+        self._stage = weakref.ref(stage)
         self._items: list[Any] = []
         self._refs: list[ItemRef] = []
-        self._bytes: list[int] = []  # as long as the others, where there is a limit
+        self._bytes: list[int] = []  # of those in memory, where there is a limit
         self._made = 0
         self._share: BudgetShare | None = None
         if max_bytes is not None:
@@ -80,32 +86,43 @@ class HeldItems:
 
     @property
     def made(self) -> int:
-        """How many of them are in memory."""
+        """The number of elements in memory."""
         return self._made
 
     def refs(self) -> list[ItemRef]:
-        """The refs, in order: for `save_state`."""
+        """Return the refs, in order: for `save_state`."""
         return list(self._refs)
 
     def restore(self, refs: Sequence[Any]) -> None:
-        """Hold the elements with these refs of a saved state, none of them made, and no others.
+        """Hold the elements of a saved state, none of them made, and no others.
 
-        Those of a source that was removed since are left out, and counted.
+        Elements of a source that was removed since are left out, and counted.
+
+        Args:
+            refs: What `refs()` returned.
         """
         self.drop(len(self._refs))
-        self.hold_refs(self._holder.keep_known(list(map(as_ref, refs))))
+        self.hold_refs(known_refs(self._holder, list(map(as_ref, refs))))
 
     def hold_refs(self, refs: Sequence[ItemRef]) -> None:
-        """Hold the elements with these refs too, made when they are needed."""
+        """Hold more elements, made when they are needed.
+
+        Args:
+            refs: Their refs.
+        """
         self.add([MISSING] * len(refs), refs)
 
     def add(self, items: Sequence[Any], refs: Sequence[ItemRef]) -> None:
-        """Hold these elements too, behind the others; an item may be `MISSING`."""
+        """Hold more elements, behind the others.
+
+        Args:
+            items: The elements; one may be `MISSING`.
+            refs: The ref of each.
+        """
         self._refs += refs
         for item in items:
             self._items.append(MISSING)
-            if self._share is not None:
-                self._bytes.append(0)
+            self._bytes.append(0)
             if item is not MISSING:
                 self._keep(-1, item)
 
@@ -116,10 +133,18 @@ class HeldItems:
             return
         self._refs += refs
         self._items += items
+        self._bytes += [0] * len(items)
         self._made += len(items)
 
     def fill(self, n: int) -> int:
-        """Take elements from the source until `n` are held or it ends; return how many were taken."""
+        """Take elements from the source until `n` are held or it ends.
+
+        Args:
+            n: How many to hold.
+
+        Returns:
+            The number of elements taken.
+        """
         before = len(self._refs)
         while len(self._refs) < n:
             items, refs = self._source.take(n - len(self._refs))
@@ -129,33 +154,45 @@ class HeldItems:
         return len(self._refs) - before
 
     def look(self, at: int) -> tuple[Any, ItemRef]:
-        """An element, made if it is missing, and its ref; a `Skip` if it can no longer be made. It stays as it is held.
+        """Return an element and its ref, without changing what is held.
 
-        The ref is that of what is left: a pack may have lost items.
+        Args:
+            at: Its place, from 0, or -1 for the last.
+
+        Returns:
+            The element, made if it is missing, or a `Skip` if it can no longer be made; and its ref, of the parts that
+            are left: a pack may have lost items.
         """
         item, ref = self._items[at], self._refs[at]
-        return self._source.make_again(ref) if item is MISSING else (item, ref)
+        return left_of(self._source, ref) if item is MISSING else (item, ref)
 
     def take(self, at: int, *, last_fills: bool = False) -> tuple[Any, ItemRef]:
-        """The same, and hold it no more: those behind it move up, or with `last_fills` the last one takes its place.
+        """Return an element and its ref, as `look`, and remove it. If the source raises, it is still held.
 
-        Where the source raises, it is still held.
+        Args:
+            at: Its place, from 0, or -1 for the last.
+            last_fills: Put the last element in its place, instead of moving up those behind it.
         """
         found = self.look(at)
         self.remove(at, last_fills=last_fills)
         return found
 
     def remove(self, at: int, *, last_fills: bool = False) -> None:
-        """Hold an element no more, as `take`."""
+        """Remove an element.
+
+        Args:
+            at: Its place, from 0, or -1 for the last.
+            last_fills: Put the last element in its place, instead of moving up those behind it.
+        """
         self._let_go(at, at + 1 if at != -1 else None)
-        columns: list[list[Any]] = [self._items, self._refs, *([] if self._share is None else [self._bytes])]
+        columns: tuple[list[Any], ...] = (self._items, self._refs, self._bytes)
         for column in columns:
             if last_fills:
                 column[at] = column[-1]
             del column[-1 if last_fills else at]
 
     def _let_go(self, begin: int, end: int | None) -> None:
-        """Count what is in memory of these elements as gone."""
+        """Subtract these elements from the count of those in memory."""
         if self._share is None and self._made == len(self._items):
             self._made -= len(self._items[begin:end])
             return
@@ -166,7 +203,11 @@ class HeldItems:
                     self._share.release(self._bytes[begin + place])
 
     def ready(self, n: int) -> list[Any]:
-        """The first `n` items, made; fewer if fewer are held. Those that can no longer be made are held no more."""
+        """Return the first items, made; elements that can no longer be made are removed.
+
+        Args:
+            n: How many; fewer are returned if fewer are held.
+        """
         if self._made == len(self._refs):
             return self._items[:n]
         made: list[Any] = []
@@ -180,7 +221,13 @@ class HeldItems:
         return made
 
     def keep(self, at: int, item: Any, ref: ItemRef) -> None:
-        """Keep an element that `look` has made, in its place, as far as the limit allows it."""
+        """Keep an element that `look` has made, in its place, as far as the limit allows it.
+
+        Args:
+            at: Its place.
+            item: The element.
+            ref: Its ref, as `look` returned it.
+        """
         if self._items[at] is MISSING:
             self._refs[at] = ref
             self._keep(at, item)
@@ -195,6 +242,58 @@ class HeldItems:
         self._made += 1
 
     def drop(self, n: int) -> None:
-        """Hold the first `n` no more."""
+        """Remove the first elements.
+
+        Args:
+            n: How many.
+        """
         self._let_go(0, n)
         del self._items[:n], self._refs[:n], self._bytes[:n]
+
+
+def left_of(stage: Stage, ref: ItemRef) -> tuple[Any, ItemRef]:
+    """The element of `stage.fetch(ref)`, and the ref of its parts: a pack may have lost items that cannot be made."""
+    if hasattr(stage, "fetch_left"):
+        return cast(LosesParts, stage).fetch_left(ref)
+    if stage.__class__.fetch is Stage.fetch:  # by `__class__`, which sees through what times a stage
+        return left_of(stage.source, ref)
+    return stage.fetch(ref), ref
+
+
+def known_refs(stage: Stage, refs: RefsT) -> RefsT:
+    """The saved refs whose source is still upstream of the stage, which counts the others as dropped.
+
+    Of items and packs, excluded samples are removed too; samples are left out where they are encoded.
+    """
+    tags = stage.info.tags
+    if isinstance(refs, np.ndarray):
+        known = np.isin((refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64), list(tags))
+        kept: Any = refs if known.all() else refs[known]
+    else:
+        kept = [ref for ref in refs if all(tag_of(index) in tags for index in sample_indices(ref))]
+    if len(kept) < len(refs):
+        stage.counts["dropped/source removed"] += len(refs) - len(kept)
+    if stage.info.excluded and not isinstance(refs, np.ndarray):
+        kept = _without_excluded(stage, kept)
+    return kept  # type: ignore[no-any-return]
+
+
+def whole_refs(stage: Stage, refs: list[ItemRef]) -> list[ItemRef]:
+    """`known_refs` for refs that must be complete: those that lose a part are left out, all counted."""
+    whole = []
+    for ref in refs:
+        left = known_refs(stage, [ref])
+        if left == [ref]:
+            whole.append(ref)
+        elif left:
+            stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
+    return whole
+
+
+def _without_excluded(stage: Stage, refs: list[ItemRef]) -> list[ItemRef]:
+    excluded = stage.info.excluded
+    for ref in refs:
+        for index in sample_indices(ref):
+            if index in excluded:
+                stage.counts.update(skip_counters(REASON, index))
+    return [left for left in map(excluded.left_of, refs) if left is not None]

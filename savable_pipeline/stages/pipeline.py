@@ -79,13 +79,6 @@ def sample_names(stage: Stage, ref: ItemRef) -> str:
     return "; ".join(named) + more
 
 
-def leaves_out_excluded(last: Stage) -> bool:
-    """Whether no sample that a reader upstream excludes gets through a stage."""
-    if last.leaves_out_excluded or not last.sources:
-        return last.leaves_out_excluded or not last.info.excluded
-    return all(map(leaves_out_excluded, last.sources))
-
-
 def upstream(last: Stage) -> Iterator[Stage]:
     """A stage and all stages before it, in the order of the data path."""
     for source in last.sources:

@@ -26,6 +26,8 @@ class PurityCheck:
     """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice."""
 
     def __init__(self, encoder: TaskEncoder, share: float) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"Encode: check must be a share of the samples, 0.0 to 1.0, not {share!r}")
         self._encoder = encoder
         self._limit = int(share * 2.0**64)
         self._seed_globals = seeder(encoder.global_rng)

@@ -10,11 +10,12 @@ import numpy as np
 
 from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import REF, RefArray, Sample
+from savable_pipeline.data.dataset.sample import REF, RefArray
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
+from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs
 from savable_pipeline.stages.task_encoder import Skip
 
 _NONE = np.empty(0, REF)
@@ -47,6 +48,7 @@ class ShuffleBuffer(Stage):
 
     ref: ItemRef = ()
     size: int
+    one_for_one = True
     max_held_bytes: int = 0
     """Of items, in a process; a buffer of samples holds none."""
 
@@ -62,17 +64,16 @@ class ShuffleBuffer(Stage):
             raise ValueError("max_held_bytes is for a buffer after Encode: one of samples holds only their refs")
         return super().__new__(_BufferOfSamples)
 
+    def _begin(self, source: Stage, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"ShuffleBuffer: size must be at least 1, not {size}")
+        super().__init__(source)
+        self.size = size
+        self._draws = 0
+
     @cached_property
     def _key(self) -> int:
         return self.info.key("shuffle")
-
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Pass it on: a reader upstream cuts the lanes' shares in batches."""
-        self.source.hint_rows(rows, aligned=aligned)
-
-    def count_of(self, lane: int, epoch: int) -> int | None:
-        """The source's count."""
-        return self.source.count_of(lane, epoch)
 
     def settings(self) -> dict[str, Any]:
         """`size`, the only setting that changes the order."""
@@ -90,25 +91,15 @@ class _BufferState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class _BufferOfSamples(ShuffleBuffer, SampleStage):
+class _BufferOfSamples(ShuffleBuffer, TakesRefs):
     """A buffer before Encode: takes refs, several at a time."""
 
     source: SampleStage
 
     def __init__(self, source: SampleStage, *, size: int, max_held_bytes: None = None) -> None:
-        _check(size)
-        super().__init__(source)
-        self.size = size
-        self._draws = 0
+        self._begin(source, size)
         self._slots = _NONE
         self._filled = 0
-
-    def __next__(self) -> Sample:
-        refs = self.take_refs(1)
-        if not len(refs):
-            raise StopIteration
-        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
-        return self.open_samples(refs)[0]
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end of a finite source."""
@@ -169,7 +160,7 @@ class _BufferOfSamples(ShuffleBuffer, SampleStage):
                 f"ShuffleBuffer(size={self.size}): the state holds {len(saved.refs) // REF.itemsize} refs"
             )
         self.source.restore_state(saved.source)
-        refs = self.keep_known(np.frombuffer(saved.refs, REF))
+        refs = known_refs(self, np.frombuffer(saved.refs, REF))
         self._slots = np.empty(self.size, REF)
         self._slots[: len(refs)] = refs
         self._filled = len(refs)
@@ -184,30 +175,20 @@ class _ItemBufferState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class _BufferOfItems(ShuffleBuffer, ItemStage):
+class _BufferOfItems(ShuffleBuffer, TakesItems):
     """A buffer after Encode: takes one item at a time."""
 
     def __init__(self, source: ItemStage, *, size: int, max_held_bytes: int | None = None) -> None:
-        _check(size)
-        super().__init__(source)
-        self.size = size
+        self._begin(source, size)
         self.max_held_bytes = _MAX_HELD_BYTES if max_held_bytes is None else max_held_bytes
         self._held = HeldItems(self, max_bytes=self.max_held_bytes)
-        self._draws = 0
 
     @property
     def held_items(self) -> int:
         """The number of items in the buffer that are in memory."""
         return self._held.made
 
-    def __next__(self) -> Any:
-        items, refs = self.take(1)
-        if not items:
-            raise StopIteration
-        self.ref = refs[0]
-        return items[0]
-
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next item and its ref; none only at the end. After an error of the source, the next call tries again."""
         while True:
             self._fill()
@@ -240,11 +221,6 @@ class _BufferOfItems(ShuffleBuffer, ItemStage):
         self.source.restore_state(saved.source)
         self._held.restore(saved.refs)
         self._draws = saved.draws
-
-
-def _check(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"ShuffleBuffer: size must be at least 1, not {size}")
 
 
 for _kind in (_BufferOfSamples, _BufferOfItems):

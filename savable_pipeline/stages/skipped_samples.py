@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.user_frames import from_user_code
-from savable_pipeline.data.dataset.sample import REF, Sample, skip_counters
+from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_counters
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
-from savable_pipeline.stages.stage import max_empty_samples
-from savable_pipeline.stages.task_encoder import Skip
+from savable_pipeline.stages.sample_encoding import SamplesAhead
+from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +35,26 @@ class _Snapshot(NamedTuple):
 class SkippedSamples:
     """The samples that one stage leaves out, counted in its `counts` by reason.
 
-    `population` is the number of samples upstream. Raises ValueError for wrong settings of `Encode`.
+    Raises ValueError for wrong settings of `Encode`.
     """
 
     def __init__(
         self,
-        encoder: str,
+        encoder: TaskEncoder,
         on_error: OnError,
         max_errors: int | float,
-        *,
         counts: Counter[str],
-        lane: Lane,
-        population: int,
+        upstream: StageInfo,
+        ahead: SamplesAhead,
     ) -> None:
         check_on_error("Encode", on_error)
         if max_errors < 0 or (isinstance(max_errors, float) and not max_errors <= 1):
             raise ValueError(f"Encode: max_errors must be a count or a share of at most 1.0, not {max_errors!r}")
         self._counts = counts
-        self._lane = lane
-        self._population = population
-        self._encoder = encoder
+        self._lane = upstream.lane
+        self._ahead = ahead
+        self._population = upstream.population
+        self._encoder = type(encoder).__name__
         self._on_error = on_error
         self._max_errors = max_errors
         self.errors = 0  # samples left out because of an error
@@ -92,8 +93,8 @@ class SkippedSamples:
                 "will ever come of this data; mend the encoder's conditions or the data"
             )
 
-    def tolerate(self, sample: Sample, error: Exception, done: int, given: int) -> None:
-        """Skip a sample, the lane's number `done`, because of an error if `on_error` says so; else raise the error."""
+    def tolerate(self, sample: Sample, error: Exception, given: int) -> None:
+        """Skip the sample that is next in `ahead` because of an error if `on_error` says so; else raise the error."""
         fault: SavableError
         on_error: OnError
         if isinstance(error, ShardError):
@@ -108,20 +109,20 @@ class SkippedSamples:
         if is_of_environment(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
-        self._lost(sample, reason_of(error), str(fault), done, given)
+        self._lost(sample, reason_of(error), str(fault), given)
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
         """Never try this sample again, for this reason."""
         self.avoided[index, epoch] = reason
 
-    def avoided_again(self, sample: Sample, done: int, given: int) -> None:
+    def avoided_again(self, sample: Sample, given: int) -> None:
         """Skip a sample that is not to be tried again."""
         reason = self.avoided[sample.index, sample.epoch]
-        self._lost(sample, reason, "avoided since it failed before", done, given)
+        self._lost(sample, reason, "avoided since it failed before", given)
 
-    def lose(self, sample: Sample, error: Exception, done: int, given: int) -> Skip:
+    def lose(self, sample: Sample, error: Exception, given: int) -> Skip:
         """The `Skip` of a sample whose item was counted as given and fails now, or raise the error, as `tolerate`."""
-        self.tolerate(sample, error, done, given)
+        self.tolerate(sample, error, given)
         return self._uncounted(sample, reason_of(error))
 
     def lost_before(self, sample: Sample, given: int) -> Skip | None:
@@ -148,7 +149,7 @@ class SkippedSamples:
         for ref in [ref for ref in self.avoided if ref[1] < epoch]:
             del self.avoided[ref]
 
-    def _lost(self, sample: Sample, reason: str, detail: str, done: int, given: int) -> None:
+    def _lost(self, sample: Sample, reason: str, detail: str, given: int) -> None:
         """Count a sample skipped because of an error, and quarantine it. Raises `EncodeError` if there are too many."""
         log.info("skipping index %d of epoch %d: %s", sample.index, sample.epoch, detail)
         quarantine = sample.origin.quarantine
@@ -156,6 +157,7 @@ class SkippedSamples:
             where = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
             quarantine.add(**where, reason=reason, detail=detail, lane=self._lane.index)
         self.errors += 1
+        done = self._ahead.done + 1
         share = isinstance(self._max_errors, float)
         if self.errors > (max(self._max_errors * done, _ALWAYS) if share else self._max_errors):
             raise EncodeError(
@@ -170,6 +172,12 @@ class SkippedSamples:
             f"{self._encoder}.encode raised {type(error).__name__}: {error}; stage Encode, shard "
             f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
+
+    def restore(self, errors: int, avoided: Mapping[str, RefArray]) -> None:
+        """Go on with these numbers of a state: see `save_state`."""
+        self.errors = errors
+        for reason, refs in avoided.items():
+            self.avoided.update(dict.fromkeys(refs.tolist(), reason))
 
     def save_state(self) -> dict[str, Any]:
         """`errors`: samples left out because of an error; `avoided`: refs by reason, 12 bytes each."""
@@ -187,3 +195,12 @@ def _key_of(sample: Sample) -> str:
         return sample.key
     except ShardError:  # the header with the key is unreadable, too
         return "?"
+
+
+def max_empty_samples(population: int) -> int:
+    """The number of samples in a row that may give no item before the run ends with an error.
+
+    30 times the dataset plus 1,000, at most 100,000: a lane that draws at random would miss a single good sample this
+    long with probability e**-30.
+    """
+    return min(30 * population + 1000, 100_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from savable_pipeline.core.batch_memory import collate
+from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 
@@ -215,3 +216,63 @@ def encoder_settings(encoder: TaskEncoder, *, upstream: TaskEncoder | None = Non
         return {}
     own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
     return {"encoder": type(encoder).__qualname__, **own}
+
+
+class Decoded(TaskEncoder):
+    """Makes of a sample the dict `sample.decoded()`, and of several a dict of lists, with None for a missing part.
+
+    It draws no random numbers. To stack or crop, write an encoder of your own.
+
+    Example:
+        >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), sp.Decoded())
+        >>> batch = next(sp.Batcher(items, size=2))
+        >>> batch["__key__"], batch["txt"], batch["png"][0].shape
+        (['s000000', 's000001'], ['picture 0', 'picture 1'], (8, 8, 3))
+    """
+
+    global_rng = False
+    one_to_one = True
+
+    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any]:
+        """Return the decoded parts by extension, and `__key__`."""
+        return sample.decoded()
+
+    def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, list[Any]]:
+        """Return the values of all items, by extension."""
+        names = dict.fromkeys(name for item in items for name in item)
+        return {name: [item.get(name) for item in items] for name in names}
+
+
+def common_encoder(encoders: list[TaskEncoder | None]) -> TaskEncoder | None:
+    """The encoder that all sources share; an `_AmbiguousEncoder` if they have several."""
+    if all(encoder is encoders[0] for encoder in encoders):
+        return encoders[0]
+    return _AmbiguousEncoder([encoder for encoder in encoders if encoder is not None])
+
+
+class _AmbiguousEncoder(TaskEncoder):
+    """Stands for the encoders of several branches: its methods raise ValueError, since a stage cannot choose one."""
+
+    def __init__(self, encoders: list[TaskEncoder]) -> None:
+        self.global_rng = tuple(sorted({kind for encoder in encoders for kind in kinds(encoder.global_rng)}))
+
+    def length(self, item: Any) -> int:
+        raise self._unclear("length")
+
+    def images(self, item: Any) -> int:
+        raise self._unclear("images")
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        raise self._unclear("cut")
+
+    def pack(self, items: list[Any], rng: Rng) -> Any:
+        raise self._unclear("pack")
+
+    def batch(self, items: list[Any], rng: Rng) -> Any:
+        raise self._unclear("batch")
+
+    def _unclear(self, method: str) -> ValueError:
+        return ValueError(
+            f"the branches of the Blend upstream have encoders of their own, and it is not clear whose {method} to "
+            "use: give the stage encoder="
+        )

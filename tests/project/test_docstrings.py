@@ -1,4 +1,4 @@
-"""Every public name has a docstring with its arguments and an example, and the examples run.
+"""Every public name has a docstring with an example, and the examples run.
 
 An example is a block of Python in a docstring, fenced as in Markdown (```python). It runs in a folder with `shards/`
 (tests/support/example_shards.py), and `sp` is imported. The comment behind an expression is its result, or the error
@@ -13,19 +13,16 @@ An example in the form of doctest (>>>) runs where `shards/` has 400 numbered sa
 from __future__ import annotations
 
 import ast
-import builtins
 import doctest
 import inspect
 import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import griffe
 import numpy as np
 import pytest
 import torch
@@ -33,16 +30,9 @@ import torch
 import savable_pipeline
 import savable_pipeline.testing
 import task_encoders
-from savable_pipeline import errors
 from savable_pipeline.trainers import context_parallel, device, elastic, forms, micro_batches, rescue, whole
 from tests.support.example_shards import write_example_shards, write_numbered_pictures
 
-ROOT = Path(__file__).resolve().parents[2]
-_NOT_YET = (
-    "savable_pipeline.stages.stage",
-    "savable_pipeline.stages.held_items",
-    "savable_pipeline.stages.decoded",
-)
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _ERROR = re.compile(r"\w+Error\b")
 
@@ -164,88 +154,3 @@ def test_an_example_whose_comment_is_wrong_fails(code: str) -> None:
 
 def test_the_comment_of_an_expression_is_compared_and_any_other_is_not() -> None:
     assert run_example("x = [1,  # one\n  2]  # both\nx  # [1, 2]\nx[5]  # IndexError: list index ...\n", "right") == 2
-
-
-@pytest.fixture(scope="module")
-def promised() -> dict[str, griffe.Class | griffe.Function]:
-    """What is promised to users, read and not imported: an adapter's trainer may not be installed."""
-    loader = griffe.GriffeLoader(
-        extensions=griffe.load_extensions(ROOT / "tools/site/api_page.py"),
-        search_paths=[ROOT],
-        docstring_parser="google",
-        docstring_options={"returns_named_value": False},
-    )
-    package, encoders = loader.load("savable_pipeline"), loader.load("task_encoders")
-    loader.resolve_aliases()
-    found = {f"sp.{name}": package[name].final_target for name in savable_pipeline.__all__}
-    found |= {name: encoders[name].final_target for name in task_encoders.__all__}
-    for module in (package["testing"], *package["trainers"].modules.values()):
-        own = {name: each for name, each in module.members.items() if name[0] != "_" and not each.is_alias}
-        found |= {f"{module.name}.{name}": each for name, each in own.items()}
-    return {name: each for name, each in found.items() if isinstance(each, griffe.Class | griffe.Function)}
-
-
-def callables(
-    name: str, value: griffe.Class | griffe.Function
-) -> Iterator[tuple[str, griffe.Docstring | None, set[str]]]:
-    """A function, or a class and its public methods that no base documents: docstring and arguments of each."""
-    yield name, value.docstring, arguments(value)
-    if isinstance(value, griffe.Class):
-        for method in value.members.values():
-            if (
-                isinstance(method, griffe.Function)
-                and method.name[0] != "_"
-                and not _is_documented_by_base(method, value)
-            ):
-                yield f"{name}.{method.name}", method.docstring, arguments(method)
-
-
-def arguments(value: griffe.Class | griffe.Function) -> set[str]:
-    """The names of the arguments of a call; the fields of a named tuple or a struct."""
-    if is_record(value):
-        return {name for name, each in value.attributes.items() if "instance-attribute" in each.labels}
-    return {each.name for each in value.parameters} - {"self", "cls"}
-
-
-def is_record(value: griffe.Class | griffe.Function) -> bool:
-    """Whether this is a named tuple or a struct, whose fields are its arguments."""
-    return isinstance(value, griffe.Class) and bool({"NamedTuple", "msgspec.Struct"} & set(map(str, value.bases)))
-
-
-def _is_documented_by_base(method: griffe.Function, owner: griffe.Class) -> bool:
-    return any(method.name in base.members and base[method.name].docstring for base in owner.mro())
-
-
-def sections(docstring: griffe.Docstring | None, kind: str) -> list[Any]:
-    """What stands in the sections of a kind."""
-    parsed = [] if docstring is None else docstring.parse()
-    return [each for section in parsed if section.kind.value == kind for each in section.value]
-
-
-def test_args_of_every_public_docstring_are_the_arguments(promised: dict[str, griffe.Class | griffe.Function]) -> None:
-    lacking, unknown = [], []
-    for value_name, value in promised.items():
-        if value.path.startswith(_NOT_YET):
-            continue
-        for name, docstring, expected in callables(value_name, value):
-            kinds = ("parameters", "attributes") if is_record(value) else ("parameters",)
-            listed = {each.name.lstrip("*") for kind in kinds for each in sections(docstring, kind)}
-            lacking += [f"{name}: {each}" for each in sorted(expected - listed) if each[0] != "_"]
-            unknown += [f"{name}: {each}" for each in sorted(listed - expected)]
-    assert not lacking, "no line in Args:\n" + "\n".join(lacking)
-    assert not unknown, "no such argument:\n" + "\n".join(unknown)
-
-
-def test_raises_of_every_public_docstring_names_errors(promised: dict[str, griffe.Class | griffe.Function]) -> None:
-    known = {name for name in dir(builtins) if name.endswith(("Error", "StopIteration"))} | {
-        *vars(errors),
-        "JSONDecodeError",
-        "TemplateError",
-    }
-    raised = {
-        str(each.annotation): name
-        for value_name, value in promised.items()
-        for name, docstring, _ in callables(value_name, value)
-        for each in sections(docstring, "raises")
-    }
-    assert raised and not {error: name for error, name in raised.items() if error not in known}

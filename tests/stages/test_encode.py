@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.stages.stage import StageInfo, max_empty_samples
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
 
 
@@ -330,7 +331,7 @@ class _Source(sp.SampleStage):
 
     def __init__(self) -> None:
         none = frozenset([0])
-        self._info = StageInfo(sp.Lane(), 0, population=1, endless=True, tags=none, origins=none)
+        self.info = StageInfo(sp.Lane(), 0, population=1, endless=True, tags=none, origins=none)
 
 
 def test_the_state_of_another_stage_is_a_mismatch(encoded: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.data.dataset import exclude_file
 from savable_pipeline.stages.excluded_samples import ExcludedSamples
+from savable_pipeline.stages.held_items import known_refs, whole_refs
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.streams import take, through_a_file
 from tests.support.toy_pipelines import ToyEncoder, numbers, toy_pipeline
@@ -226,8 +227,8 @@ def test_a_held_pack_loses_its_item_and_the_size_of_it(shards: str, file: str) -
 def test_what_may_not_lose_a_part_is_left_out_whole(shards: str, file: str) -> None:
     stage = sp.Encode(sp.TarShardReader(shards, sp.Lane(), exclude=file), Ids())
     whole, part = (7, (1, 0, 0), (2, 0, 0)), (8, (3, 0, 0), (4, 0, 0))
-    assert stage.keep_known([whole, part]) == [whole, (8, (4, 0, 0))]
-    assert stage.keep_whole([whole, part]) == [whole]
+    assert known_refs(stage, [whole, part]) == [whole, (8, (4, 0, 0))]
+    assert whole_refs(stage, [whole, part]) == [whole]
     assert stage.counts["skipped/excluded"] == 2
 
 

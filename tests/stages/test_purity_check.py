@@ -97,7 +97,7 @@ def test_a_share_of_the_samples_is_checked_the_same_ones_after_a_resume(items: A
 def test_without_check_nothing_is_encoded_twice_and_the_encoder_is_called_itself(items: Any) -> None:
     encoder = OneField(lambda rng: next(SEQUENCE))
     stage = items(encoder)
-    assert stage._encode == encoder.encode
+    assert stage.keyed.encode == encoder.encode
     assert len(list(stage)) == len(encoder.given) == 30
 
 

@@ -14,16 +14,14 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch
-
 import savable_pipeline as sp
 from tests.support.processes import descendants
 from tests.support.streams import take
-from tests.support.toy_pipelines import toy_pipeline
+from tests.support.toy_faults import packed_numbers
 
 
 def main(shards: str, method: str, how: str) -> None:
-    pipeline = partial(toy_pipeline, shards)
+    pipeline = partial(packed_numbers, shards)
     loader = sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2, multiprocessing_context=method)
     take(loader, 3)
     print(*descendants(os.getpid()), flush=True)
@@ -34,6 +32,8 @@ def main(shards: str, method: str, how: str) -> None:
             take(loader, 1)
             time.sleep(0.01)
     except KeyboardInterrupt:
+        import torch  # here, so that the processes that are only killed need not import it
+
         state = loader.state_dict()
         torch.save({"data": state, "next": take(loader, 3)}, Path(shards).parent / "state.pt")
         print("saved", flush=True)

@@ -14,7 +14,8 @@ import numpy as np
 
 import savable_pipeline as sp
 from savable_pipeline.stages.packing.packing_policies import Policy
-from savable_pipeline.stages.stage import StageInfo, State
+from savable_pipeline.stages.stage import State
+from savable_pipeline.stages.stage_info import StageInfo
 
 LIMIT = 4096
 
@@ -26,7 +27,7 @@ class Lengths(sp.ItemStage):
         self._lengths = lengths
         self._next = 0
 
-    def take(self, n: int) -> tuple[list[Any], list[sp.ItemRef]]:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[sp.ItemRef]]:
         """One length."""
         if self._next == len(self._lengths):
             return [], []

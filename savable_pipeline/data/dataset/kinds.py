@@ -14,11 +14,11 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import dataset_of
 from savable_pipeline.data.remote.remote_files import names_behind, short_downloader
-from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.indexing import Progress, index_files
+from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by
@@ -35,7 +35,7 @@ from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
 from savable_pipeline.data.stores.record_files import kind_behind, kind_in
 from savable_pipeline.data.stores.record_folder_store import LitDataStore, MdsStore
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.remote_indexing import index_remote_files
+from savable_pipeline.data.stores.remote_indexing import index_remote
 from savable_pipeline.data.stores.saved_dataset import data_files
 from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.data.stores.token_file import TOKENS
@@ -185,9 +185,7 @@ def index_any(
     """
     kind = STORES[kind_of(files)]
     if is_remote(files):
-        if kind.form is TARS:
-            return index_remote(files, progress, engine)
-        return index_remote_files(files, kind.form, progress, engine)
+        return index_remote(files, kind.form, progress, engine)
     each = None if engine is None else each_shard_by(engine)
     return index_files(kind.named(files), kind.form, processes=processes, each=each, progress=progress)
 

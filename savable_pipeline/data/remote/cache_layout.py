@@ -1,24 +1,20 @@
-"""`CacheLayout`: what a row of the cache is. Of tar shards: a sample of the index. Of other files: a block of bytes.
+"""`CacheLayout`: what a row of the cache is. Of tars: a sample of the index. Of other files: a block of bytes.
 
-VERSION/index    tars: the index of the samples, or the parts of it that were needed: see `index_parts`
-VERSION/blocks   other files: their names and sizes, and the bytes of a block, which all have but the last of a file
+All blocks have equally many bytes but the last of a file: these follow from the names and sizes in the index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
-from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.index_parts import IndexParts, open_parts
-from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.shards.tar import padded
-from savable_pipeline.data.shards.tar_index import TarIndex
-from savable_pipeline.errors import ShardError
+from savable_pipeline.data.shards.tar_index import TarIndex, open_index
 
 _LEAST_BLOCK = 4096
 _MOST_BLOCK = 1 << 20  # divides a piece
@@ -28,7 +24,8 @@ _MANY_BLOCKS = 1 << 26  # beyond which blocks are made larger: each takes two by
 class CacheLayout(Protocol):
     """The rows of a version of a dataset: consecutive bytes of its shards, counted through all of them."""
 
-    shards: Sequence[ShardEntry]
+    index: ShardIndex
+    shards: ShardList
     firsts: Rows  # the first row of each shard, then the number of all: int64 (shards + 1,)
     suffix: str  # of the names of the shards' files in the cache
     parts: IndexParts | None  # which rows of the index are here; None: all
@@ -51,12 +48,11 @@ class TarLayout:
 
     suffix = ".tar"
 
-    def __init__(self, folder: Path) -> None:
-        self.index = TarIndex(folder / "index")
-        self.parts: IndexParts | None = open_parts(folder, self.index)
-        self.shards: Sequence[ShardEntry] = self.index.shards
-        self.firsts = self.index.shard_rows
-        self._starts = np.asarray(self.index.starts)
+    def __init__(self, index: TarIndex, parts: IndexParts | None) -> None:
+        self._tars = index
+        self.index: ShardIndex = index
+        self.parts, self.shards, self.firsts = parts, index.shards, index.shard_rows
+        self._starts = np.asarray(index.starts)
 
     def begins(self, rows: Rows) -> Rows:
         """See `CacheLayout.begins`."""
@@ -69,7 +65,7 @@ class TarLayout:
 
     def extent(self, row: int, stop: int) -> tuple[int, int]:
         """See `CacheLayout.extent`."""
-        index, last = self.index, stop - 1
+        index, last = self._tars, stop - 1
         if stop < self.firsts[np.searchsorted(self.firsts, row, side="right")]:
             return index.starts[row], index.starts[stop]
         layout = index.layout(last)
@@ -78,31 +74,20 @@ class TarLayout:
 
     def lies_there(self, shard: int, fd: int, row: int) -> bool:
         """Whether the headers of a sample say what the index does."""
-        return self.index.lies_there(self.shards[shard].name, fd, row)
-
-
-class _Blocks(msgspec.Struct):
-    size: int
-    files: list[tuple[str, int]]  # name, bytes
+        return self._tars.lies_there(self.shards.names[shard], fd, row)
 
 
 class BlockLayout:
-    """Files in blocks of `block` bytes."""
+    """The files of an index in blocks of `block` bytes."""
 
     suffix = ".bytes"
-    parts: IndexParts | None = None
 
-    def __init__(self, path: Path) -> None:
-        try:
-            read = msgspec.msgpack.decode(path.read_bytes(), type=_Blocks)
-        except msgspec.DecodeError as error:
-            message = f"{path}: {error}; remove {path.parent}, and start again"
-            raise ShardError(message, reason="damaged index") from error
-        self.block = read.size
-        self.shards: Sequence[ShardEntry] = [
-            ShardEntry(name, size, -(-size // read.size), 0) for name, size in read.files
-        ]
-        self.firsts = np.cumsum([0, *(entry.samples for entry in self.shards)])
+    def __init__(self, index: ShardIndex, parts: IndexParts | None) -> None:
+        self.index, self.parts, self.shards = index, parts, index.shards
+        self.block, total = _LEAST_BLOCK, int(index.shards.sizes.sum())
+        while total // self.block > _MANY_BLOCKS and self.block < _MOST_BLOCK:
+            self.block *= 2
+        self.firsts: Rows = np.concatenate([[0], np.cumsum(-(-index.shards.sizes // self.block))])
 
     def begins(self, rows: Rows) -> Rows:
         """See `CacheLayout.begins`."""
@@ -111,29 +96,21 @@ class BlockLayout:
 
     def row_from(self, shard: int, offset: int) -> int:
         """See `CacheLayout.row_from`."""
-        return int(self.firsts[shard]) + min(-(-offset // self.block), self.shards[shard].samples)
+        return min(int(self.firsts[shard]) - (-offset // self.block), int(self.firsts[shard + 1]))
 
     def extent(self, row: int, stop: int) -> tuple[int, int]:
         """See `CacheLayout.extent`."""
         shard = int(np.searchsorted(self.firsts, row, side="right")) - 1
         first = int(self.firsts[shard])
-        return (row - first) * self.block, min((stop - first) * self.block, self.shards[shard].size)
+        return (row - first) * self.block, min((stop - first) * self.block, int(self.shards.sizes[shard]))
 
     def lies_there(self, shard: int, fd: int, row: int) -> bool:
         """True: the version that the server names is all that tells."""
         return True
 
 
-def write_blocks(folder: Path, sizes: dict[str, int]) -> None:
-    """Makes `folder` a version of the files with these names and sizes in bytes."""
-    block, total = _LEAST_BLOCK, sum(sizes.values())
-    while total // block > _MANY_BLOCKS and block < _MOST_BLOCK:
-        block *= 2
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "blocks", [msgspec.msgpack.encode(_Blocks(block, sorted(sizes.items())))])
-
-
 def open_layout(folder: Path) -> CacheLayout:
     """The layout of the version in this folder. Raises OSError if there is none, `ShardError` if it is damaged."""
-    blocks = folder / "blocks"
-    return BlockLayout(blocks) if blocks.exists() else TarLayout(folder)
+    index = open_index(folder / "index")
+    parts = open_parts(folder, index)
+    return TarLayout(index, parts) if isinstance(index, TarIndex) else BlockLayout(index, parts)

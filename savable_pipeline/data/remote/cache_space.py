@@ -126,15 +126,14 @@ class CacheSpace:
         for path in used:
             if in_use <= goal:
                 break
-            cached = self._cached(path.parent)
-            if cached is None:
-                continue
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                cached.evict(int(path.stem), fd, wanted=wanted or not cached.is_held())
-                left = os.fstat(fd).st_blocks
-            finally:
-                os.close(fd)
+            cached, left = self._cached(path.parent), used[path]
+            if cached is not None:
+                with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
+                    cached.evict(int(path.stem), file.fileno(), wanted=wanted or not cached.is_held())
+                    left = os.fstat(file.fileno()).st_blocks
+            elif (path.parent / "blocks").exists():  # of an earlier release: nothing reads it any more
+                path.unlink(missing_ok=True)
+                left = 0
             in_use += 512 * (left - used[path])
             used[path] = left
         return in_use

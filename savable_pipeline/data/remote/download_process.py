@@ -33,7 +33,6 @@ from savable_pipeline.data.remote.request_queue import QueuedRequest, RequestQue
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, ShardCache, runs
 from savable_pipeline.data.remote.shared_listing import shared_listing
 from savable_pipeline.data.remote.sparse_file import locked
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
@@ -103,7 +102,7 @@ class Downloads:
         """Fetches the rows of these shards of an index that is here in part."""
         parts = self._version(folder).layout.parts
         if parts is not None:
-            get = partial(self.part_of, root, INDEX_NAME, parts.bytes, parts.pin)
+            get = partial(self.part_of, root, parts.name, parts.bytes, parts.pin)
             parts.fetch(root, shards, lambda start, stop: get(start, stop)[0], self._write)
 
     def dated(self, root: str) -> list[tuple[str, int, int]]:

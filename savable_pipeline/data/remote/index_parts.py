@@ -23,8 +23,8 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.index_file import ShardIndex, head_bytes
+from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import RemoteError, ShardError
 
@@ -46,7 +46,7 @@ class IndexParts:
         with (folder / "parts").open("r+b") as file:
             self._here = np.frombuffer(mmap.mmap(file.fileno(), len(index.shards)), np.uint8)
         self._file = (folder / "index").open("r+b")  # the file that `index` has mapped, whatever takes its name
-        self._index = index
+        self._index, self.name = index, index_name(index.header.kind)
         self.bytes = os.fstat(self._file.fileno()).st_size
         self.pin = (folder / "parts.pin").read_text()
 
@@ -89,7 +89,7 @@ class IndexParts:
             rows = self._index.rows_from(get, shards)
         except ShardError as error:
             raise RemoteError(
-                f"{root}/{INDEX_NAME}: {_FAULTS.get(error.reason, error)}. It is damaged, or was replaced while this "
+                f"{root}/{self.name}: {_FAULTS.get(error.reason, error)}. It is damaged, or was replaced while this "
                 "run reads by it. The loader's state is whole: save it and start again; the run goes on by the index "
                 "that is there then"
             ) from error
@@ -108,20 +108,20 @@ def open_parts(folder: Path, index: ShardIndex) -> IndexParts | None:
     return IndexParts(folder, index)
 
 
-def download_head(root: str, size: int, path: Path, downloader: Downloader) -> str:
-    """Makes a file of `size` bytes with the head of the index below `root`; gives the server's version of it.
+def download_head(root: str, name: str, size: int, path: Path, downloader: Downloader) -> str:
+    """Makes a file of `size` bytes with the head of the index `name` below `root`; gives the server's version of it.
 
     Raises `ShardError`, `RemoteError`.
     """
     needed = min(_FIRST, size)
-    begin, pin = downloader.call("part_of", root, INDEX_NAME, size, "", 0, needed)
-    needed = min(head_bytes(f"{root}/{INDEX_NAME}", begin), size)
+    begin, pin = downloader.call("part_of", root, name, size, "", 0, needed)
+    needed = min(head_bytes(f"{root}/{name}", begin), size)
     while len(begin) < needed:
         cuts = [*range(len(begin), needed, _PIECE), needed]
-        asked = [("part_of", root, INDEX_NAME, size, pin, *extent) for extent in itertools.pairwise(cuts)]
+        asked = [("part_of", root, name, size, pin, *extent) for extent in itertools.pairwise(cuts)]
         tickets = [downloader.submit(*each) for each in asked]
         begin += b"".join(downloader.result(ticket)[0] for ticket in tickets)
-        needed = min(head_bytes(f"{root}/{INDEX_NAME}", begin), size)
+        needed = min(head_bytes(f"{root}/{name}", begin), size)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(begin[:needed])

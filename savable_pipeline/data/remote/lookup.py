@@ -8,6 +8,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,11 @@ from savable_pipeline.data.remote import index_parts
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META, METADATA_FILES, named_files, read_counts
+from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files, read_counts
+from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.index_file import ShardIndex
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
-from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -29,31 +31,57 @@ _ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a part that is empty, or 
 METADATA_FOLDER = "metadata"  # a folder beside the versions of a dataset
 
 
-def look_up(shards: Shards) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """The shards of these URLs, a local folder with their metadata, and the entries of their own index by name."""
+def look_up(files: Shards, form: FileFormat) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
+    """The files of these URLs, a local folder with their metadata, and the entries of their own index by name."""
     cache = cache_folder(None)
     with (
         contextlib.closing(Downloader(cache, cache_bytes(None, cache))) as downloader,
-        looked_up(shards, cache, downloader) as (found, folder, version),
+        looked_up(files, form, cache, downloader) as (found, folder, own),
     ):
-        entries = () if version is None else TarIndex(version / "index").shards
+        entries = () if own is None else own.index.shards
         return found, folder / METADATA_FOLDER, {entry.name: entry for entry in entries}
 
 
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a dataset in the cache, and its index, of files that had these `stamps` where they were looked at.
+
+    `stamp` tells what it was made of, or downloaded from.
+    """
+
+    folder: Path
+    index: ShardIndex
+    stamp: str
+    stamps: Sequence[str] = ()
+
+
+class _Pointer(msgspec.Struct):
+    stamp: str
+    version: str
+    stamps: list[str] = []
+
+
 @contextlib.contextmanager
-def looked_up(shards: Shards, cache: Path, downloader: Downloader) -> Iterator[tuple[RemoteShards, Path, Path | None]]:
-    """The shards, their dataset's folder in the cache, and the version of its own index, if any; locked meanwhile."""
-    found = find_remote(shards, downloader)
-    folder = cache / hashlib.sha256(found.root.encode()).hexdigest()[:32]
+def looked_up(
+    files: Shards, form: FileFormat, cache: Path, downloader: Downloader
+) -> Iterator[tuple[RemoteShards, Path, Version | None]]:
+    """The files, their dataset's folder in the cache, and the version of its own index, if any; locked meanwhile."""
+    found = find_remote(files, downloader, form.kind, stamps=not form.whole)
+    folder = dataset_folder(cache, f"{found.root} {form.index_name}")
     with locked_folder(folder):
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        version = _own_index(found, folder, downloader)
-        download_metadata(found.root, folder / METADATA_FOLDER, downloader)
+        own = _own_index(found.root, form, folder, downloader)
+        _download_metadata(found.root, folder / METADATA_FOLDER, downloader)
         if not found.names:
-            found = RemoteShards.named(found.root, _known_names(found.root, folder / METADATA_FOLDER, version))
-        check_names(found)
-        yield found, folder, version
+            found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
+        _check_names(found)
+        yield found, folder, own
+
+
+def dataset_folder(cache: Path, dataset: str) -> Path:
+    """The folder of a dataset in the cache."""
+    return cache / hashlib.sha256(dataset.encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
@@ -65,20 +93,21 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _known_names(root: str, metadata: Path, version: Path | None) -> Sequence[str]:
-    """The sorted names of the shards in the dataset's own index, or in Energon's list. Raises `ShardError`."""
-    if version is not None:
-        return TarIndex(version / "index").shards.names
-    counts = read_counts(metadata)
-    if counts is None:
+def _known_names(root: str, form: FileFormat, metadata: Path, own: Version | None) -> Sequence[str]:
+    """The sorted names of the files in the dataset's own index, or in Energon's list. Raises `ShardError`."""
+    if own is not None:
+        return own.index.shards.names
+    names = sorted(name for name in read_counts(metadata) or () if name.endswith(form.kind.suffixes))
+    if not names:
         raise ShardError(
-            f"{root}: a web server cannot be listed, and there is neither {INDEX_NAME} nor {META}/{METADATA_FILES[0]}; "
-            f"name the shards, as in {root}/{{000..099}}.tar"
+            f"{root}: a web server cannot be listed, and there is neither {form.index_name} nor "
+            f"{META}/{METADATA_FILES[0]}; name the shards, as in {root}/{{000..099}}{form.kind.suffixes[0]}, or write "
+            "the index by `savable index` where they lie"
         )
-    return sorted(counts)
+    return names
 
 
-def check_names(found: RemoteShards) -> None:
+def _check_names(found: RemoteShards) -> None:
     """Raises `ShardError` for a name that leads out of the dataset, and so out of its folder in the cache."""
     text = ShardNames.of(found.names).text
     for name in found.names if _ODD_NAME.search(text) else ():
@@ -86,7 +115,7 @@ def check_names(found: RemoteShards) -> None:
             raise ShardError(f"{found.root}: a shard named {name!r} lies outside of the dataset; rename it")
 
 
-def download_metadata(root: str, local: Path, downloader: Downloader) -> None:
+def _download_metadata(root: str, local: Path, downloader: Downloader) -> None:
     """Copies the metadata beside the shards to `local`, where a dataset looks for it."""
     (local / META).mkdir(parents=True, exist_ok=True)
     _download_files(root, local, METADATA_FILES, downloader)
@@ -104,29 +133,63 @@ def _download_files(root: str, local: Path, names: Iterable[str], downloader: Do
             replace_file(local / META / name, [raw])
 
 
-def _own_index(found: RemoteShards, folder: Path, downloader: Downloader) -> Path | None:
+def _own_index(root: str, form: FileFormat, folder: Path, downloader: Downloader) -> Version | None:
     """The version of the dataset's own index, downloaded if it was replaced; None without an index."""
-    stat = downloader.call("stat", found.root, INDEX_NAME)
+    stat = downloader.call("stat", root, form.index_name)
     if stat is None:
         return None
-    size, stamp = stat
-    version = pointed_version(folder / "own.json", stamp)
-    if version is not None:
-        return version
-    fresh = folder / "downloaded.index"
+    (size, stamp), pointer = stat, folder / "own.json"
+    known = pointed_version(pointer, form)
+    if known is not None and known.stamp == stamp:
+        return known
+    fresh, pin = folder / "downloaded.index", ""
     try:
         if size > index_parts.WHOLE_BYTES:
-            pin = index_parts.download_head(found.root, size, fresh, downloader)
+            pin = index_parts.download_head(root, form.index_name, size, fresh, downloader)
         else:
-            downloader.call("whole", found.root, INDEX_NAME, size, str(fresh))
-            pin = None
-        version = install_index(folder, fresh, folder / "own.json", stamp, pin=pin)
-        for name in ("changed", "reindexed"):  # said of the index before
-            (folder / name).unlink(missing_ok=True)
-        return version
+            downloader.call("whole", root, form.index_name, size, str(fresh))
+        version = _installed(folder, fresh, form, pin)
     except (ShardError, ValueError) as error:
-        log.warning("%s/%s: %s; making another", found.root, INDEX_NAME, error)
+        log.warning("%s/%s: %s; making another", root, form.index_name, error)
         return None
+    for path in (folder / "changed", folder / "reindexed", *folder.glob("made-*.json")):  # of the index before
+        path.unlink(missing_ok=True)
+    return point(pointer, Version(version, form.index_at(version / "index"), stamp))
+
+
+def _installed(folder: Path, fresh: Path, form: FileFormat, pin: str) -> Path:
+    """Moves an index to the folder named by its checksum. With a `pin` it has its head alone, of this version on the
+    server. Raises `ShardError`.
+    """
+    index = form.index_at(fresh)
+    if not pin:
+        check_whole(index)
+    version = folder / index.identity.hex()
+    version.mkdir(exist_ok=True)
+    if pin:
+        replace_file(version / "parts.pin", [pin.encode()])
+    if pin and _has(version / "index", index, form):  # the same, with what was fetched of it
+        fresh.unlink()
+        return version
+    if pin:
+        index_parts.begin_parts(version, len(index.shards))
+    fresh.replace(version / "index")
+    if not pin:
+        (version / "parts").unlink(missing_ok=True)
+    return version
+
+
+def check_whole(index: ShardIndex) -> None:
+    """Raises `ShardError` if the rows of a file in an index are damaged."""
+    damaged = next((number for number in range(len(index.shards)) if not index.is_whole(number)), None)
+    if damaged is not None:
+        raise ShardError(f"the part of {index.shards.names[damaged]} is damaged")
+
+
+def _has(path: Path, index: ShardIndex, form: FileFormat) -> bool:
+    with contextlib.suppress(OSError, ValueError, ShardError):
+        return form.index_at(path).identity == index.identity
+    return False
 
 
 def note_changed(folder: Path, name: str) -> None:
@@ -151,65 +214,25 @@ def note_reindexed(folder: Path) -> None:
     (folder / "changed").unlink(missing_ok=True)
 
 
-def pointed_version(pointer: Path, stamp: str) -> Path | None:
-    """The version that a pointer names, if it was made for this stamp and is whole; else None."""
-    with contextlib.suppress(OSError, ValueError, ShardError):
-        made = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
-        version = pointer.parent / made.version
-        if made.stamp == stamp and _checksum(version / "index") == version.name:
-            TarIndex(version / "index")  # raises unless its header is whole
-            return version
-    return None
-
-
-def newest_version(folder: Path, pointers: str) -> Path | None:
-    """The version that the newest of these pointers names; None without a whole one."""
-    paths = sorted(folder.glob(pointers), key=lambda path: path.stat().st_mtime_ns)
-    with contextlib.suppress(OSError, ValueError):
-        return (
-            pointed_version(paths[-1], msgspec.json.decode(paths[-1].read_bytes(), type=_Pointer).stamp)
-            if paths
-            else None
-        )
-    return None
-
-
-def install_index(folder: Path, fresh: Path, pointer: Path, stamp: str, *, pin: str | None = None) -> Path:
-    """Moves an index to the folder named by its checksum, and has the pointer name it. Raises `ShardError`.
-
-    With a `pin` the file has its head alone, of this version on the server.
-    """
-    index = TarIndex(fresh)
-    damaged = [] if pin is not None else [n for n in range(len(index.shards)) if not index.is_whole(n)]
-    if damaged:
-        raise ShardError(f"the part of {index.shards.names[damaged[0]]} is damaged")
-    version = folder / _checksum(fresh)
-    version.mkdir(exist_ok=True)
-    if pin is not None:
-        replace_file(version / "parts.pin", [pin.encode()])
-    if pin is not None and _has(version / "index", index.identity):  # the same, with what was fetched of it
-        fresh.unlink()
-    else:
-        if pin is not None:
-            index_parts.begin_parts(version, len(index.shards))
-        fresh.replace(version / "index")
-        if pin is None:
-            (version / "parts").unlink(missing_ok=True)
-    replace_file(pointer, [msgspec.json.encode(_Pointer(stamp, version.name))])
+def point(pointer: Path, version: Version) -> Version:
+    """Has a pointer name a version, which it gives."""
+    named = _Pointer(version.stamp, version.folder.name, list(version.stamps))
+    replace_file(pointer, [msgspec.json.encode(named)])
     return version
 
 
-def _has(path: Path, identity: bytes) -> bool:
+def pointed_version(pointer: Path, form: FileFormat) -> Version | None:
+    """The version that a pointer names, if it is whole; else None."""
     with contextlib.suppress(OSError, ValueError, ShardError):
-        return TarIndex(path).identity == identity
-    return False
+        named = msgspec.json.decode(pointer.read_bytes(), type=_Pointer)
+        folder = pointer.parent / named.version
+        index = form.index_at(folder / "index")  # raises unless its header is whole
+        if index.identity.hex() == folder.name.partition("-")[0]:
+            return Version(folder, index, named.stamp, named.stamps)
+    return None
 
 
-def _checksum(index: Path) -> str:
-    with index.open("rb") as file:
-        return file.read(16)[8:].hex()
-
-
-class _Pointer(msgspec.Struct):
-    stamp: str  # the server's stamp of the index, or a hash of the shards' names
-    version: str
+def newest_version(folder: Path, pointers: str, form: FileFormat) -> Version | None:
+    """The version that the newest of these pointers names; None without a whole one."""
+    paths = sorted(folder.glob(pointers), key=lambda path: path.stat().st_mtime_ns)
+    return pointed_version(paths[-1], form) if paths else None

@@ -2,8 +2,13 @@
 
     CACHE/room                      see `cache_space`
     CACHE/DATASET/lock              held while an index is downloaded or made
+    CACHE/DATASET/own.json          the version of the index that lies beside the shards
+    CACHE/DATASET/made-SPECS.json   that of an index made here, of what a user named so
+    CACHE/DATASET/metadata          what lies in `.nv-meta` beside the shards
     CACHE/DATASET/scan/…            shards that are being indexed
-    CACHE/DATASET/VERSION/index     the dataset's index; VERSION is its checksum. Of files that are no tars: `blocks`
+    CACHE/DATASET/new-FILES         the version of files that are read to be indexed: its index has no rows
+    CACHE/DATASET/VERSION/index     the dataset's index, or the parts of it that were needed: see `index_parts`.
+                                    VERSION is its checksum
     CACHE/DATASET/VERSION/flags     boot id 56 │ evictions u64 │ touched f64 (shards,) │ present u8 (rows,)
                                     │ used u8 (rows,) │ synced u8 (shards,)
     CACHE/DATASET/changed           names of shards that were found to be other than indexed, a line each
@@ -11,6 +16,7 @@
     CACHE/DATASET/VERSION/N.pin     the server's version of shard number N (its ETag), of which all bytes are
     CACHE/DATASET/VERSION/N.tar     shard number N of the index: the samples that are present; the others are holes
     CACHE/DATASET/VERSION/N.bytes   the same of a file that is no tar
+    CACHE/DATASET/VERSION/beside/…  small files beside the shards, whole
 
 A row is a sample of the index, or a block of bytes: see `cache_layout`. `present` is a sequence lock: a download writes
 the row's bytes, then makes `present` odd; an eviction makes `present` even, then makes the bytes a hole. A reader that
@@ -43,9 +49,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.files import replacing
-from savable_pipeline.data.remote.cache_layout import CacheLayout, TarLayout, open_layout
+from savable_pipeline.data.remote.cache_layout import CacheLayout, open_layout
 from savable_pipeline.data.remote.sparse_file import holes, locked, punch_hole
-from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
@@ -76,12 +81,6 @@ class ShardCache:
         self.present: Flags = flags[: self.rows]
         self.used: Flags = flags[self.rows : 2 * self.rows]
         self.synced: Flags = flags[2 * self.rows :]
-
-    @property
-    def index(self) -> TarIndex:
-        """The index of the samples, of a version of tars."""
-        assert isinstance(self.layout, TarLayout), self.folder
-        return self.layout.index
 
     def hold(self) -> None:
         """Keeps announced rows from being evicted, until this process and its forks have ended."""
@@ -155,7 +154,7 @@ class ShardCache:
     def open(self, shard: int) -> int:
         """A new descriptor of a shard's file, of its full size; a file that had another size is emptied first."""
         fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        size = self.shards[shard].size
+        size = int(self.shards.sizes[shard])
         found = os.fstat(fd).st_size
         if found != size:
             if found or len(self._present_rows(shard)):

@@ -27,7 +27,7 @@ from savable_pipeline.data.shards.yaml_limits import load_yaml
 from savable_pipeline.errors import ShardError
 
 META = ".nv-meta"
-INDEX_NAME = f"{META}/savable.index"  # our own index lies there too
+INDEX_NAME = f"{META}/savable.index"  # our own index of tars lies there too
 METADATA_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 FieldPath: TypeAlias = tuple[str, ...]  # an extension, then keys and indices inside the part
 FieldMap: TypeAlias = dict[str, list[FieldPath]]  # by field name: alternatives, the first that a sample has is taken

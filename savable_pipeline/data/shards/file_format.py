@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.file_bytes import FileBytes, opened
 from savable_pipeline.data.shards.index_file import PlaceIndex, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
 
@@ -21,6 +25,12 @@ def _nothing(path: Path, table: ShardTable) -> None:
 def _no_fault(path: Path, table: ShardTable) -> str:
     """Find nothing wrong beside a file."""
     return ""
+
+
+def found_at(place: str) -> Any:
+    """What lies at "package.module:NAME.name"."""
+    module, _, name = place.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +46,22 @@ class FileFormat:
     place: str  # "package.module:NAME" of this object: another process finds it so
     read: Callable[[FileBytes, str], ShardTable]
     is_as_indexed: Callable[[FileBytes, ShardIndex, int], bool]
-    index_name: str  # the path of the index below the folder of the files
     open_index: Callable[[Path, str], ShardIndex] = PlaceIndex
-    whole: bool = False  # whether all of a file is read to index it
+    whole: bool = False  # behind a URL, whether a file is downloaded to index it, and not asked for at each start
     no_places: int = 0  # of a file that cannot be read: how many zeros
     beside: tuple[str, str] = ("", "")  # files with the first suffix may have one beside them, with the second
     splits: str = ""  # the name of what lies in a folder of several splits
     for_others: str = ""  # behind the name of a file: that of what other programs read beside it
     leave_beside: Callable[[Path, ShardTable], None] = _nothing  # makes it
     fault_beside: Callable[[Path, ShardTable], str] = _no_fault  # why it is wrong
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return found_at, (self.place,)
+
+    @property
+    def index_name(self) -> str:
+        """The path of the index below the folder of the files."""
+        return index_name(self.name)
 
     def names_beside(self, name: str) -> list[str]:
         """What may lie beside a file."""

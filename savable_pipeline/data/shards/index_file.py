@@ -198,6 +198,17 @@ def head_bytes(path: str, begin: bytes) -> int:
     return _head(path, memoryview(begin), length)[2]
 
 
+def kind_of(path: Path) -> str:
+    """The name of the format of the files of an index. Raises OSError, `ShardError`."""
+    with path.open("rb") as file:
+        begin = file.read(_FIRST)
+        begin += file.read(min(int.from_bytes(begin[16:], "little"), path.stat().st_size))
+    length = len(begin) - _FIRST
+    if begin[:8] != MAGIC or length <= 0:
+        raise ShardError(f"{path}: not an index of this version, or damaged")
+    return _head(path, memoryview(begin), length)[0].kind
+
+
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

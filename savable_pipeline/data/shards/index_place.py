@@ -14,11 +14,18 @@ from typing import TypeVar
 
 from savable_pipeline.core.files import user_cache
 from savable_pipeline.core.open_files import with_handles
+from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
+from savable_pipeline.data.shards.index_file import TAR
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def index_name(kind: str) -> str:
+    """The path of the index of files of a kind below their folder."""
+    return INDEX_NAME if kind == TAR else f"{META}/savable.{kind}.index"
 
 
 def index_places(root: Path, name: str) -> list[Path]:

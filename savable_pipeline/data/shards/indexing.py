@@ -2,9 +2,8 @@
 
 The index lies in `.nv-meta/` beside the files, or in the user's cache if that place is read-only. A file is scanned
 again if its size has changed, or if it is younger than the index and is not as it was: moving or touching a folder does
-not matter. What was scanned is in a file until all is there, so that memory does not grow with it, and an interrupted
-call can be continued. Of many files a mark says whether anything was added, removed or replaced since all were looked
-at (see fresh_mark.py).
+not matter (see index_making.py). Of many files a mark says whether anything was added, removed or replaced since all
+were looked at (see fresh_mark.py).
 """
 
 from __future__ import annotations
@@ -13,38 +12,28 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
-import msgspec
 import numpy as np
 
-from savable_pipeline.core.open_files import with_handles
 from savable_pipeline.data.shards import fresh_mark
-from savable_pipeline.data.shards.energon_metadata import META, read_counts
-from savable_pipeline.data.shards.file_bytes import opened
+from savable_pipeline.data.shards.energon_metadata import read_counts
 from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_file import ShardIndex
+from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, make_index
 from savable_pipeline.data.shards.index_place import in_first_place, index_places
-from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
 from savable_pipeline.data.shards.paths import Shards, Unlistable, find_shards, raise_it, spelled_out
-from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard
-from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
+from savable_pipeline.data.shards.processes import EachShard
+from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
 
-Progress: TypeAlias = Callable[[int, int], None]  # of the files done, and of all
-WRITTEN = f"{META}/savable.writer"  # there `sp.ShardWriter` leaves the rows of each shard, as `X.tar.index`
-_ALONE_S = 5.0  # that one process scans before it starts others
-_LOG_EVERY_S = 10.0
-
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundIndex:
     """The files below a folder, and their index; `names` is None if it has all of them and no others."""
 
     root: Path
@@ -53,7 +42,9 @@ class Found:
     names: list[str] | None
 
 
-def open_files(files: Shards, form: FileFormat, *, tolerant: bool = False, unlistable: Unlistable = raise_it) -> Found:
+def open_files(
+    files: Shards, form: FileFormat, *, tolerant: bool = False, unlistable: Unlistable = raise_it
+) -> FoundIndex:
     """The files that a user names, indexed: those that are new or were rewritten are scanned first.
 
     Of a folder also those that should be there: Energon's list names them, and with `tolerant` the index. (A run that
@@ -69,7 +60,7 @@ def open_files(files: Shards, form: FileFormat, *, tolerant: bool = False, unlis
     root = Path(spelled_out(files)[0]).absolute()  # a relative one would change its meaning with the working folder
     known = fresh_mark.known_index(root, form, tolerant=tolerant)
     if known is not None:
-        return _checked(Found(root, known, root / form.index_name, None), tolerant)
+        return _checked(FoundIndex(root, known, root / form.index_name, None), tolerant)
     return _look_at_all(root, form, tolerant=tolerant, unlistable=unlistable)
 
 
@@ -78,7 +69,7 @@ def is_folder(files: Shards) -> bool:
     return isinstance(files, str | os.PathLike) and Path(spelled_out(files)[0]).is_dir()
 
 
-def _look_at_all(root: Path, form: FileFormat, *, tolerant: bool, unlistable: Unlistable) -> Found:
+def _look_at_all(root: Path, form: FileFormat, *, tolerant: bool, unlistable: Unlistable) -> FoundIndex:
     began = fresh_mark.begin_look(root, form)
     folders: list[str] = []
     unlisted: list[ShardError] = []
@@ -104,7 +95,7 @@ def open_index(
     *,
     tolerant: bool = False,
     looked_at: Callable[[ShardIndex], None] = lambda index: None,
-) -> Found:
+) -> FoundIndex:
     """The index of the files `names` below `root`; those that are new or were rewritten are scanned first.
 
     `looked_at` is called with an index that has these files and no others, each as it was found. Raises `ShardError`
@@ -116,14 +107,14 @@ def open_index(
         if index is not None:
             if path == root / form.index_name and len(index.shards) == len(names) and now.are_as_in(index, path):
                 looked_at(index)
-            return _checked(Found(root, index, path, names), tolerant)
+            return _checked(FoundIndex(root, index, path, names), tolerant)
 
-    def make(path: Path) -> Found:
+    def make(path: Path) -> FoundIndex:
         index = _fresh(path, now, tolerant)  # another process may have made it while we waited
         if index is None:
-            _write(root, path, names, form, tolerant=tolerant)
+            make_index(root, path, names, form, tolerant=tolerant)
             index = form.index_at(path)
-        return Found(root, index, path, names)
+        return FoundIndex(root, index, path, names)
 
     return _checked(in_first_place(root, form.index_name, make), tolerant)
 
@@ -144,7 +135,7 @@ def index_files(
     root, names = find_shards(files, form.kind)
 
     def make(path: Path) -> tuple[Path, list[ShardEntry]]:
-        _write(root, path, names, form, processes=processes, each=each, progress=progress)
+        make_index(root, path, names, form, processes=processes, each=each, progress=progress)
         shards, wanted = form.index_at(path).shards, set(names)
         return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
@@ -198,7 +189,7 @@ def check_none_gone(address: str, gone: Collection[str]) -> None:
         )
 
 
-def _checked(found: Found, tolerant: bool) -> Found:
+def _checked(found: FoundIndex, tolerant: bool) -> FoundIndex:
     check_faults(str(found.root), found.index, found.names, tolerant)
     return found
 
@@ -245,7 +236,7 @@ class _FilesNow:
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False
         touched = numbers[self.written > path.stat().st_mtime_ns].tolist()
-        return all(_is_as_indexed(self.root, index, number, self.form) for number in touched)
+        return all(is_as_indexed(self.root, index, number, self.form) for number in touched)
 
 
 def _fresh(path: Path, now: _FilesNow, tolerant: bool) -> ShardIndex | None:
@@ -262,143 +253,3 @@ def _fresh(path: Path, now: _FilesNow, tolerant: bool) -> ShardIndex | None:
     except ShardError as error:
         log.warning("%s; making a new one", error)
         return None
-
-
-def _is_as_indexed(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:
-    """Whether a file has the size that is in the index, and is the one that was indexed."""
-    return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
-
-
-def _is_the_same(root: Path, index: ShardIndex, number: int, form: FileFormat) -> bool:
-    try:
-        with opened(root / index.shards.names[number]) as file:
-            return file.size == index.shards.sizes[number] and form.is_as_indexed(file, index, number)
-    except OSError:
-        return False
-
-
-def _write(
-    root: Path,
-    path: Path,
-    names: list[str],
-    form: FileFormat,
-    *,
-    tolerant: bool = False,
-    processes: int | None = None,
-    each: EachShard | None = None,
-    progress: Progress = lambda done, total: None,
-) -> None:
-    """Writes the index at `path`; tables that it has already, and that are still right, are kept."""
-    for name in names:
-        check_utf8(str(root / name), name)
-    for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed; the lock is ours
-        stale.unlink(missing_ok=True)
-    with ScannedTables(path) as scanned:
-        if len(scanned):  # by a process that was stopped
-            _join(root, path, form, scanned, _whole(path, form), ())
-    kept = _kept(root, path, form, set(names) if tolerant else set())
-    written = _of_writers(root, form, [name for name in names if name not in kept])
-    missing = [name for name in names if name not in kept and name not in written]
-    log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
-    began = logged = time.monotonic()
-    progress(0, len(missing))
-    with ScannedTables(path) as scanned:
-        for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
-            if not table.entry.fault:  # before it is noted as scanned: whoever goes on after a kill scans it no more
-                form.leave_beside(root / table.entry.name, table)
-            scanned.add(table)
-            progress(done, len(missing))
-            if time.monotonic() - logged > _LOG_EVERY_S:
-                logged = time.monotonic()
-                log.warning("indexing %s: %d of %d shards after %.0f s", root, done, len(missing), logged - began)
-        _join(root, path, form, scanned, kept, written)
-    indexed = {*kept, *names}
-    for joined in (root / WRITTEN).glob("*.index") if path == root / form.index_name else ():
-        if joined.name.removesuffix(".index") in indexed:
-            joined.unlink(missing_ok=True)
-
-
-def _join(
-    root: Path,
-    path: Path,
-    form: FileFormat,
-    scanned: ScannedTables,
-    kept: Mapping[str, int],
-    written: Collection[str],
-) -> None:
-    """Writes the index of the scanned files, of those `kept` from the one that is there, and those of writers."""
-    old = form.index_at(path) if kept else None
-
-    def table(name: str) -> ShardTable:
-        if name in scanned:
-            return scanned[name]
-        if name in written:
-            return _writers_index(root, name, form).table(0)
-        assert old is not None
-        return old.table(kept[name])
-
-    write_index(path, map(table, sorted({*scanned, *kept, *written})), form.name)
-
-
-def _whole(path: Path, form: FileFormat) -> dict[str, int]:
-    """The files in the index at `path` whose rows are whole, and their numbers."""
-    with contextlib.suppress(OSError, ValueError, ShardError):
-        old = form.index_at(path)
-        return {name: number for number, name in enumerate(old.shards.names) if old.is_whole(number)}
-    return {}
-
-
-def _kept(root: Path, path: Path, form: FileFormat, anyway: set[str]) -> dict[str, int]:
-    """The files in the index at `path` that are still right, by name, and those of `anyway` even if they are not."""
-    with contextlib.suppress(OSError, ValueError, ShardError):
-        old = form.index_at(path)
-        return {
-            name: number for number, name in enumerate(old.shards.names) if _is_kept(root, old, number, form, anyway)
-        }
-    return {}
-
-
-def _is_kept(root: Path, old: ShardIndex, number: int, form: FileFormat, anyway: set[str]) -> bool:
-    if anyway and old.shards.names[number] in anyway:
-        return old.is_whole(number)
-    return number not in old.shards.faults and _is_as_indexed(root, old, number, form)
-
-
-def _of_writers(root: Path, form: FileFormat, names: list[str]) -> set[str]:
-    """The files that `sp.ShardWriter` finished, if they are still right: these need not be scanned."""
-    found = set()
-    for name in names if (root / WRITTEN).is_dir() else ():
-        with contextlib.suppress(OSError, ValueError, ShardError, IndexError):
-            index = _writers_index(root, name, form)
-            if index.shards.names[0] == name and _is_as_indexed(root, index, 0, form):
-                found.add(name)
-    return found
-
-
-def _writers_index(root: Path, name: str, form: FileFormat) -> ShardIndex:
-    return form.index_at(root / WRITTEN / f"{name}.index")
-
-
-def _scanned(
-    root: Path, names: list[str], form: FileFormat, processes: int | None, each: EachShard | None
-) -> Iterator[ShardTable]:
-    """A table for each file, by `each`; without it in this process, and after some seconds in several."""
-    task = f"{form.place}.scan"
-    if each is not None:
-        yield from _scanned_elsewhere(root, each(task, root, names))
-        return
-    processes = processes or os.cpu_count() or 1
-    end = time.monotonic() + _ALONE_S
-    for done, name in enumerate(names):
-        if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
-            yield from _scanned_elsewhere(root, each_shard(task, root, names[done:], processes))
-            return
-        yield form.scan(root, name)
-
-
-def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[ShardTable]:
-    with contextlib.closing(coming) as answers:
-        for name, answer in answers:
-            if answer is None:
-                raise ShardError(f"{root / name}: the process that indexed it died; was there too little memory?")
-            yield msgspec.msgpack.decode(answer, type=ShardTable)

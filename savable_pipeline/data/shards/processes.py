@@ -9,8 +9,6 @@ A child that dies costs the job that it worked on; another is started for the ne
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import os
 import queue
 import threading
@@ -18,12 +16,13 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.job_engine import Engine
+from savable_pipeline.data.shards.file_format import found_at
 
 Task: TypeAlias = str  # "package.module:function", which is called with (root, name), or (url, root, name)
 J = TypeVar("J")
@@ -131,8 +130,7 @@ def serve(connection: Connection, names: Iterator[str], task: Task, root: str, u
 
 def do(task: Task, root: Path, name: str, url: str = "") -> msgspec.Struct:
     """The task's result for a shard; see `each_shard`."""
-    module, _, function = task.partition(":")
-    work: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+    work = found_at(task)
     found: msgspec.Struct = work(url, root, name) if url else work(root, name)
     return found
 

@@ -11,7 +11,6 @@ from xxhash import xxh3_64
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import TAR, LayoutParts, Links, ShardIndex, ShardTable
@@ -168,7 +167,6 @@ TARS = FileFormat(
     "savable_pipeline.data.shards.scan:TARS",
     read_table,
     is_as_indexed,
-    INDEX_NAME,
     TarIndex,
     whole=True,
     for_others=".idx",

@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.shards.index_file import TAR, Links, Read, ShardIndex, ShardTable, array_at, check_of
+from savable_pipeline.data.shards.index_file import (
+    TAR,
+    Links,
+    PlaceIndex,
+    Read,
+    ShardIndex,
+    ShardTable,
+    array_at,
+    check_of,
+    kind_of,
+)
 from savable_pipeline.data.shards.tar import BLOCK, members, of_samples
 from savable_pipeline.errors import ShardError
 
@@ -33,6 +43,12 @@ class Layout:
         pairs = list(parts)
         self.position = {extension: i for i, (extension, _) in enumerate(pairs)}
         self.gaps = [blocks * BLOCK for _, blocks in pairs]
+
+
+def open_index(path: Path) -> ShardIndex:
+    """The index at `path`, of files of whichever format. Raises OSError, `ShardError`."""
+    kind = kind_of(path)
+    return TarIndex(path) if kind == TAR else PlaceIndex(path, kind)
 
 
 class TarIndex(ShardIndex):

@@ -273,7 +273,6 @@ ARROW = FileFormat(
     "savable_pipeline.data.stores.arrow_file:ARROW",
     read_table,
     is_as_indexed,
-    ".nv-meta/savable.arrow.index",
     no_places=2,
     splits="dataset_dict.json",
 )

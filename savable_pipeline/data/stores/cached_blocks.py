@@ -6,9 +6,10 @@ is announced (`prefetch_bytes`) is downloaded ahead. See `shard_cache` for how a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.lookup import note_changed
 from savable_pipeline.data.remote.remote_files import RemotePlace
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED
 from savable_pipeline.data.shards.file_bytes import FileBytes
@@ -26,11 +28,14 @@ from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.data.stores.shard_files import T
 from savable_pipeline.errors import RemoteError, ShardError
 
+_fetching: dict[Path, threading.Lock] = {}  # what lies beside files
 _TRIES = 100  # evictions of what is read, each before it could be read, after which reading fails
 
 
 class IndexedBytes(Protocol):
-    """What an index says of files: what they must be when they are first read."""
+    """What an index says of files: what they must be when they are first read; `numbers` are theirs in it."""
+
+    numbers: Rows
 
     def check_rows(self, shard: int, /) -> None:
         """Raises `ShardError` if what the index says of a file is damaged."""
@@ -53,11 +58,13 @@ class CachedBlocks(DownloadedFiles):
         all_used: bool = False,
         downloader: Downloader | None = None,
     ) -> None:
-        super().__init__(place.folder, place.limit, downloader)
-        self.place, self._cached, self._indexed = place, place.cached, indexed
-        size = sum(entry.size for entry in self._cached.shards)
+        super().__init__(place, downloader)
+        self._indexed = indexed
+        self._numbers = np.arange(len(self._cached.shards)) if indexed is None else indexed.numbers
+        size = int(self._cached.shards.sizes[self._numbers].sum())
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and size <= place.limit * PREFETCH_SHARE)
         self._checked: set[int] = set()
+        self._noted: set[int] = set()  # that are not as they were indexed
         self._opened: set[int] = set()
 
     def _forget_announced(self) -> None:
@@ -65,7 +72,7 @@ class CachedBlocks(DownloadedFiles):
 
     def path(self, shard: int) -> Path:
         """The file in the cache."""
-        return self._cached.path(shard)
+        return self._cached.path(int(self._numbers[shard]))
 
     def file(self, shard: int) -> FileBytes:
         """A file as formats read it."""
@@ -74,14 +81,14 @@ class CachedBlocks(DownloadedFiles):
     def open(self, shard: int) -> int:
         """A new descriptor of the file in the cache; blocks that are damaged there are marked as not present."""
         try:
-            descriptor = self._cached.open(shard)
+            descriptor = self._cached.open(int(self._numbers[shard]))
         except OSError as error:
             if is_out_of_handles(error):
                 raise
             raise RemoteError(f"{self.path(shard)}: {error.strerror}; see that the cache is there") from error
         if shard not in self._opened:
             self._opened.add(shard)
-            self._cached.forget_holes(shard, descriptor)
+            self._cached.forget_holes(int(self._numbers[shard]), descriptor)
         return descriptor
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
@@ -125,11 +132,15 @@ class CachedBlocks(DownloadedFiles):
         self._checked.add(shard)  # first: the check reads the file
         try:
             if self._indexed is not None:
+                self.fetch_rows(self._numbers[[shard]])
                 self._indexed.check_rows(shard)
                 if not self._indexed.is_as_indexed(shard, self.file(shard)):
+                    if shard not in self._noted:
+                        note_changed(self._cached.folder.parent, self.entry(shard)[0])
+                    self._noted.add(shard)
                     raise ShardError(
-                        f"{self.name(shard)}: not as its index says: the file was rewritten since. Index the files "
-                        "again where they lie, or remove the index beside them",
+                        f"{self.name(shard)}: not as its index says: the file was rewritten since. Start again to "
+                        "index it, or put the old file back",
                         reason="changed shard",
                     )
         except BaseException:
@@ -138,7 +149,23 @@ class CachedBlocks(DownloadedFiles):
 
     def name(self, shard: int) -> str:
         """The URL of a file."""
-        return f"{self.place.url}/{self._cached.shards[shard].name}"
+        return f"{self.place.url}/{self.entry(shard)[0]}"
+
+    def entry(self, shard: int) -> tuple[str, int]:
+        """Name and size in bytes of a file."""
+        number = int(self._numbers[shard])
+        return self._cached.shards.names[number], int(self._cached.shards.sizes[number])
+
+    def beside(self, name: str) -> Path | None:
+        """A local copy of what lies beside the files under this name, downloaded if it is not here."""
+        path = self.place.beside(name)
+        with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
+            if not path.exists():
+                stat = self._call("stat", self.place.url, name)
+                if stat is None:
+                    return None
+                self._call("whole", self.place.url, name, stat[0], str(path))
+        return path
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
         """Has these bytes of a file downloaded, each from one of `begins` up to one of `ends`, and kept until read."""
@@ -147,7 +174,7 @@ class CachedBlocks(DownloadedFiles):
             return
         absent = rows[self._cached.present[rows] & 1 == 0]
         self._cached.used[rows] = WANTED
-        self._cached.touched[shard] = time.time()
+        self._cached.touched[self._numbers[shard]] = time.time()
         for block in self._blocks.announce(absent) if len(absent) else []:
             self._prefetch(Urgency.SOON if soon else Urgency.LATER, *self._request(*block), [], False)
 
@@ -159,10 +186,10 @@ class CachedBlocks(DownloadedFiles):
 
     def _rows(self, shard: int, offset: int, size: int) -> slice:
         """The rows of the cache with these bytes of a file."""
-        row_from = self._cached.layout.row_from
+        row_from, number = self._cached.layout.row_from, int(self._numbers[shard])
         if size <= 0:
             return slice(0, 0)
-        return slice(row_from(shard, offset + 1) - 1, row_from(shard, offset + size))
+        return slice(row_from(number, offset + 1) - 1, row_from(number, offset + size))
 
     def _download(self, rows: slice) -> None:
         """Waits until these rows are downloaded, with the rest of their pieces if these are downloaded whole."""
@@ -184,9 +211,9 @@ class CachedBytes:
     """A file of `CachedBlocks` as formats read it."""
 
     def __init__(self, files: CachedBlocks, shard: int) -> None:
-        entry = files.place.cached.shards[shard]
-        self._files, self._shard, self._whole_name = files, shard, entry.name
-        self.name, self.size = entry.name.rpartition("/")[2], entry.size
+        self._files, self._shard = files, shard
+        self._whole_name, self.size = files.entry(shard)
+        self.name = self._whole_name.rpartition("/")[2]
 
     def read(self, offset: int, size: int) -> bytes:
         """See `FileBytes.read`."""
@@ -200,9 +227,7 @@ class CachedBytes:
 
     def beside(self, suffix: str, name: str = "") -> Path | None:
         """See `FileBytes.beside`."""
-        place = self._files.place
-        path = place.beside(suffix) if name else place.beside(self._whole_name).with_suffix(suffix)
-        return path if path.exists() else None
+        return self._files.beside(suffix if name else str(PurePosixPath(self._whole_name).with_suffix(suffix)))
 
     def fileno(self) -> int:
         """See `FileBytes.fileno`."""

@@ -61,10 +61,9 @@ class CachedFiles(DownloadedFiles):
 
     def __init__(self, found: IndexedFiles) -> None:
         assert found.remote is not None, found.address
-        remote = found.remote
-        super().__init__(remote.folder, remote.limit, found.downloader)
-        self._url, self._found, self._cached = remote.url, found, remote.cached
-        fits = int(found.entries.sizes.sum()) <= remote.limit * PREFETCH_SHARE
+        super().__init__(found.remote, found.downloader)
+        self._url, self._found = self.place.url, found
+        fits = int(found.entries.sizes.sum()) <= self._limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(self._cached, in_pieces=fits)
         self._presence = Presence(self._cached, found.numbers[found.entries.samples > 0], kept=fits)
         self._prefetch_refs = self.refs_ahead(found.mean_bytes)
@@ -131,24 +130,16 @@ class CachedFiles(DownloadedFiles):
 
     def located(self, rows: Locate) -> Locate:
         """`rows`, made to fetch what is not here of the index first."""
-        parts, numbers = self._cached.layout.parts, self._found.numbers
-        if parts is None:
+        if self._cached.layout.parts is None:
             self._rows = rows
             return rows
 
         def fetched(shards: Rows, places: Rows) -> Rows:
-            absent = parts.absent(numbers[np.unique(shards)])
-            if len(absent):
-                self._call("index_rows", self._url, str(self._cached.folder), np.sort(absent).tolist())
+            self.fetch_rows(self._found.numbers[shards])
             return rows(shards, places)
 
         self._rows = fetched
         return fetched
-
-    def has_all_rows(self) -> bool:
-        """Whether the whole index is in the cache."""
-        parts = self._cached.layout.parts
-        return parts is None or not len(parts.all_absent())
 
     def prefetch(self, indices: Rows) -> None:
         """Has these samples downloaded, and kept until they have been read."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from savable_pipeline.data.remote.downloader import Downloader, Urgency
+from savable_pipeline.data.remote.remote_files import RemotePlace
+from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import RemoteError
 
@@ -19,16 +22,15 @@ _PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
 
 
 class DownloadedFiles(ShardFiles):
-    """The base of files in the cache `folder`, which is bounded to `limit` bytes.
-
-    A `downloader` that is given is used as long as it lives, and stays open.
+    """The base of files at a place in the cache. A `downloader` that is given is used as long as it lives, and stays
+    open.
     """
 
     behind_url = True
 
-    def __init__(self, folder: Path, limit: int, downloader: Downloader | None = None) -> None:
+    def __init__(self, place: RemotePlace, downloader: Downloader | None = None) -> None:
         super().__init__()
-        self._folder, self._limit = folder, limit
+        self.place, self._cached, self._limit = place, place.cached, place.limit
         self._downloader = self._given = downloader
 
     def _forget_announced(self) -> None:
@@ -38,6 +40,18 @@ class DownloadedFiles(ShardFiles):
         """The number of refs to announce ahead, of samples of this size."""
         ahead = int(min(_PREFETCH_BYTES, self._limit // 256) / max(mean_bytes, 1))
         return max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
+
+    def fetch_rows(self, numbers: Rows) -> None:
+        """See `ShardFiles.fetch_rows`."""
+        parts = self._cached.layout.parts
+        absent = [] if parts is None else parts.absent(np.unique(numbers)).tolist()
+        if absent:
+            self._call("index_rows", self.place.url, str(self._cached.folder), absent)
+
+    def has_all_rows(self) -> bool:
+        """Whether the whole index is in the cache."""
+        parts = self._cached.layout.parts
+        return parts is None or not len(parts.all_absent())
 
     def _call(self, kind: str, *arguments: Any) -> Any:
         """The downloader's answer; one that is killed meanwhile is replaced, at most `_DEATHS` times."""
@@ -66,6 +80,6 @@ class DownloadedFiles(ShardFiles):
         if self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
             if self._downloader is not None and self._downloader is not self._given:
                 self._downloader.close()
-            self._downloader = Downloader(self._folder, self._limit)
+            self._downloader = Downloader(self.place.folder, self._limit)
             self._forget_announced()
         return self._downloader

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from savable_pipeline.data.shards.index_file import Places, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
@@ -25,7 +26,7 @@ class FileStore(RecordStore):
         self.found = found
         self.root, self.address, self.entries = found.root, found.address, found.entries
         self.firsts, self.endings = found.firsts, found.form.kind.suffixes
-        self.place, self.places, self.table = found.place, found.places, found.table
+        self.place = found.place
         self.files: LocalFiles | CachedBlocks = (
             LocalFiles(found)
             if found.remote is None
@@ -40,6 +41,16 @@ class FileStore(RecordStore):
     def verify_given(self) -> None:
         """See `RecordStore.verify_given`."""
         self.files.verify_given()
+
+    def places(self, shard: int) -> Places:
+        """What the index says of a file: uint64 (any,)."""
+        self.files.fetch_rows(self.found.numbers[[shard]])
+        return self.found.places(shard)
+
+    def table(self, shard: int) -> ShardTable:
+        """See `IndexedFiles.table`."""
+        self.files.fetch_rows(self.found.numbers[[shard]])
+        return self.found.table(shard)
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The bytes of a file that reading these rows needs: first ones, and those after the last, int64 (any,) each.
@@ -58,6 +69,8 @@ class FileStore(RecordStore):
         if not self.files.behind_url:
             return
         shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        with contextlib.suppress(SavableError):
+            self.files.fetch_rows(self.found.numbers[shards])
         for shard in np.unique(shards).tolist():
             with contextlib.suppress(SavableError, ValueError):
                 rows = indices[shards == shard] - self.firsts[shard]

@@ -12,15 +12,14 @@ import numpy as np
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.remote_files import RemotePlace
-from savable_pipeline.data.remote.remote_index import open_remote
 from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
-from savable_pipeline.data.shards.index_file import TAR, PlaceIndex, Places, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.indexing import check_faults, open_files
 from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
-from savable_pipeline.data.stores.remote_indexing import open_remote_files
+from savable_pipeline.data.stores.remote_indexing import open_remote
 from savable_pipeline.errors import ShardError
 
 
@@ -115,14 +114,7 @@ def open_indexed(
     if not is_remote(files):
         found = open_files(files, form, tolerant=tolerant, unlistable=unlistable)
         return IndexedFiles(form, found.index, found.path, found.names, found.root, tolerant=tolerant)
-    if form.name == TAR:
-        folder = cache_folder(cache)
-        limit = cache_bytes(cache_size, folder)
-        shards, cached = open_remote(files, folder, limit, tolerant=tolerant)
-        cached.hold()
-        place = RemotePlace(shards.root, cached, folder, limit)
-        path, index, names = cached.folder / "index", cached.index, shards.names
-        return IndexedFiles(form, index, path, names, place.metadata, place, tolerant=tolerant)
-    place, names, found_index = open_remote_files(files, form, tolerant=tolerant)
-    check_faults(place.url, found_index, names, tolerant)
-    return IndexedFiles(form, found_index, place.places, names, place.metadata, place, tolerant=tolerant)
+    folder = cache_folder(cache)
+    place, names = open_remote(files, form, folder, cache_bytes(cache_size, folder), tolerant=tolerant)
+    check_faults(place.url, place.index, names, tolerant)
+    return IndexedFiles(form, place.index, place.index_path, names, place.metadata, place, tolerant=tolerant)

@@ -144,8 +144,6 @@ JSONL = FileFormat(
     "savable_pipeline.data.stores.jsonl:JSONL",
     read_table,
     is_as_indexed,
-    ".nv-meta/savable.jsonl.index",
-    whole=True,
     no_places=1,
 )
 
@@ -200,8 +198,10 @@ class JsonlStore(FileStore):
         """The same: a field is a part of its line."""
         return self.offset(shard, row)
 
-    def part_sizes(self) -> dict[str, Rows]:
-        """The sizes of the lines, with their ends."""
+    def part_sizes(self) -> dict[str, Rows] | None:
+        """The sizes of the lines, with their ends; None where the index is here in part."""
+        if not self.files.has_all_rows():
+            return None
         sizes = [np.diff(self.places(shard).astype(np.int64)) for shard in range(len(self.entries))]
         return {LINE: np.concatenate(sizes)}
 

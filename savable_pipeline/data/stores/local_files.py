@@ -53,6 +53,11 @@ class LocalFiles(ShardFiles):
             raise
         return descriptor
 
+    def beside(self, name: str) -> Path | None:
+        """What lies beside the files under this name."""
+        path = self._found.root / name
+        return path if path.exists() else None
+
     def watch_view(self, number: int, path: Path) -> None:
         """Looks from now on also at a file that is mapped: a shard, or at the number `~shard` what lies beside one."""
         self._viewed[number] = path

@@ -121,7 +121,6 @@ PARQUET = FileFormat(
     "savable_pipeline.data.stores.parquet:PARQUET",
     read_table,
     is_as_indexed,
-    ".nv-meta/savable.parquet.index",
 )
 
 

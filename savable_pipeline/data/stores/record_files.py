@@ -106,7 +106,6 @@ def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, place
         place,
         functools.partial(read_listed, kind),
         functools.partial(is_as_listed, kind),
-        f".nv-meta/savable.{name}.index",
         beside=("", INDEX),
     )
 

@@ -66,6 +66,7 @@ class RecordFolderStore(GroupedStore):
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, Layout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
+        self.files.fetch_rows(found.numbers)  # at once
         kinds = {tuple(self.places(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
         self._grouped = any(what != RECORDS for what, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
@@ -73,9 +74,8 @@ class RecordFolderStore(GroupedStore):
             needs = {ROWS: "rows", FRAMES: "zst"}.get(what, PACKED[packed] if packed < len(PACKED) else "")
             if needs in NEEDED:
                 needed_package(needs)
-        self._index_file = found.root / INDEX if found.remote is None else found.remote.beside(INDEX)
-        if found.remote is None and self.entries and self._index_file.exists():
-            self.files.watch_view(~0, self._index_file)
+        if not self.files.behind_url and self.entries and (found.root / INDEX).exists():
+            self.files.watch_view(~0, found.root / INDEX)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`."""
@@ -122,7 +122,8 @@ class RecordFolderStore(GroupedStore):
     def listed_order(self) -> list[int]:
         """The shards in the order in which index.json names them."""
         number = {name: shard for shard, name in enumerate(self.entries.names)}
-        listed = self.found.form.kind.names(self.address, self._index_file.read_bytes())
+        index = self.files.beside(INDEX)
+        listed = [] if index is None else self.found.form.kind.names(self.address, index.read_bytes())
         return [next(number[name] for name in names if name in number) for names in listed]
 
     def row_groups(self, shard: int) -> tuple[list[int], int] | None:

@@ -136,7 +136,7 @@ class RecordStore(Protocol):
         return None
 
     def left_out(self) -> str:
-        """What to say of what the files hold and samples do not have; "" for nothing. Told when the store is opened."""
+        """Return what to warn of that the files hold and samples do not have; "" for nothing."""
         return ""
 
     def offset(self, shard: int, row: int, /) -> int:

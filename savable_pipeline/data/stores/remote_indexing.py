@@ -1,189 +1,283 @@
-"""The index of files behind a URL: of what lies beside them, and of what is read of the others through the cache.
+"""The index of files behind a URL, of any format: the dataset's own, or one made in the cache.
 
-Only the bytes that a format's index needs are fetched: of a Parquet file its footer, of a JSONL file all.
+What the dataset's own index says holds until a file is found to be another; then that file is indexed again, here.
+Where there is none, files that are no tars are asked for their stamps at each start: those that changed, or are new,
+are indexed again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
+
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.remote.lookup import METADATA_FOLDER
-from savable_pipeline.data.remote.remote_files import (
-    IndexKind,
-    RemotePlace,
-    RemoteVersion,
-    looked_up_files,
-    remote_version,
+from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
+from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.index_parts import open_parts
+from savable_pipeline.data.remote.lookup import (
+    Version,
+    changed_shards,
+    looked_up,
+    newest_version,
+    note_reindexed,
+    point,
+    pointed_version,
 )
-from savable_pipeline.data.remote.scratch import RemoteObject, scratch, scratch_place
+from savable_pipeline.data.remote.remote_files import RemotePlace, asked, hash_of, held
+from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
 from savable_pipeline.data.remote.urls import RemoteShards
-from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
-from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.indexing import Progress, check_none_gone
-from savable_pipeline.data.shards.paths import Shards
-from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.cached_blocks import CachedBlocks, CachedBytes
+from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
+from savable_pipeline.data.shards.indexing import check_none_gone
+from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
+from savable_pipeline.data.stores.remote_scans import RemoteScans, scanned_elsewhere, scanned_here, scans_of
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 8  # files that are read at a time
 
-
-def open_remote_files(
+def open_remote(
     files: Shards,
     form: FileFormat,
+    cache: Path,
+    limit: int,
     *,
-    tolerant: bool = False,
+    tolerant: bool,
+    anew: bool = False,
     engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
-) -> tuple[RemotePlace, list[str], ShardIndex]:
-    """The place of the files of these URLs, their names, and their index, which is made if it is not in the cache.
+) -> tuple[RemotePlace, Sequence[str]]:
+    """The place in the cache of the files of these URLs, with their index, and their names; their metadata too.
 
-    `progress` is told of files that are read to be indexed: here, or by the machines of an `engine`. With `tolerant`, a
-    file that cannot be indexed is one with a fault. Raises `ShardError`, `RemoteError`.
+    Files that were found to be other than indexed are indexed again, unless `tolerant`: then they stay as they were.
+    With `anew` they are in any case, and the server is asked for the size of each. `progress` is told of files that are
+    read to be indexed: here, or by the machines of an `engine`. Raises `RemoteError`, and `ShardError`, also for a
+    damaged file, or one gone from an indexed prefix, unless `tolerant`.
     """
-    with remote_version(files, form.kind, _index_kind(form), beside=form.beside, tolerant=tolerant) as version:
-        whole = isinstance(files, str) and files.rstrip("/") == version.place.url and not form.kind.listing
-        if whole and form.splits and version.downloader.call("stat", version.place.url, form.splits) is not None:
-            raise ShardError(f"{files}: holds several splits; read one of them, such as {version.place.url}/train/")
-        if whole and not tolerant:
-            check_none_gone(
-                version.place.url,
-                set(_own_tables(version.place.url, version.own_index, form)).difference(version.names),
-            )
-        index = _read(version.place.places, form)
-        if index is None:
-            _write(version, form, tolerant, progress, engine)
-            index = form.index_at(version.place.places)
-        return version.place, version.names, index
+    with (
+        contextlib.closing(Downloader(cache, limit)) as downloader,
+        looked_up(files, form, cache, downloader) as (found, folder, own),
+    ):
+        all_below = isinstance(files, str) and files.rstrip("/") == found.root and not form.kind.listing
+        if all_below and form.splits and downloader.call("stat", found.root, form.splits) is not None:
+            raise ShardError(f"{files}: holds several splits; read one of them, such as {found.root}/train/")
+        if anew:
+            found = replace(found, sizes=asked(found, downloader, range(len(found.names))).sizes)
+        elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
+            found = _with_missing(found, own.index, tolerant)
+        changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
+        if own is not None and _knows(own.index, found, tolerant, ever):
+            cached = held(own.folder)
+        else:
+            making = _Making(form, folder, limit, downloader, tolerant, anew, changed, ever, engine, progress)
+            found, cached = making.index_of(files, found, own)
+        return RemotePlace(found.root, cached, cache, limit), found.names
 
 
-def index_remote_files(
+def index_remote(
     files: Shards,
     form: FileFormat,
     progress: Progress = lambda done, total: None,
     engine: Engine | None = None,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Indexes files behind a URL, in the cache; with an `engine` its machines read them.
+    """Indexes files behind a URL, in the cache, unless the index beside them fits; with an `engine` its machines read.
 
-    Returns the path of the index, and the files with a fault.
+    Returns the path of the index in the cache, and the files that could not be read to their end.
     """
-    place, names, index = open_remote_files(files, form, tolerant=False, engine=engine, progress=progress)
-    faults, wanted = index.shards.faults, set(names)
-    return place.places, [index.shards[n] for n in sorted(faults) if index.shards.names[n] in wanted]
+    cache = cache_folder(None)
+    limit = cache_bytes(None, cache)
+    place, names = open_remote(files, form, cache, limit, tolerant=True, anew=True, engine=engine, progress=progress)
+    shards, wanted = place.index.shards, set(names)
+    return place.index_path, [shards[n] for n in sorted(shards.faults) if shards.names[n] in wanted]
 
 
-def look_up_files(files: Shards, form: FileFormat) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """The files of these URLs, a local folder with their metadata, and the entries of their own index by name."""
-    with looked_up_files(files, form.kind, _index_kind(form)) as looked_up:
-        tables = _own_tables(looked_up.found.root, looked_up.own_index, form)
-        return looked_up.found, looked_up.folder / METADATA_FOLDER, {name: each.entry for name, each in tables.items()}
+def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> RemoteShards:
+    """The files of a prefix, with those of its index that are gone. Raises `ShardError` for them unless `tolerant`."""
+    indexed = index.shards.names
+    if ShardNames.of(found.names).text == indexed.text:
+        return found
+    gone = set(indexed).difference(found.names)
+    if not tolerant:
+        check_none_gone(found.root, gone)
+    stamps = found.stamps or [""] * len(found.names)
+    here = zip(found.names, zip(found.sizes.tolist(), stamps, strict=True), strict=True)
+    files = dict(sorted({**dict.fromkeys(gone, (-1, "")), **dict(here)}.items()))
+    sizes = np.array([size for size, _ in files.values()], np.int64)
+    return RemoteShards(found.root, [*files], sizes, [stamp for _, stamp in files.values()] if found.stamps else ())
 
 
-def _index_kind(form: FileFormat) -> IndexKind:
-    return IndexKind(form.index_name, lambda path: list(form.index_at(path).shards.names))
-
-
-def _read(path: Path, form: FileFormat) -> ShardIndex | None:
-    with contextlib.suppress(OSError, ValueError, ShardError):
-        return form.index_at(path)
-    return None
-
-
-def _own_tables(url: str, path: Path | None, form: FileFormat) -> dict[str, ShardTable]:
-    """What the index that lies beside the files says, by name."""
-    if path is None:
-        return {}
+def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str]) -> bool:
+    """Whether an index has all the files, at their present sizes, and unless `tolerant` without a fault."""
+    if changed and not changed.isdisjoint(found.names):
+        return False
     try:
-        index = form.index_at(path)
-    except (OSError, ValueError, ShardError) as error:
-        log.warning("%s/%s: %s; making another", url, form.index_name, error)
-        return {}
-    return {name: index.table(n) for n, name in enumerate(index.shards.names) if index.is_whole(n)}
-
-
-def _write(version: RemoteVersion, form: FileFormat, tolerant: bool, progress: Progress, engine: Engine | None) -> None:
-    """Writes the index of a version."""
-    sizes = {entry.name: entry.size for entry in version.place.cached.shards}
-    own = _own_tables(version.place.url, version.own_index, form)
-    tables = {
-        name: table for name, table in own.items() if sizes.get(name) == table.entry.size and not table.entry.fault
-    }
-    missing = [name for name in version.names if name not in tables]
-    log.info("indexing %d of %d files at %s", len(missing), len(sizes), version.place.url)
-    progress(0, len(missing))
-    coming = (
-        _scanned(version, form, missing, tolerant)
-        if engine is None
-        else _scanned_elsewhere(engine, version, form, missing)
-    )
-    with contextlib.closing(coming) as scanned:
-        for done, table in enumerate(scanned, 1):
-            tables[table.entry.name] = table
-            progress(done, len(missing))
-    write_index(version.place.places, (tables[name] for name in sorted(tables)), form.name)
-
-
-def _scanned(
-    version: RemoteVersion, form: FileFormat, names: list[str], tolerant: bool
-) -> Generator[ShardTable, None, None]:
-    """A table for each file; several are read at a time, each through files of its own."""
-    numbers = _numbers(version)
-
-    def scan(name: str) -> ShardTable:
-        files = CachedBlocks(version.place, downloader=version.downloader)
-        try:
-            return form.read(CachedBytes(files, numbers[name]), name)
-        except ShardError as error:
-            if not tolerant:
-                raise
-            return form.unreadable(name, version.place.cached.shards[numbers[name]].size, str(error))
-
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        yield from threads.map(scan, names)
-
-
-def _numbers(version: RemoteVersion) -> dict[str, int]:
-    return {entry.name: number for number, entry in enumerate(version.place.cached.shards)}
+        numbers = index.numbers(found.names)
+    except KeyError:
+        return False
+    if not tolerant and index.shards.faults and not index.shards.faults.keys().isdisjoint(numbers.tolist()):
+        return False
+    known = index.shards.sizes[numbers]
+    return bool(((found.sizes == known) | (found.sizes == -1)).all())
 
 
 @dataclass(frozen=True, slots=True)
-class _Scan:
-    """One file to read on another machine: by `read`, see `FileFormat`, with what lies `beside` it."""
+class _Making:
+    """Makes the index of files in the `folder` of their dataset: of what was known before, and what is read of others.
 
-    file: RemoteObject
-    read: Callable[[FileBytes, str], ShardTable]
-    beside: tuple[str, str]
+    Not taken over are files that were found to be others: `changed`, and `ever` of those in the dataset's own index.
+    """
 
-    @property
-    def name(self) -> str:
-        return self.file.name
+    form: FileFormat
+    folder: Path
+    limit: int
+    downloader: Downloader
+    tolerant: bool
+    anew: bool
+    changed: set[str]
+    ever: set[str]
+    engine: Engine | None
+    progress: Progress
+
+    def index_of(self, files: Shards, found: RemoteShards, own: Version | None) -> tuple[RemoteShards, ShardCache]:
+        """The files, and the version with their index: as it was made before, if they are as they were."""
+        pointer = self.folder / f"made-{_hash(as_names(files))}.json"
+        before = pointed_version(pointer, self.form)
+        if before is not None and self.tolerant and not self.anew:
+            names = before.index.shards.names
+            if set(found.names) <= set(names):
+                return RemoteShards.named(found.root, names), held(before.folder)
+        if not self.form.whole:
+            known = () if own is None else set(own.index.shards.names)
+            unknown = [number for number, name in enumerate(found.names) if name not in known]
+            found = asked(found, self.downloader, unknown, self.form)
+        stamps = () if self.form.whole else found.stamps
+        stamp = hash_of(replace(found, stamps=stamps), sizes=False)
+        if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, self.changed):
+            return found, held(before.folder)
+        cached = self._made(found, before, own)
+        point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
+        for stale in self.folder.glob("new-*"):  # of files as they were when a call was stopped
+            shutil.rmtree(stale, ignore_errors=True)
+        if self.changed:
+            note_reindexed(self.folder)
+        return found, cached
+
+    def _made(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
+        base = before or own
+        if base is None:  # perhaps fewer files were indexed, to which others were added since
+            found = asked(found, self.downloader, range(len(found.names)))
+            base = newest_version(self.folder, "made-*.json", self.form)
+        known = {} if base is None else self._known(base, found, self.ever if base is own else self.changed)
+        left = [number for number in range(len(found.names)) if number not in known]
+        found = asked(found, self.downloader, left)
+        if base is not None:
+            found.sizes[[*known]] = base.index.shards.sizes[[*known.values()]]
+        scans = scans_of(found, self.form, self.folder, self.limit, self.downloader)
+        scans.aside.mkdir(parents=True, exist_ok=True)
+        fresh = self.folder / "downloaded.index"
+        with ScannedTables(scans.aside / "index") as scanned:
+            self._scan(scans, found, left, scanned)
+            write_index(fresh, _in_order(found.names, base, known, scanned), self.form.name)
+        return scans.moved(fresh, self._version(fresh, {number: scans.pin(number) for number in left}), left)
+
+    def _known(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
+        """Of the files that are as they were in an index, the numbers in it by those here; their rows are here."""
+        here = {name: number for number, name in enumerate(found.names)}
+        known = {}
+        for there, entry in enumerate(base.index.shards):
+            number = here.get(entry.name, -1)
+            same = number >= 0 and found.sizes[number] in (-1, entry.size) and not entry.fault
+            if same and entry.name not in changed and (not base.stamps or base.stamps[there] == found.stamps[number]):
+                known[number] = there
+        parts = open_parts(base.folder, base.index)
+        if parts is not None and known:
+            create_flags(base.folder)
+            absent = parts.absent(np.array([*known.values()], dtype=np.int64))
+            self.downloader.call("index_rows", found.root, str(base.folder), absent.tolist())
+        return {number: there for number, there in known.items() if base.index.is_whole(there)}
+
+    def _scan(self, scans: RemoteScans, found: RemoteShards, left: list[int], scanned: ScannedTables) -> None:
+        """Adds the tables of these files to those that an interrupted call has left."""
+        form, size = self.form, int(found.sizes[left].sum())
+        fits = self.engine is None and size <= self.limit
+        to_scan = {found.names[n]: n for n in left if not _is_scanned(scanned, found.names[n], int(found.sizes[n]))}
+        if form.whole:
+            log.warning(
+                "%s has no index of %d shards (%.3g GB): they are downloaded to make one; make it where they lie to "
+                "avoid that",
+                found.root,
+                len(left),
+                size / 1e9,
+            )
+        else:
+            log.info("indexing %d of %d files at %s", len(to_scan), len(found.names), found.root)
+
+        def unreadable(number: int, error: ShardError) -> ShardTable:
+            if self.anew or not self.tolerant:
+                raise error
+            return form.unreadable(found.names[number], int(found.sizes[number]), str(error))
+
+        before, numbers = len(left) - len(to_scan), [*to_scan.values()]
+        self.progress(before, len(left))
+        coming = (
+            scanned_here(scans, numbers, unreadable)
+            if self.engine is None
+            else scanned_elsewhere(self.engine, scans, found, form, numbers)
+        )
+        with contextlib.closing(coming) as tables:
+            for done, table in enumerate(tables, before + 1):
+                number = to_scan[table.entry.name]
+                if table.entry.fault and not self.tolerant:
+                    scans.drop(number)
+                    raise ShardError(f"{found.root}/{table.entry.fault}")
+                scanned.add(table)
+                if form.whole and not fits:
+                    scans.drop(number)
+                self.progress(done, len(left))
+
+    def _version(self, fresh: Path, pins: dict[int, str]) -> Path:
+        """The folder of the version with this index. It is another if one is there that was read of other files."""
+        version = self.folder / self.form.index_at(fresh).identity.hex()
+        if any(pin and _pinned(version, number) not in ("", pin) for number, pin in pins.items()):
+            return version.with_name(f"{version.name}-{_hash(sorted(pins.items()))}")
+        return version
 
 
-def _scan_file(job: _Scan) -> tuple[ShardTable, str]:
-    """The table of a file, and the version that was read. Raises `ShardError`, `RemoteError`."""
-    with scratch() as (folder, downloader):
-        place = scratch_place(job.file, job.beside, folder, downloader)
-        return job.read(CachedBytes(CachedBlocks(place, downloader=downloader), 0), job.name), place.cached.pin(0)
+def _is_scanned(scanned: ScannedTables, name: str, size: int) -> bool:
+    """Whether an interrupted call has left the table of a file, which was whole and has the same size now."""
+    if name not in scanned:
+        return False
+    entry = scanned[name].entry
+    return entry.size == size and not entry.fault
 
 
-def _scanned_elsewhere(
-    engine: Engine, version: RemoteVersion, form: FileFormat, names: list[str]
-) -> Generator[ShardTable, None, None]:
-    """`_scanned`, by the machines of an engine; what they read is the version that is read here from then on."""
-    numbers, cached = _numbers(version), version.place.cached
-    files = (RemoteObject(version.place.url, name, cached.shards[numbers[name]].size) for name in names)
-    jobs = (_Scan(file, form.read, form.beside) for file in files)
-    with contextlib.closing(engine.each(_scan_file, jobs)) as finished:
-        for job, (table, pin) in finished:
-            cached.pin(numbers[job.name], pin)
-            yield table
+def _in_order(
+    names: Sequence[str], base: Version | None, known: Mapping[int, int], scanned: ScannedTables
+) -> Iterator[ShardTable]:
+    """The tables of all files, of those that are `known` in an index and of those that were scanned."""
+    for number, name in enumerate(names):
+        if base is not None and number in known:
+            yield base.index.table(known[number])
+        else:
+            yield scanned[name]
+
+
+def _pinned(version: Path, number: int) -> str:
+    with contextlib.suppress(OSError):
+        return (version / f"{number}.pin").read_text()
+    return ""
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:32]

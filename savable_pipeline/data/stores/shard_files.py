@@ -139,6 +139,9 @@ class ShardFiles(OrderedDict[int, int], ABC):
         """The bytes (offset, size) of a sample too long to be downloaded for them; None: read them from the file."""
         return None
 
+    def fetch_rows(self, numbers: Rows) -> None:
+        """Fetches what is not here of what the index says of the shards with these numbers in it."""
+
     def located(self, rows: Locate) -> Locate:
         """`rows`, made to wait until the index has the rows that it gives."""
         return rows

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
@@ -151,7 +152,7 @@ class TarStore:
     key_column: str | None = None
 
     def __init__(self, found: IndexedFiles) -> None:
-        self.found, self.address, self.table = found, found.address, found.table
+        self.found, self.address = found, found.address
         self.root: Path | None = found.root
         self.entries: Sequence[ShardEntry] = found.entries
         self.endings: Sequence[str] = found.form.kind.suffixes
@@ -164,6 +165,11 @@ class TarStore:
         parts = TarParts(rows, files)
         self.read, self.array = files.guard(parts.read), files.guard(parts.array)
         self._span, self._key = files.guard(parts.span), files.guard(parts.key)
+
+    def table(self, shard: int) -> ShardTable:
+        """See `IndexedFiles.table`."""
+        self.files.fetch_rows(self.found.numbers[[shard]])
+        return self.found.table(shard)
 
     def left_out(self) -> str:
         """See `RecordStore.left_out`: links, as far as the index counts them."""

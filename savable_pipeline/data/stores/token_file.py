@@ -189,7 +189,6 @@ TOKENS = FileFormat(
     "savable_pipeline.data.stores.token_file:TOKENS",
     read_table,
     is_as_indexed,
-    ".nv-meta/savable.tokens.index",
     no_places=6,
     beside=(".bin", _IDX),
 )

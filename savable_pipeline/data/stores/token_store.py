@@ -57,6 +57,7 @@ class TokenStore(FileStore):
         check_token_settings(length, stride, dtype)
         super().__init__(found)
         self.length, self.stride = length, stride or length
+        self.files.fetch_rows(found.numbers)  # at once: of each file a few numbers
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
         self.entries = ShardList.of([self._entry(shard, found.tolerant) for shard in range(len(self.entries))])
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from savable_pipeline.data.dataset.sample import tag_of
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.transport.status_page import WorkerStatus
+from savable_pipeline.stages.capabilities import AvoidsSamples
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 
@@ -23,7 +26,7 @@ def where(last: Stage, status: WorkerStatus) -> str:
 def may_avoid(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
     """Whether the sample of a status, which has killed several workers, may be left out by its stage's `on_error`."""
     stage = _stage_at(last, status)
-    return stage is not None and stage.may_avoid(error)
+    return hasattr(stage, "may_avoid") and cast(AvoidsSamples, stage).may_avoid(error)
 
 
 def _stage_at(last: Stage, status: WorkerStatus) -> Stage | None:

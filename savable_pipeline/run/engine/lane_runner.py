@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from msgspec import UNSET
 
@@ -17,9 +17,10 @@ from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.stages.capabilities import FillsUp, HoldsItems, ReadsFiles
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.pipeline import Pipeline, leaves_out_excluded, upstream
-from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.pipeline import Pipeline, upstream
+from savable_pipeline.stages.stage import BatchStage, Stage
 
 _WATCH_S = 0.25
 
@@ -31,6 +32,8 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
+    holding: Sequence[HoldsItems]  # of the stages, as those after
+    reading: Sequence[ReadsFiles]
     state: bytes | None = None  # delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
 
@@ -99,7 +102,7 @@ class LaneRunner:
         stage = self._pipeline(built)
         if not isinstance(stage, Stage):
             raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
-        if not leaves_out_excluded(stage):
+        if stage.info.gives_excluded:
             raise ValueError(
                 "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
                 f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
@@ -125,7 +128,7 @@ class LaneRunner:
         assert live is not None
         for index, epoch in avoid:
             for stage in live.stages:
-                if tag_of(index) in stage.info.tags:
+                if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
                     stage.avoid(index, epoch, "its worker died")
         if self._made % EVERY:
             batch, ref, more, spent, seen = *self._make(live, want), {}, None
@@ -136,7 +139,7 @@ class LaneRunner:
         counts = take_counts(live.stages, spent)
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        held = sum(stage.held_items for stage in live.stages)
+        held = sum(stage.held_items for stage in live.holding)
         rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
@@ -156,9 +159,9 @@ class LaneRunner:
         ref = () if want == "peek" or batch is _DRY else live.stage.ref
         more = batch is not _DRY and self._more(live)
         if batch is _DRY and self._pad:
-            batch = live.stage.filler()  # type: ignore[attr-defined]  # `build` has checked it
+            batch = cast(FillsUp, live.stage).filler()  # `build` has checked it
             live.batches += 1
-        for stage in live.stages:
+        for stage in live.reading:
             stage.verify(max(0, live.batches - 1) * self._lanes + live.lane.index)
         if not more:
             self.verify_given()
@@ -187,8 +190,11 @@ class LaneRunner:
             with restoring(f"the state of lane {saved.lane}"):
                 stage.restore_state(saved.stages)
         lane.unused = 0
-        live = _Live(list(upstream(stage)), lane, saved.batches)
-        self._stores.update((id(store), store) for each in live.stages for store in each.stores_read())
+        stages = list(upstream(stage))
+        holding = [cast(HoldsItems, each) for each in stages if hasattr(each, "held_items")]
+        reading = [cast(ReadsFiles, each) for each in stages if hasattr(each, "verify")]
+        live = _Live(stages, lane, saved.batches, holding, reading)
+        self._stores.update((id(store), store) for each in reading for store in each.stores_read())
         return live
 
     def _next(self, live: _Live, want: RequestKind) -> Any:
@@ -204,7 +210,7 @@ class LaneRunner:
     def _more(self, live: _Live) -> bool:
         if live.stage.info.endless:
             return True
-        more = live.stage.more()
+        more = live.stage.more() if isinstance(live.stage, BatchStage) else None
         if more is not None:
             return more
         if live.early is None:
@@ -241,6 +247,8 @@ _DRY = object()
 
 
 def _pass_over(stage: Stage) -> Any:
+    if not isinstance(stage, BatchStage):
+        return next(stage, _DRY)
     try:
         return stage.pass_over()
     except StopIteration:

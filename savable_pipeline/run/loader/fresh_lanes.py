@@ -34,7 +34,7 @@ def cuts_of(last: Stage, epoch: int) -> Cuts:
     differing = set()
     for stage in upstream(last):
         if isinstance(stage, RecordReader):
-            branch, cut = stage.info.branch, stage.cut_of(epoch)
+            branch, cut = stage.info.branch, stage.shares_of(epoch).cut
             if found.setdefault(branch, cut) != cut:
                 differing.add(branch)
     return {branch: cut for branch, cut in found.items() if branch not in differing}
@@ -87,7 +87,7 @@ def may_be_cut_otherwise(state: Mapping[str, Any], lanes: Mapping[int, LaneState
     known = _begun(state) or next(iter(lanes.values()))
     epoch, grown = known.epoch, known.grown
     here = local.last_stage if grown == local.growth else local.looked_at(LaneState(known.lane, epoch), grown)
-    if not any(isinstance(stage, RecordReader) and stage.is_cut_by_tail(epoch) for stage in upstream(here)):
+    if not any(isinstance(stage, RecordReader) and stage.shares_of(epoch).is_cut_by_tail for stage in upstream(here)):
         return False
     saved = known.cuts if known.stages is None else cuts_of(local.looked_at(known, grown), epoch)
     return saved != cuts_of(here, epoch)

@@ -9,7 +9,7 @@ from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage
+from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage, gives
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ def log_hints(last: Stage) -> None:
 def _warnings(last: Stage) -> Iterator[str]:
     if not isinstance(last, BatchStage):
         yield (
-            f"the pipeline ends with {type(last).__name__}, which yields {last.gives}, so a step takes a single one: "
-            "end it with sp.Batcher(..., size=...) for batches"
+            f"the pipeline ends with {type(last).__name__}, which yields {gives(type(last))}, so a step takes a single "
+            "one: end it with sp.Batcher(..., size=...) for batches"
         )
     for stage in upstream(last):
         if isinstance(stage, ShuffleBuffer) and isinstance(stage, SampleStage):

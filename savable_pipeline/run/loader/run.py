@@ -41,8 +41,7 @@ T = TypeVar("T")
 class Run:
     """An iterator over this rank's batches. Only `position` changes, by one assignment a step.
 
-    `agree` takes this rank's vote and returns the smallest or largest of all ranks'; by default it asks the other
-    ranks.
+    `agree` takes this rank's vote and returns the smallest or largest of all ranks'; by default it asks the others.
     `pinned` are the shards that it must read; by default those that it finds. Raises ValueError for ranks that do not
     divide the lanes, or a pipeline that cannot be sent to workers.
     """

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import has_too_many
+from savable_pipeline.stages.capabilities import HasAddresses
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.setting_rules import SettingRule, rules_of
 from savable_pipeline.stages.stage import Stage
@@ -88,7 +89,8 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     required = set(fields)
     rules, renamed = dict(_FIXED), {}
     for branch, step in path:
-        lies_at, own_rules = step.addresses(), rules_of(step)
+        own_rules = rules_of(step)
+        lies_at = cast(HasAddresses, step).addresses() if hasattr(step, "addresses") else {}
         for setting, rule in own_rules.items():
             rules[stage_field(step, setting)] = rule
             if rule.field:

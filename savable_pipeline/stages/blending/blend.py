@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,19 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.weighted_sources import NONE, By, Until, WeightedSources
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.held_items import left_of
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, left_sizes
-from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, Stage, State
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State
+from savable_pipeline.stages.stage_bases import TakesItems, TakesRefs
 from savable_pipeline.stages.task_encoder import Skip
+
+
+class _BlendSettings(TypedDict, total=False):
+    weights: Mapping[str, Weight] | Schedule | None
+    by: By
+    until: Until
+    stride: int
 
 
 class Blend(WeightedSources):
@@ -52,25 +62,9 @@ class Blend(WeightedSources):
     """
 
     @overload
-    def __new__(
-        cls,
-        sources: Mapping[str, SampleStage],
-        *,
-        weights: Mapping[str, Weight] | Schedule | None = ...,
-        by: By = ...,
-        until: Until = ...,
-        stride: int = ...,
-    ) -> _BlendOfSamples: ...
+    def __new__(cls, sources: Mapping[str, SampleStage], **settings: Unpack[_BlendSettings]) -> _BlendOfSamples: ...
     @overload
-    def __new__(
-        cls,
-        sources: Mapping[str, ItemStage],
-        *,
-        weights: Mapping[str, Weight] | Schedule | None = ...,
-        by: By = ...,
-        until: Until = ...,
-        stride: int = ...,
-    ) -> _BlendOfItems: ...
+    def __new__(cls, sources: Mapping[str, ItemStage], **settings: Unpack[_BlendSettings]) -> _BlendOfItems: ...
     def __new__(
         cls,
         sources: Mapping[str, SampleStage] | Mapping[str, ItemStage],
@@ -85,17 +79,10 @@ class Blend(WeightedSources):
         return super().__new__(_BlendOfSamples if of_samples else _BlendOfItems)
 
 
-class _BlendOfSamples(Blend, SampleStage):
+class _BlendOfSamples(Blend, TakesRefs):
     """A Blend of samples, before Encode: takes many refs at a time."""
 
     _stages: dict[str, SampleStage]  # type: ignore[assignment]
-
-    def __next__(self) -> Sample:
-        taken = self.take_refs(1)
-        if not len(taken):
-            raise StopIteration
-        self.ref = (int(taken["index"][0]), int(taken["epoch"][0]), 0)
-        return self.open_samples(taken)[0]
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end."""
@@ -162,62 +149,36 @@ class _BlendOfSamples(Blend, SampleStage):
                 self._stages[name].prefetch(refs)
 
 
-class _BlendOfItems(Blend, ItemStage):
+class _BlendOfItems(Blend, TakesItems):
     """A Blend of items, after Encode: takes one item at a time, and may count its tokens."""
 
-    def __next__(self) -> Any:
-        items, refs = self.take(1)
-        if not items:
-            raise StopIteration
-        self.ref = refs[0]
-        return items[0]
+    sizes: tuple[Size, ...] | None = None
 
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next item and its ref; two empty lists at the end. One item whatever `n`."""
+        deferred = deferred and self.info.deferred
         while active := self._active:
             if self._taken is None:
                 turns = self._turns
                 source = turns.next() if isinstance(turns, TokenTurns) else turns.plan(1)[0]
                 stage = self._stages[active[source]]
-                items, refs = stage.take(1)
+                items, refs = stage.take(1, deferred=deferred)
                 if not items:
                     self._end_sources({*self._ended, active[source]})
                     continue
-                self._taken = active[source], items[0], refs[0], stage.sizes
+                self._taken = active[source], items[0], refs[0], getattr(stage, "sizes", None)
             name, item, ref, sizes = self._taken
-            if item is MISSING:
+            if item is MISSING and not deferred:
                 whole = ref
-                item, ref = self._stages[name].make_again(whole)
+                item, ref = left_of(self._stages[name], whole)
                 sizes = None if sizes is None else left_sizes(sizes, whole, ref)
-            if type(item) is Skip:  # it cannot be made again, which was counted where that was found
-                self._taken = None
-                continue
-            self._take_turn(active.index(name), self._stages[name], item)
+            if type(item) is not Skip:
+                self._take_turn(active.index(name), self._stages[name], item)
             self._taken = None
-            self.sizes = sizes
-            return [item], [ref]
+            if type(item) is not Skip:  # else it cannot be made again, which was counted where that was found
+                self.sizes = sizes
+                return [item], [ref]
         return [], []
-
-    @property
-    def unmade(self) -> bool:
-        """Whether all sources give elements not made yet; never by tokens, for which the item itself is asked."""
-        return self.by == "samples" and all(stage.unmade for stage in self.sources)
-
-    def take_measured(self) -> Measured | None:
-        """The next element with its sizes, not made where `unmade`; None only at the end."""
-        if not self.unmade:
-            return super().take_measured()
-        while active := self._active:
-            turns = self._turns
-            assert isinstance(turns, Turns)
-            source = turns.plan(1)[0]
-            measured = self._stages[active[source]].take_measured()
-            if measured is not None:
-                turns.take([source])
-                self._count_drawn(active[source], 1)
-                return measured
-            self._end_sources({*self._ended, active[source]})
-        return None
 
     def _take_turn(self, source: int, stage: Stage, item: Any) -> None:
         """Count a turn of a source, by the item it gave. Raises `EncodeError` if `encoder.length` does."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from savable_pipeline.core.weights import exact_weight
-from savable_pipeline.stages.blending.mixture import Mixture, Source
-from savable_pipeline.stages.blending.yaml_entries import Entry, read_yaml
+from savable_pipeline.stages.blending.mixture import Mixture, MixtureSource
+from savable_pipeline.stages.blending.yaml_entries import YamlEntry, read_yaml
 
 _CLASSES = ("Metadataset", "MetadatasetV2")
 _BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}
@@ -39,15 +39,15 @@ _REFUSED = {
 _KEYS = {"path", "split_part", "subflavor", "subflavors", *_PLAIN}
 
 
-def is_metadataset(entry: Entry) -> bool:
+def is_metadataset(entry: YamlEntry) -> bool:
     """Whether a file is a metadataset and not a mixture."""
     return bool({"__class__", "__module__", "splits"} & entry.value.keys())
 
 
-def read_metadataset(entry: Entry, split: str | None) -> Mixture:
+def read_metadataset(entry: YamlEntry, split: str | None) -> Mixture:
     """A split of the metadataset in a file. Raises ValueError, with file and line, for what cannot be read as it is."""
     found = _Reading([entry.file]).split_of(entry, split, {})
-    return Mixture({_name_of(found): found}) if isinstance(found, Source) else found
+    return Mixture({_name_of(found): found}) if isinstance(found, MixtureSource) else found
 
 
 class _Reading:
@@ -56,7 +56,7 @@ class _Reading:
     def __init__(self, files: list[Path]) -> None:
         self._files = files
 
-    def split_of(self, entry: Entry, split: str | None, tags: dict[str, Any]) -> Source | Mixture:
+    def split_of(self, entry: YamlEntry, split: str | None, tags: dict[str, Any]) -> MixtureSource | Mixture:
         """A split, with these tags of the metadataset around it."""
         _check_class(entry)
         splits = entry.inner("splits")
@@ -72,9 +72,9 @@ class _Reading:
         _check_keys(chosen, {kinds[0]})
         return self._blend(chosen, kinds[0], split, tags)
 
-    def _blend(self, entry: Entry, kind: str, split: str, tags: dict[str, Any]) -> Mixture:
+    def _blend(self, entry: YamlEntry, kind: str, split: str, tags: dict[str, Any]) -> Mixture:
         share = _BLENDS[kind]
-        sources: dict[str, Source | Mixture] = {}
+        sources: dict[str, MixtureSource | Mixture] = {}
         for each in entry.items(kind):
             number = _number(each, share)
             found = self._dataset(each, split, tags, share)
@@ -84,7 +84,7 @@ class _Reading:
             raise entry.wrong_at(kind, f"every `{share}` is 0: one at least is above it")
         return Mixture(sources)
 
-    def _dataset(self, entry: Entry, split: str, tags: dict[str, Any], share: str) -> Source | Mixture:
+    def _dataset(self, entry: YamlEntry, split: str, tags: dict[str, Any], share: str) -> MixtureSource | Mixture:
         """The dataset, or the split of another metadataset, that an entry names."""
         _check_keys(entry, {*_KEYS, share})
         path = entry.value.get("path")
@@ -99,9 +99,9 @@ class _Reading:
             return self._nested(entry, resolved, split, tags)
         if path.startswith("msc://"):
             raise entry.wrong_at("path", f"{path}: name the bucket by its own URL (s3, gs, az, https)")
-        return Source(resolved, split=split, tags=tags)
+        return MixtureSource(resolved, split=split, tags=tags)
 
-    def _nested(self, entry: Entry, path: str, split: str, tags: dict[str, Any]) -> Source | Mixture:
+    def _nested(self, entry: YamlEntry, path: str, split: str, tags: dict[str, Any]) -> MixtureSource | Mixture:
         file = Path(path)
         if "://" in path:
             raise entry.wrong_at("path", f"{path}: a metadataset behind a URL is not read; copy it beside this one")
@@ -116,7 +116,7 @@ class _Reading:
         return _Reading([*self._files, file]).split_of(inner, split, tags)
 
 
-def _check_class(entry: Entry) -> None:
+def _check_class(entry: YamlEntry) -> None:
     module, name = entry.value.get("__module__", "megatron.energon"), entry.value.get("__class__", _CLASSES[0])
     if not str(module).startswith("megatron.energon") or name not in _CLASSES:
         raise entry.wrong_at("__class__", f"{module}.{name} is not read; there are {' and '.join(_CLASSES)}")
@@ -127,7 +127,7 @@ def _check_class(entry: Entry) -> None:
         raise entry.wrong("a metadataset has `splits`")
 
 
-def _check_keys(entry: Entry, known: set[str]) -> None:
+def _check_keys(entry: YamlEntry, known: set[str]) -> None:
     """Raise ValueError for a key that is refused or not known, or has a value that is not kept."""
     for key, value in entry.value.items():
         if key in _REFUSED and value is not None:
@@ -138,7 +138,7 @@ def _check_keys(entry: Entry, known: set[str]) -> None:
             raise entry.wrong_at(key, f"`{key}: {value}` is not kept: only {_PLAIN[key]!r} is read")
 
 
-def _number(entry: Entry, share: str) -> int | float:
+def _number(entry: YamlEntry, share: str) -> int | float:
     """The weight or the repetitions of an entry; 1 where it has none."""
     value = entry.value.get(share, 1)
     try:
@@ -150,7 +150,7 @@ def _number(entry: Entry, share: str) -> int | float:
     return value
 
 
-def _tags_of(entry: Entry) -> dict[str, Any]:
+def _tags_of(entry: YamlEntry) -> dict[str, Any]:
     old = entry.value.get("subflavor")
     tags = {} if old is None else {"__subflavor__": old}
     own = entry.value.get("subflavors") or {}
@@ -160,10 +160,10 @@ def _tags_of(entry: Entry) -> dict[str, Any]:
 
 
 def _shared(
-    found: Source | Mixture, share: str, number: int | float, entry: Entry
-) -> list[tuple[str, Source | Mixture]]:
+    found: MixtureSource | Mixture, share: str, number: int | float, entry: YamlEntry
+) -> list[tuple[str, MixtureSource | Mixture]]:
     """What an entry adds to the blend around it, by name: a nested metadataset keeps the shares in it."""
-    if isinstance(found, Source):
+    if isinstance(found, MixtureSource):
         return [(_name_of(found), _with_share(found, share, number))]
     repeated = any(_share(source, "repetitions") is not None for source in found.sources.values())
     if repeated is not (share == "repetitions"):
@@ -171,19 +171,19 @@ def _shared(
     name = _base_name(str(entry.value["path"]))
     if share == "weight":
         return [(name, Mixture(found.sources, number))]
-    inner = [(each, source) for each, source in found.sources.items() if isinstance(source, Source)]
+    inner = [(each, source) for each, source in found.sources.items() if isinstance(source, MixtureSource)]
     return [
         (f"{name}.{each}", _with_share(source, share, _product(number, source.repetitions or 0)))
         for each, source in inner
     ]
 
 
-def _with_share(source: Source, share: str, number: int | float) -> Source:
+def _with_share(source: MixtureSource, share: str, number: int | float) -> MixtureSource:
     weight, repetitions = (number, None) if share == "weight" else (None, number)
-    return Source(source.path, weight, repetitions, source.split, tags=source.tags)
+    return MixtureSource(source.path, weight, repetitions, source.split, tags=source.tags)
 
 
-def _share(source: Source | Mixture, share: str) -> Any:
+def _share(source: MixtureSource | Mixture, share: str) -> Any:
     return getattr(source, share, None)
 
 
@@ -192,7 +192,7 @@ def _product(a: int | float, b: int | float) -> int | float:
     return int(exact) if exact.denominator == 1 else float(exact)
 
 
-def _name_of(source: Source) -> str:
+def _name_of(source: MixtureSource) -> str:
     assert isinstance(source.path, str)
     return _base_name(source.path)
 

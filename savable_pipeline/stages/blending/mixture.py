@@ -17,7 +17,7 @@ from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.stage import SampleStage
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MixtureSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One dataset of a mixture: its shards, weight or repetitions, split and subset, tags of your own, and what its
     kind of files needs.
     """
@@ -54,7 +54,7 @@ class Mixture(msgspec.Struct, frozen=True):
         {'web': 0.7, 'books': 0.3}
     """
 
-    sources: dict[str, Source | Mixture]
+    sources: dict[str, MixtureSource | Mixture]
     weight: int | float | str | None = None
     schedule: Schedule | None = None
 
@@ -110,15 +110,15 @@ class Mixture(msgspec.Struct, frozen=True):
 
     def _tags(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, entry in self.sources.items():
-            if isinstance(entry, Source):
+            if isinstance(entry, MixtureSource):
                 yield name, entry.tags
             else:
                 yield from ((f"{name}/{inner}", tags) for inner, tags in entry.tags().items())
 
 
-def _built(entry: Source | Mixture, lane: Lane, settings: SharedSettings, stride: int) -> SampleStage:
+def _built(entry: MixtureSource | Mixture, lane: Lane, settings: SharedSettings, stride: int) -> SampleStage:
     """The reader of a dataset, or the `Blend` of a nested mixture."""
-    if isinstance(entry, Source):
+    if isinstance(entry, MixtureSource):
         return reader_of(
             entry.path,
             lane,
@@ -135,9 +135,9 @@ def _built(entry: Source | Mixture, lane: Lane, settings: SharedSettings, stride
     return Blend(stages, weights=weights, stride=stride)
 
 
-def _weight(entry: Source | Mixture, stage: SampleStage) -> Weight:
+def _weight(entry: MixtureSource | Mixture, stage: SampleStage) -> Weight:
     """The weight of a mixture's entry; with repetitions the number of samples read, else that of the samples it has."""
     if entry.weight is not None:
         return entry.weight
-    repetitions = entry.repetitions if isinstance(entry, Source) else None
+    repetitions = entry.repetitions if isinstance(entry, MixtureSource) else None
     return int(Fraction(str(1 if repetitions is None else repetitions)) * stage.info.population)

@@ -43,9 +43,9 @@ import msgspec
 
 from savable_pipeline.core.weights import exact_weight
 from savable_pipeline.stages.blending.energon_mixture import is_metadataset, read_metadataset
-from savable_pipeline.stages.blending.mixture import Mixture, Source
+from savable_pipeline.stages.blending.mixture import Mixture, MixtureSource
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.blending.yaml_entries import Entry, read_yaml
+from savable_pipeline.stages.blending.yaml_entries import YamlEntry, read_yaml
 
 _HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # of ten, in a weight that is a text
 
@@ -91,13 +91,13 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
     return _mixture(entry, top=True)
 
 
-def _mixture(entry: Entry, *, top: bool = False) -> Mixture:
+def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
     for name in entry.value:
         if name not in ("sources", "schedule") and (top or name != "weight"):
             raise entry.wrong(f"{name!r} is unknown here; there is `sources`, and `schedule`", entry.line_of(str(name)))
     if not entry.value.get("sources"):
         raise entry.wrong("a mixture has `sources`, one at least, each with a name")
-    sources: dict[str, Source | Mixture] = {}
+    sources: dict[str, MixtureSource | Mixture] = {}
     inside = entry.inner("sources")
     for name, each in inside.entries():
         if set("/#") & set(name):
@@ -108,7 +108,7 @@ def _mixture(entry: Entry, *, top: bool = False) -> Mixture:
     return Mixture(sources, entry.value.get("weight"), schedule)
 
 
-def _schedule(entry: Entry, sources: dict[str, Source | Mixture]) -> Schedule:
+def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> Schedule:
     """The weights of some sources beside each other that have none of their own."""
     for name in entry.value:
         if name not in ("points", "shape"):
@@ -116,7 +116,7 @@ def _schedule(entry: Entry, sources: dict[str, Source | Mixture]) -> Schedule:
     if "points" not in entry.value:
         raise entry.wrong("a schedule has `points`, each with `at` and `weights`")
     for name, source in sources.items():
-        if source.weight is not None or (isinstance(source, Source) and source.repetitions is not None):
+        if source.weight is not None or (isinstance(source, MixtureSource) and source.repetitions is not None):
             raise entry.wrong(f"{name!r} has a weight or repetitions of its own: the schedule has the weights")
     points = []
     for point in entry.items("points"):
@@ -137,9 +137,11 @@ def _schedule(entry: Entry, sources: dict[str, Source | Mixture]) -> Schedule:
     return schedule
 
 
-def _check_shares(sources: dict[str, Source | Mixture], entries: dict[str, Entry]) -> None:
+def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str, YamlEntry]) -> None:
     """Raise ValueError unless all have a weight, all have repetitions, or none has either; one of them not 0."""
-    repeated = {name for name, each in sources.items() if isinstance(each, Source) and each.repetitions is not None}
+    repeated = {
+        name for name, each in sources.items() if isinstance(each, MixtureSource) and each.repetitions is not None
+    }
     weighted = {name for name, each in sources.items() if each.weight is not None}
     for kind, having in [("repetitions", repeated), ("weight", weighted)]:
         for name, entry in entries.items():
@@ -151,15 +153,15 @@ def _check_shares(sources: dict[str, Source | Mixture], entries: dict[str, Entry
         raise next(iter(entries.values())).wrong("every source beside each other is off: one at least is above 0")
 
 
-def _is_on(source: Source | Mixture) -> bool:
-    if isinstance(source, Source) and source.repetitions is not None:
+def _is_on(source: MixtureSource | Mixture) -> bool:
+    if isinstance(source, MixtureSource) and source.repetitions is not None:
         return source.repetitions > 0
     return source.weight is None or exact_weight("", source.weight) > 0
 
 
-def _source(entry: Entry) -> Source:
+def _source(entry: YamlEntry) -> MixtureSource:
     try:
-        source = msgspec.convert(entry.value, Source)
+        source = msgspec.convert(entry.value, MixtureSource)
     except msgspec.ValidationError as error:
         named = re.search(r"`\$\.(\w+)|field `(\w+)`", str(error))
         line = entry.line_of(named[1] or named[2]) if named else None
@@ -172,7 +174,7 @@ def _source(entry: Entry) -> Source:
     return msgspec.structs.replace(source, path=resolved)
 
 
-def _check_weight(name: str, weight: Any, entry: Entry, *, key: str = "weight") -> None:
+def _check_weight(name: str, weight: Any, entry: YamlEntry, *, key: str = "weight") -> None:
     try:
         if isinstance(weight, str) and _HUGE_POWER.search(weight):
             raise ValueError(f"the weight of {name!r} has too large a power of ten: {weight[:100]!r}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -12,16 +13,19 @@ import numpy as np
 
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.core.weights import Weight, integer_weights
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, count_of_source
-from savable_pipeline.stages.blending.blend_sources import BlendSources
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, Ref, count_of_source, tag_of
+from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns, TurnsState
-from savable_pipeline.stages.blending.lane_turns import begin_schedule, begin_turns
+from savable_pipeline.stages.blending.lane_turns import ScheduledTurns, begin_schedule, begin_turns
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.blending.scheduled_turns import ScheduledTurns
+from savable_pipeline.stages.capabilities import name_branch
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes
+from savable_pipeline.stages.held_items import known_refs, left_of
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, left_sizes, sample_indices
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
-from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo, State, parse_state, saved_refs
+from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.task_encoder import common_encoder
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ class _BlendState(msgspec.Struct):
     taken_sizes: list[tuple[SavedCount, SavedCount]] | None = None
 
 
-class WeightedSources(BlendSources):
+class WeightedSources(Stage):
     """Base of both kinds of `Blend`: sources that take turns by weight. A subclass takes elements from them."""
 
     ref: ItemRef = ()
@@ -61,7 +65,9 @@ class WeightedSources(BlendSources):
         until: Until = "all",
         stride: int = 8,
     ) -> None:
-        super().__init__(sources)
+        check_sources(sources)
+        self._stages = dict(sorted(sources.items()))  # sorted: the order of the turns must not depend on the dict's
+        self.name_branch("")
         self.schedule = weights if isinstance(weights, Schedule) else None
         if self.schedule is not None:
             given: Mapping[str, Weight] = dict.fromkeys(self.schedule.names, 1)
@@ -113,10 +119,69 @@ class WeightedSources(BlendSources):
         return {name: stage.info.population for name, stage in self._stages.items()}
 
     def describe(self) -> StageInfo:
-        """Of all sources; endless if some source that is on is, or with `until="first"`, if all of these are."""
+        """One deeper than the deepest source, with the sum of their populations, and all their tags and origins.
+
+        Endless if some source that is on is, or with `until="first"`, if all of these are.
+        """
+        infos = [stage.info for stage in self.sources]
         given = [stage.info.endless for name, stage in self._stages.items() if self.weights[name]]
-        endless = (any if self.until == "all" else all)(given)
-        return replace(super().describe(), endless=endless)
+        return StageInfo(
+            infos[0].lane,
+            depth=1 + max(info.depth for info in infos),
+            population=sum(info.population for info in infos),
+            endless=(any if self.until == "all" else all)(given),
+            tags=frozenset(self._stage_of),
+            origins=frozenset[int]().union(*(info.origins for info in infos)),
+            branch=self._branch,
+            encoder=common_encoder([info.encoder for info in infos]),
+            excluded=reduce(or_, (info.excluded for info in infos)),
+            gives_excluded=any(info.gives_excluded for info in infos),
+        )
+
+    # The sources.
+
+    @property
+    def sources(self) -> tuple[Stage, ...]:
+        """The sources, in the order of their names."""
+        return tuple(self._stages.values())
+
+    def map_sources(self, change: Callable[[Stage], Stage]) -> None:
+        """Replace each source by `change(source)`."""
+        self._stages = {name: change(stage) for name, stage in self._stages.items()}
+        self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
+
+    def name_branch(self, name: str) -> None:
+        """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
+        self._branch = name
+        for own, stage in self._stages.items():
+            name_branch(stage, f"{name}/{own}" if name else own)
+        self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
+        if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
+            raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
+
+    def fetch(self, ref: ItemRef | Ref) -> Any:
+        """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
+        return self._source_of(ref).fetch(ref)
+
+    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """The element with this ref, and the ref of what is left of it."""
+        return left_of(self._source_of(ref), ref)
+
+    def _source_of(self, ref: ItemRef | Ref) -> Stage:
+        if isinstance(ref, Ref):
+            for stage in self.sources:
+                if ref.source in stage.info.origins:
+                    return stage
+            raise CheckpointMismatchError(f"Blend: {ref} is of none of the sources {', '.join(self._stages)}")
+        return self._of_tag(tag_of(next(sample_indices(as_ref(ref)))))
+
+    def _of_tag(self, tag: int) -> Stage:
+        if tag not in self._stage_of:
+            raise CheckpointMismatchError(
+                f"Blend of {', '.join(self._stages)}: a ref has tag {tag}, which is that of none of them: was a source "
+                "removed or renamed since?"
+            )
+        return self._stage_of[tag]
 
     # The turns.
 
@@ -195,7 +260,7 @@ class WeightedSources(BlendSources):
             self.counts["dropped/source turned off"] += 1
         elif saved.taken is not None and saved.taken[0] in self._stages:
             ref, sizes = as_ref(saved.taken[1]), saved.taken_sizes
-            for left in self.keep_known([ref]):
+            for left in known_refs(self, [ref]):
                 self._taken = saved.taken[0], MISSING, left, None if sizes is None else left_sizes(sizes, ref, left)
         self._begun, self._before = None, saved.turns.before
         turns = self._turns
@@ -222,3 +287,18 @@ class WeightedSources(BlendSources):
             "order": _ORDER,
             **({"schedule": self.schedule.settings()} if self.schedule is not None else {}),
         }
+
+
+def check_sources(sources: Mapping[str, Stage]) -> None:
+    """Raise ValueError unless these are stages of one lane, properly named, that all give samples or all items."""
+    if not sources:
+        raise ValueError("Blend needs at least one source")
+    for name, stage in sources.items():
+        if not isinstance(name, str) or not name or set("/#") & set(name):
+            raise ValueError(f"Blend: a source's name is a word without / and #, not {name!r}")
+        if not isinstance(stage, Stage):
+            raise ValueError(f"Blend: the source {name!r} must be a stage, not {type(stage).__name__}")
+    if any(stage.lane is not next(iter(sources.values())).lane for stage in sources.values()):
+        raise ValueError("Blend: all sources must be built for the same lane")
+    if len({isinstance(stage, SampleStage) for stage in sources.values()}) > 1:
+        raise ValueError("Blend: some sources give samples and others items; end all before or all after Encode")

@@ -1,4 +1,4 @@
-"""`Entry`: a mapping in a YAML file that may come from anybody, with the line of each key for errors."""
+"""`YamlEntry`: a mapping in a YAML file that may come from anybody, with the line of each key for errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_VALUES = 100_000  # of a file, aliases counted each time
 _MOST_BYTES = 1 << 22
 
 
-class Entry:
+class YamlEntry:
     """A mapping in the YAML file, with the line of each of its keys."""
 
     def __init__(self, file: Path, node: Any, value: Any, line: int) -> None:
@@ -31,25 +31,25 @@ class Entry:
         """The line of a key; that of the mapping if there is no such key."""
         return self._nodes[name][0] if name in self._nodes else self.line
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
+    def entries(self) -> Iterator[tuple[str, YamlEntry]]:
         """The mappings in this one, by name."""
         for name, value in self.value.items():
             if str(name) not in self._nodes:
                 raise self.wrong(f"the name {name!r} is not a text; write it in quotes")
             line, node = self._nodes[str(name)]
-            yield str(name), Entry(self.file, node, value, line)
+            yield str(name), YamlEntry(self.file, node, value, line)
 
-    def inner(self, name: str) -> Entry:
+    def inner(self, name: str) -> YamlEntry:
         """The mapping under a key."""
-        return Entry(self.file, self._nodes[name][1], self.value[name], self.line_of(name))
+        return YamlEntry(self.file, self._nodes[name][1], self.value[name], self.line_of(name))
 
-    def items(self, name: str) -> list[Entry]:
+    def items(self, name: str) -> list[YamlEntry]:
         """The mappings in the list under a key. Raises ValueError if there is no list, or an empty one."""
         value, (line, node) = self.value[name], self._nodes[name]
         if not isinstance(value, list) or not value:
             raise self.wrong(f"`{name}` is a list of one mapping at least, not {reprlib.repr(value)}", line)
         pairs = zip(node.value, value, strict=True)
-        return [Entry(self.file, each, inner, each.start_mark.line + 1) for each, inner in pairs]
+        return [YamlEntry(self.file, each, inner, each.start_mark.line + 1) for each, inner in pairs]
 
     def wrong(self, message: str, line: int | None = None) -> ValueError:
         """An error with this message, the file and the line; by default the line of this mapping."""
@@ -64,7 +64,7 @@ class Entry:
         return path if "://" in path else str(self.file.absolute().parent / path)
 
 
-def read_yaml(file: Path) -> Entry:
+def read_yaml(file: Path) -> YamlEntry:
     """The mapping that a file holds. Raises ValueError, which names file and line, where it cannot be read."""
     import yaml  # type: ignore[import-untyped]  # here, so that workers need not import it
 
@@ -84,7 +84,7 @@ def read_yaml(file: Path) -> Entry:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         raise _wrong(file, mark.line + 1 if mark else 1, str(getattr(error, "problem", error))) from error
-    return Entry(file, node, value, 1)
+    return YamlEntry(file, node, value, 1)
 
 
 def _wrong(file: Path, line: int, message: str) -> ValueError:

@@ -12,10 +12,12 @@ from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import HeldItems
+from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.packing.balance_rule import PAST, RankRule, Waiting
-from savable_pipeline.stages.stage import ItemStage, State, max_empty_samples, parse_state
+from savable_pipeline.stages.packing.balance_rule import PAST, RankRule, WaitingPack
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
 
@@ -32,14 +34,14 @@ class _BalanceState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class _Place(NamedTuple):
+class _HeldPack(NamedTuple):
     """A held pack, as the rule sees it and as a state keeps it."""
 
-    waiting: Waiting
+    waiting: WaitingPack
     saved: bytes  # a `_HeldState`: encoded once, though every batch brings a state
 
 
-class Balance(ItemStage):
+class Balance(TakesItems):
     """Yields packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
 
     For each slot all lanes draw the same random rank from the run's seed, 0.0 to 1.0. Each yields the held pack whose
@@ -78,6 +80,7 @@ class Balance(ItemStage):
     """
 
     source: ItemStage
+    one_for_one = True
     ref: ItemRef = ()
     """The ref of the pack that was given last."""
 
@@ -95,43 +98,23 @@ class Balance(ItemStage):
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._costing = Costing("Balance", cost)
-        chosen = encoder or source.info.encoder
-        if chosen is None:
-            raise ValueError("Balance: no Encode stage upstream; give encoder=")
-        self._calls = EncoderCalls("Balance", source.lane, chosen, "batch")
+        self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.hold, self.cost, self.max_held_bytes = hold, cost, max_held_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), hold=hold)
         self._held = HeldItems(self, max_bytes=max_held_bytes)  # the oldest first
-        self._places: list[_Place] = []  # of each of them
+        self._places: list[_HeldPack] = []  # of each of them
         self._row_of_skips = 0
 
     def name_branch(self, name: str) -> None:
         """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
-        if name:
-            raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance what the Blend gives")
-        super().name_branch(name)
+        raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance what the Blend gives")
 
     @property
     def held_items(self) -> int:
         """The number of held packs that are in memory."""
         return self._held.made
 
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Pass it on: it gives one for each that it takes."""
-        self.source.hint_rows(rows, aligned=aligned)
-
-    def count_of(self, lane: int, epoch: int) -> int | None:
-        """The source's count."""
-        return self.source.count_of(lane, epoch)
-
-    def __next__(self) -> Any:
-        items, refs = self.take(1)
-        if not items:
-            raise StopIteration
-        self.ref = refs[0]
-        return items[0]
-
-    def take(self, n: int) -> tuple[list[Any], list[ItemRef]]:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next pack and its ref; none only at the end. After an error of the source, the next call tries again."""
         while True:
             self._fill()
@@ -145,7 +128,7 @@ class Balance(ItemStage):
                 return [item], [ref]
             self._skipped(item)
 
-    def _gave(self, waiting: Waiting) -> None:
+    def _gave(self, waiting: WaitingPack) -> None:
         slots = self._rule.count - waiting.arrival
         self._row_of_skips = 0
         self._rule.gave(waiting.cost)
@@ -166,16 +149,18 @@ class Balance(ItemStage):
             )
 
     def _fill(self) -> None:
-        while len(self._held) < self._rule.room and (measured := self.source.take_measured()) is not None:
-            ref, sizes, item = measured
-            sizes = sizes or ((self._calls.length(item, least=0), self._calls.images(item)),)
-            place = self._place(ref, self._rule.count, sizes)
-            self._held.add([item], [ref])
+        while len(self._held) < self._rule.room:
+            items, refs = self.source.take(1, deferred=True)
+            if not items:
+                return
+            sizes = self.source.sizes or ((self._calls.length(items[0], least=0), self._calls.images(items[0])),)
+            place = self._place(refs[0], self._rule.count, sizes)
+            self._held.add(items, refs)
             self._places.append(place)
 
-    def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _Place:
+    def _place(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
         saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
-        return _Place(Waiting(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
+        return _HeldPack(WaitingPack(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
 
     def save_state(self) -> State:
         """`held`: for each held pack, the oldest first, its ref, its slot of arrival, and lengths and images in turn.
@@ -214,7 +199,7 @@ class Balance(ItemStage):
             raise CheckpointMismatchError(f"Balance: {saved.sizes} are no lengths and images of the pack {saved.ref}")
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)
-        for left in self.keep_known([ref]):
+        for left in known_refs(self, [ref]):
             self._held.hold_refs([left])
             self._places.append(self._place(left, saved.arrival, left_sizes(sizes, ref, left)))
 

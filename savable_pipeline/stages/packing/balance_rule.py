@@ -23,7 +23,7 @@ LONGEST = 6  # times `hold`: the longest that a pack may be held, in slots
 AGE = 50  # times `hold`: slots of waiting that outweigh the whole range of ranks
 
 
-class Waiting(NamedTuple):
+class WaitingPack(NamedTuple):
     """What the rule knows of a held pack."""
 
     cost: int
@@ -47,7 +47,7 @@ class RankRule:
         """How many packs to hold now: 4 at first, then one more each slot, so that a first batch does not wait."""
         return min(self.hold, 4 + self.count)
 
-    def choose(self, held: Sequence[Waiting]) -> int:
+    def choose(self, held: Sequence[WaitingPack]) -> int:
         """The position of the pack to give; `held` is sorted by arrival, not empty."""
         if self._is_overdue(held):
             return 0
@@ -66,7 +66,7 @@ class RankRule:
                 best, least = i, score
         return best
 
-    def _is_overdue(self, held: Sequence[Waiting]) -> bool:
+    def _is_overdue(self, held: Sequence[WaitingPack]) -> bool:
         """Whether the oldest must be given now, so that none of those that came with it waits too long."""
         now, longest = self.count, LONGEST * self.hold
         if now - held[0].arrival <= longest - len(held):

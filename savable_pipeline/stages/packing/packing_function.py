@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.packing.packing_policies import OpenPack, Packing, Piece
-from savable_pipeline.stages.user_function import function_name
+from savable_pipeline.stages.setting_rules import function_name
 
 PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]
 

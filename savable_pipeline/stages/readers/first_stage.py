@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,18 +19,19 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.excluded_samples import ExcludedSamples, read_exclude_file
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.reader_settings import ReaderData
-from savable_pipeline.stages.stage import SampleStage, Stage, StageInfo
+from savable_pipeline.stages.stage import Stage
+from savable_pipeline.stages.stage_bases import TakesRefs
+from savable_pipeline.stages.stage_info import StageInfo
 
 _DAMAGED = "rest of a damaged or missing shard"
 
 
-class FirstStage(SampleStage):
+class FirstStage(TakesRefs):
     """The samples of a split and a subset of `data`, which the first lane of a process opens.
 
     `split_order`: whether shards come in the order that the split lists them in.
     """
 
-    ref: ItemRef = ()
     epochs: int | float | None
 
     def __init__(
@@ -69,7 +70,7 @@ class FirstStage(SampleStage):
             ("selection", *self.chosen, self._split_order),
             lambda: self.dataset.select(self.split, self.subset, in_order=self._split_order, subset_order=order),
         )
-        self._info = None
+        vars(self).pop("info", None)
 
     @property
     def population(self) -> int:
@@ -93,11 +94,12 @@ class FirstStage(SampleStage):
             origins=frozenset([self.origin]),
             branch=self.branch,
             excluded=ExcludedSamples.of_reader(self.tag, excluded),
+            gives_excluded=bool(excluded),
         )
 
     def name_branch(self, name: str) -> None:
         """Become the source `name` of a `Blend`: the name is part of the keys of order and of random numbers."""
-        super().name_branch(name)
+        vars(self).pop("info", None)
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
         self.dataset.names[self.tag] = name
@@ -116,7 +118,7 @@ class FirstStage(SampleStage):
         return self.dataset.open_samples(refs)[0]
 
     def verify(self, slot: int) -> None:
-        """See `Stage.verify`: the shards are looked at, at most once a second."""
+        """See `ReadsFiles`: the shards are looked at, at most once a second."""
         self.dataset.verify(slot)
         if self.exclude_file is not None:
             self.exclude_file.verify()
@@ -129,7 +131,7 @@ class FirstStage(SampleStage):
                 self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """See `Stage.stores_read`."""
+        """See `ReadsFiles`."""
         return (self.dataset.store,)
 
     def addresses(self) -> dict[str, str]:
@@ -140,6 +142,3 @@ class FirstStage(SampleStage):
     def sources(self) -> tuple[Stage, ...]:
         """None: nothing comes before a reader."""
         return ()
-
-    def map_sources(self, change: Callable[[Stage], Stage]) -> None:
-        """Do nothing: a reader has no source."""

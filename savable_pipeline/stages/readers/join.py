@@ -24,15 +24,17 @@ from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_cou
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
-from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.setting_rules import SettingRule
-from savable_pipeline.stages.stage import SampleStage, StageInfo, State, max_empty_samples
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import SampleStage, State
+from savable_pipeline.stages.stage_bases import TakesRefs
+from savable_pipeline.stages.stage_info import StageInfo
 
 Missing: TypeAlias = Literal["skip", "empty"]
 Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
 
 
-class Join(SampleStage):
+class Join(TakesRefs):
     """Adds the parts of other datasets to each sample: `sample["captions.txt"]` is the `txt` of the one with its key.
 
     The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
@@ -61,7 +63,6 @@ class Join(SampleStage):
     """
 
     source: SampleStage
-    ref: ItemRef = ()
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {"joins": SettingRule(field="joins", whole_stage=True)}
 
     def __init__(
@@ -102,13 +103,6 @@ class Join(SampleStage):
     def describe(self) -> StageInfo:
         """The source's: as deep, so that stages after it draw the random numbers that they would without it."""
         return replace(self.source.info)
-
-    def __next__(self) -> Sample:
-        refs = self.take_refs(1)
-        if not len(refs):
-            raise StopIteration
-        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
-        return self.open_samples(refs)[0]
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end, or if `n` is 0."""
@@ -171,21 +165,18 @@ class Join(SampleStage):
         self.source.prefetch(refs)
 
     def verify(self, slot: int) -> None:
-        """See `Stage.verify`: the shards of the stores are looked at too."""
+        """See `ReadsFiles`: the shards of the stores are looked at too."""
         for store in self._stores.values():
             store.dataset.verify(slot)
 
     def stores_read(self) -> Iterable[RecordStore]:
-        """See `Stage.stores_read`: those that are joined."""
+        """See `ReadsFiles`: those that are joined."""
         return [store.dataset.store for store in self._stores.values()]
 
-    def hint_rows(self, rows: int, *, aligned: bool) -> None:
-        """Pass it on; rows are aligned with samples only where none is left out."""
-        self.source.hint_rows(rows, aligned=aligned and self.missing == "empty")
-
-    def count_of(self, lane: int, epoch: int) -> int | None:
-        """The source's count, if no sample is left out."""
-        return self.source.count_of(lane, epoch) if self.missing == "empty" else None
+    @property
+    def one_for_one(self) -> bool:
+        """Whether no sample is left out."""
+        return self.missing == "empty"
 
     def save_state(self) -> State:
         """The source's: there is nothing to add, so that states with and without a Join are alike."""

@@ -12,7 +12,7 @@ import numpy as np
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray, Sample
+from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.shard_digests import summary
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Subset
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -161,21 +161,9 @@ class RecordReader(FirstStage):
         self._begin_pass()
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
-    def cut_of(self, epoch: int) -> int:
-        """Return the unit in which the lanes' shares of a pass are cut, or would be if this lane began it.
-
-        Args:
-            epoch: The number of the pass.
-        """
-        return self._shares.of_pass(epoch).cut
-
-    def is_cut_by_tail(self, epoch: int) -> bool:
-        """Whether a run with another `tail` would cut the lanes' shares of a pass in another unit.
-
-        Args:
-            epoch: The number of the pass.
-        """
-        return self._shares.of_pass(epoch).is_cut_by_tail
+    def shares_of(self, number: int) -> LaneShares:
+        """The lanes' shares of pass `number`: those that this lane reads, or would if it began the pass."""
+        return self._shares.of_pass(number)
 
     def _move_to(self, epoch: int, position: int) -> None:
         """Go to a position in the lane's share of an epoch. Raises `CheckpointMismatchError` for no epoch of a ref."""
@@ -188,13 +176,6 @@ class RecordReader(FirstStage):
         self._ahead = np.empty(0, REF)  # refs computed at once; the first `_used` of them are given
         self._used = 0
         self._announced = position  # the dataset was asked to prefetch up to here
-
-    def __next__(self) -> Sample:
-        refs = self.take_refs(1)
-        if not len(refs):
-            raise StopIteration
-        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
-        return self.dataset.open_samples(refs)[0]
 
     def take_refs(self, n: int) -> RefArray:
         """Up to `n` refs: REF (n,); fewer only at the end of a finite pass."""
@@ -261,7 +242,7 @@ class RecordReader(FirstStage):
         """The number of samples of a lane in a pass; None if it never ends, or damaged shards may be left out."""
         if self.epochs is None or self.on_error != "raise":
             return None
-        shares = self._shares.of_pass(epoch)
+        shares = self.shares_of(epoch)
         spans = [shares.span(lane, each) for each in shares.epochs_of_pass]
         return sum(end - begin for begin, end in spans)
 
@@ -298,6 +279,7 @@ class RecordReader(FirstStage):
 
         `exclude` is a hash of the numbers of the excluded samples, absent if there are none.
         """
+        excluded = self.exclude_file
         return {
             "split": self.split,
             "subset": self.subset,
@@ -310,11 +292,7 @@ class RecordReader(FirstStage):
             "shards": summary(self.dataset.entries),
             **self._newest(),
             **({"order": _ORDER} if self.epochs is not None or not self.shuffle else {}),
-            **(
-                {"exclude": self.exclude_file.digest}
-                if self.exclude_file is not None and self.exclude_file.numbers
-                else {}
-            ),
+            **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
         }
 
     def _newest(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSe
 
 
 class RecordFolderReader(RecordReader):
-    """Yields the records of a lane's share of a folder as samples; `kind` of a subclass is that of the folder."""
+    """Yields the records of a lane's share of a folder as samples; `kind` of a subclass is that of the folders."""
 
     kind: ClassVar[str]
 
@@ -42,22 +42,22 @@ class MdsReader(RecordFolderReader):
     """Yields the samples of a lane's share of an MDS folder, in the order of `sp.TarShardReader`.
 
     Mosaic Streaming writes such folders: shards, plain or in gz, bz2, zstd, br or snappy, and the index.json that names
-    them. The parts of a sample are those that `savable convert` writes: `json` with the columns that are texts, numbers
-    and JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or what the bytes begin like; of a second
-    one of a kind `COLUMN.jpg`. A column of pickles is refused by its name.
+    them. The parts of a sample are those that `savable convert` writes: `json` with the columns of texts, numbers and
+    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or what the bytes begin like; a second one of a
+    kind is `COLUMN.jpg`. A column of pickles is refused by its name.
 
     Args:
-        folder: The folder with the index.json, or its URL (s3, gs, az, http, https); one, for several see `sp.Blend`.
+        folder: The folder with the index.json, or its URL (s3, gs, az, http, https). For several see `sp.Blend`.
         lane: The lane of the pipeline.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
-        cache_bytes: Bytes of unpacked shards that are kept, for all lanes and readers of a process together that have
-            the same. A compressed shard is unpacked whole, and is one row group: see `sp.ParquetReader`.
+        cache_bytes: The most bytes of unpacked shards, for all readers of a process with this value. A compressed shard
+            is unpacked whole, and is one row group: see `sp.ParquetReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine` and `exclude`.
 
     Raises:
-        ValueError: A setting is wrong, or a package is missing that the compression needs.
-        ShardError: A file is damaged, not there or not what index.json says, or a column cannot be read.
+        ValueError: A setting is wrong, or a package that the compression needs is missing.
+        ShardError: A file is damaged, missing or not what index.json says, or a column cannot be read.
         RemoteError: A server cannot be reached.
 
     Example:
@@ -81,23 +81,23 @@ class LitDataReader(RecordFolderReader):
     """Yields the items of a lane's share of a folder of LitData, in the order of `sp.TarShardReader`.
 
     LitData writes such folders: chunks, plain or with zstd by chunk, batch or sample, or with rows of Arrow in them,
-    and the index.json that names them. The parts of a sample are those that `savable convert` writes, see
-    `sp.MdsReader`: the values of an item are `json`, in their dicts and lists. A format of pickles is refused by its
-    name, and so are encryption and other item loaders.
+    and the index.json that names them. The parts of a sample are those of `sp.MdsReader`: the values of an item are
+    `json`, in their dicts and lists. A format of pickles is refused by its name, and so are encryption and other item
+    loaders.
 
     Args:
-        folder: The folder with the index.json, or its URL (s3, gs, az, http, https); one, for several see `sp.Blend`.
+        folder: The folder with the index.json, or its URL (s3, gs, az, http, https). For several see `sp.Blend`.
         lane: The lane of the pipeline.
         key: The field with a sample's key. None: the key is `FILE:ROW`.
-        cache_bytes: Bytes of unpacked chunks and frames that are kept, for all lanes and readers of a process together
-            that have the same. A compressed chunk, one with rows of Arrow, or a batch that is compressed by itself is
-            unpacked whole, and is one row group: see `sp.ParquetReader`.
+        cache_bytes: The most bytes of unpacked chunks and frames, for all readers of a process with this value. A
+            compressed chunk or batch, or a chunk with rows of Arrow, is unpacked whole, and is one row group: see
+            `sp.ParquetReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine` and `exclude`.
 
     Raises:
-        ValueError: A setting is wrong, or a package is missing that the chunks need.
-        ShardError: A file is damaged, not there or not what index.json says, or a format cannot be read.
+        ValueError: A setting is wrong, or a package that the chunks need is missing.
+        ShardError: A file is damaged, missing or not what index.json says, or a format cannot be read.
         RemoteError: A server cannot be reached.
 
     Example:

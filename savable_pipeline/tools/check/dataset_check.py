@@ -20,11 +20,9 @@ from savable_pipeline.data.shards.energon_metadata import read_counts, read_fiel
 from savable_pipeline.data.shards.indexing import is_folder, known_files
 from savable_pipeline.data.shards.paths import Shards, find_shards
 from savable_pipeline.data.shards.processes import Answer, each_shard
-from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_links import links_warning
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
-from savable_pipeline.data.stores.remote_indexing import look_up_files
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.file_check import Problem, ShardReport
 
@@ -107,7 +105,7 @@ def check(
 def _find(shards: Shards) -> _Dataset:
     form = format_of(shards)
     if is_remote(shards):
-        found, metadata, indexed = look_up(shards) if form is TARS else look_up_files(shards, form)
+        found, metadata, indexed = look_up(shards, form)
         whole = isinstance(shards, str) and shards.rstrip("/") == found.root
         return _Dataset(found.root, list(found.names), whole, metadata, indexed)
     problems: list[Problem] = []

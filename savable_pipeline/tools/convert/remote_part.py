@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.remote.cache_layout import write_blocks
 from savable_pipeline.data.remote.cache_space import cache_bytes
 from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.remote_files import RemotePlace, check_stamp, stamps_of
+from savable_pipeline.data.remote.remote_files import RemotePlace, check_stamp, held, stamps_of
 from savable_pipeline.data.remote.scratch import scratch
-from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
-from savable_pipeline.data.shards.index_file import TAR, ShardTable
+from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.tools.convert.model import Files
 
@@ -118,17 +116,7 @@ def _dataset(reader: PartReader, folder: Path, downloader: Downloader) -> Datase
         check_stamp(f"{reader.url}/{file.name}", file.stamp, found[file.name][1])
     form, version = STORES[reader.form].form, folder / "version"
     tables = [msgspec.msgpack.decode(file.table, type=ShardTable) for file in reader.files]
-    path = version / ("index" if form.name == TAR else "places")
-    write_index(path, tables, form.name)
-    if form.name != TAR:
-        write_blocks(version, {table.entry.name: table.entry.size for table in tables})
-    place = RemotePlace(reader.url, _cached(version), folder, cache_bytes(None, folder))
-    index = form.index_at(path)
-    return Dataset(seen(IndexedFiles(form, index, path, None, folder, place, downloader=downloader), partial=True))
-
-
-def _cached(version: Path) -> ShardCache:
-    create_flags(version)
-    cached = ShardCache(version)
-    cached.hold()
-    return cached
+    write_index(version / "index", tables, form.name)
+    place = RemotePlace(reader.url, held(version), folder, cache_bytes(None, folder))
+    files = IndexedFiles(form, place.index, place.index_path, None, folder, place, downloader=downloader)
+    return Dataset(seen(files, partial=True))

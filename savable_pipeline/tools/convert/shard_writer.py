@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.data.shards.indexing import WRITTEN, known_files
+from savable_pipeline.data.shards.index_making import WRITTEN
+from savable_pipeline.data.shards.indexing import known_files
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_index import TarIndex

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,14 +19,14 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encode import Encode
-from savable_pipeline.stages.item_ref import MISSING
+from savable_pipeline.stages.item_ref import MISSING, ItemRef
 from savable_pipeline.stages.memory_budget import size_of
 from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.stage import ItemStage, Measured, SampleStage, Stage
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
@@ -117,6 +117,12 @@ _LANES = 8  # from which documents are taken, spread over all
 _MADE = 8  # items made for their size where the encoder has `length_of`
 
 
+class _Document(NamedTuple):
+    item: Any  # or MISSING
+    ref: ItemRef
+    sizes: tuple[Size, ...] | None  # None: ask the encoder
+
+
 @dataclass(frozen=True)
 class Lengths:
     """A sample of documents: what is packed or, without a packer, batched."""
@@ -171,17 +177,17 @@ def sample_lengths(lanes: LaneBuilder, count: int, *, of: int) -> Lengths | None
         return _summed(built, taken)
 
 
-def _take(parts: PathParts, n: int) -> Iterator[Measured]:
+def _take(parts: PathParts, n: int) -> Iterator[_Document]:
     stage = parts.documents
     assert stage is not None
     for _ in range(n):
-        measured = stage.take_measured()
-        if measured is None:
+        items, refs = stage.take(1, deferred=True)
+        if not items:
             return
-        yield measured
+        yield _Document(items[0], refs[0], stage.sizes)
 
 
-def _summed(built: list[PathParts], taken: list[Measured]) -> Lengths:
+def _summed(built: list[PathParts], taken: list[_Document]) -> Lengths:
     stage = built[0].documents
     assert stage is not None
     encoder = stage.info.encoder
@@ -205,5 +211,5 @@ def _summed(built: list[PathParts], taken: list[Measured]) -> Lengths:
     )
 
 
-def _sizes(measured: Measured, encoder: TaskEncoder) -> tuple[Size, ...]:
+def _sizes(measured: _Document, encoder: TaskEncoder) -> tuple[Size, ...]:
     return measured.sizes or ((encoder.length(measured.item), encoder.images(measured.item)),)

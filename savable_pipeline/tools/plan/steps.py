@@ -8,6 +8,7 @@ from typing import Literal
 
 from savable_pipeline.run.loader.epoch_end import counted_end
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.tools.plan.path_parts import LaneBuilder, Lengths, PathParts
 
 How = Literal["counted", "estimated", "unknown"]
@@ -51,7 +52,7 @@ def count_steps(
 ) -> Steps:
     """The steps of an epoch; `items_a_batch` is the mean number of items in a batch, if it is known."""
     lanes = parts.last.lane.count
-    counts = [parts.last.count_of(lane, 0) for lane in range(lanes)]
+    counts = [count_of(parts.last, lane, 0) for lane in range(lanes)]
     known = [count for count in counts if count is not None]
     if parts.last.info.endless:
         return _endless(settings, parts, lengths, ranks, items_a_batch)

@@ -22,7 +22,8 @@ from savable_pipeline.stages.cost import Cost, Size, attention_cost, waiting_sha
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
 from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker
-from savable_pipeline.stages.stage import ItemStage, Measured, StageInfo, State
+from savable_pipeline.stages.stage import ItemStage, State
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.plan.path_parts import Lengths, PathParts
 
@@ -189,7 +190,7 @@ class Told(ItemStage):
     """Yields elements with known sizes only; `given` counts them, `fetch` makes nothing."""
 
     ref: ItemRef = ()
-    unmade = True
+    sizes: tuple[Size, ...] | None = None
 
     def __init__(self, sizes: Iterator[tuple[Size, ...]], lane: Lane, encoder: TaskEncoder) -> None:
         self._sizes = sizes
@@ -197,13 +198,13 @@ class Told(ItemStage):
         self._encoder = encoder
         self.given = 0
 
-    def take_measured(self) -> Measured | None:
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """The next one."""
-        sizes = next(self._sizes, None)
-        if sizes is None:
-            return None
+        self.sizes = next(self._sizes, None)
+        if self.sizes is None:
+            return [], []
         self.given += 1
-        return Measured((self.given - 1, 0, 0), sizes, MISSING)
+        return [MISSING], [(self.given - 1, 0, 0)]
 
     def fetch(self, ref: Any) -> Any:
         """The number of the element."""
@@ -216,7 +217,8 @@ class Told(ItemStage):
     def describe(self) -> StageInfo:
         """A source of nothing else."""
         none = frozenset([0])
-        return StageInfo(self._lane, 0, population=1, endless=False, tags=none, origins=none, encoder=self._encoder)
+        alone = StageInfo(self._lane, 0, population=1, endless=False, tags=none, origins=none, encoder=self._encoder)
+        return replace(alone, deferred=True)
 
 
 @dataclass
@@ -238,7 +240,7 @@ def pack(documents: Documents, cost: Cost, /, *, lanes: int, packs: int, seed: i
         told = Told(documents(index), Lane(index, lanes, seed), encoder)
         packer = OnlinePacker(told, **settings)
         for n in range(packs):
-            packer.take_measured()
+            packer.take(1, deferred=True)
             sizes = packer.sizes or ()
             costs[index, n] = sum(cost(length, images) for length, images in sizes)
             items, tokens = items + len(sizes), tokens + sum(length for length, _ in sizes)

@@ -26,11 +26,11 @@ from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.dataset.sample import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.remote_index import index_remote
 from savable_pipeline.data.shards.index_writer import write_index
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.stores import cached_files
 from savable_pipeline.data.stores.cached_files import CachedFiles
+from savable_pipeline.data.stores.remote_indexing import index_remote
 from tests.conftest import MakeShards, write_numbered_shards
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -581,6 +581,39 @@ def test_a_shard_of_another_version_is_an_error_and_is_indexed_at_the_next_start
     assert all(number <= 0 for number in first_ids(open_dataset(f"{server.url}/shards/"))[: SIZES[0]])
 
 
+def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexes_a_shard_again(
+    server: ToyServer, local: Path
+) -> None:
+    before = open_dataset(f"{server.url}/shards/")
+    (sample,) = before.open_samples(all_refs(before)[:1])
+    assert sample.json()["id"] == 0
+    rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
+    evict(before, 0)
+    other = open_dataset(f"{server.url}/shards/")
+    with pytest.raises(sp.ShardError, match="another version"):
+        first_ids(other)
+    assert all(number <= 0 for number in first_ids(open_dataset(f"{server.url}/shards/"))[: SIZES[0]])
+    with pytest.raises(sp.ShardError, match="another version"):
+        sample.json()
+
+
+def test_a_shard_that_was_indexed_again_stays_so_when_another_is(
+    server: ToyServer, local: Path, tmp_path: Path
+) -> None:
+    firsts = [0, *itertools.accumulate(SIZES)]
+    expected = [[*range(*pair)] for pair in itertools.pairwise(firsts)]
+    open_dataset(f"{server.url}/shards/")
+    for shard in (0, 1, 2):
+        write_numbered_shards(tmp_path / "other", [5 + shard], pad="x" * 700)
+        (tmp_path / "other/0000.tar").replace(local / f"{shard:04d}.tar")
+        expected[shard] = [*range(5 + shard)]
+        for cached in (tmp_path / "cache").rglob("*.tar"):
+            cached.unlink()
+        with pytest.raises(sp.ShardError, match=rf"{shard:04d}.tar: .* when it was indexed"):
+            first_ids(open_dataset(f"{server.url}/shards/"))
+        assert first_ids(open_dataset(f"{server.url}/shards/")) == [*itertools.chain(*expected)]
+
+
 def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_indexed_at_the_next_start(
     server: ToyServer, local: Path
 ) -> None:
@@ -612,7 +645,7 @@ def test_a_shard_on_a_web_server_that_has_another_size_is_indexed_again(
         with pytest.raises(sp.ShardError, match=r"bytes, but \d+ when it was indexed"):
             first_ids(dataset)
     else:
-        assert index_remote(url)[1] == []
+        assert index_remote(url, TARS)[1] == []
     assert open_dataset(url).count == sum(SIZES) + 40
     assert first_ids(open_dataset(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,11 +13,19 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.data.dataset.kinds import STORES, open_any
 from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.remote import index_parts
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
+from savable_pipeline.data.shards.index_file import ShardTable
+from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.indexed_files import open_indexed
+from savable_pipeline.data.stores.jsonl import JsonlStore
 from savable_pipeline.stages.batch_difference import digest
 from tests.conftest import write_tar
+from tests.support.toy_remote_stores import KINDS, WRITERS, names_of
 from tests.support.toy_server import ToyServer, serving
 
 SHARDS, SAMPLES = 48, 20
@@ -46,6 +55,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     for shard in range(SHARDS):
         write_tar(tmp_path / "shards" / f"{shard:04d}.tar", members(shard, request.param == "alike"))
     open_dataset(str(tmp_path / "shards"))
+    yield from served_by_parts(tmp_path, monkeypatch)
+
+
+def served_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    """A server of this folder, of which every index is fetched by the part."""
     monkeypatch.setattr(index_parts, "WHOLE_BYTES", 0)
     monkeypatch.setattr(index_parts, "_FIRST", 100)
     monkeypatch.setattr(index_parts, "_PIECE", 1000)
@@ -174,3 +188,62 @@ def test_a_head_that_is_cut_short_or_forged_makes_another_index(server: ToyServe
         index.write_bytes(wrong)
         dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar", cache=tmp_path / f"cache{n}")
         assert dataset.count == 3 * SAMPLES
+
+
+def others_beside(tmp_path: Path, kind: str) -> str:
+    """Files of another kind below the server's folder, with their index; gives its path there."""
+    (tmp_path / kind).mkdir()
+    WRITERS[kind](tmp_path / kind)
+    index_files(tmp_path / kind, STORES[kind].form)
+    return STORES[kind].form.index_name
+
+
+@pytest.fixture
+def parts_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    yield from served_by_parts(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_every_kind_are_read_by_parts_of_their_index_and_none_is_asked_for_at_the_start(
+    parts_server: ToyServer, tmp_path: Path, kind: str
+) -> None:
+    name = others_beside(tmp_path, kind)
+    asked = set[str]()
+
+    def note(path: str, number: int) -> None:
+        asked.add(path.rpartition("/")[2])
+
+    parts_server.fault = note
+    dataset = open_any(f"{parts_server.url}/{kind}/")
+    assert not asked.intersection(names_of(kind))
+    here = open_any(str(tmp_path / kind))
+    assert dataset.manifest() == here.manifest()
+    (cached,) = (tmp_path / "cache").glob("*/*/index")
+    if kind != "tokens":  # of which a few numbers are needed of each file
+        assert cached.read_bytes() != (tmp_path / kind / name).read_bytes()
+    for shard, row in zip(*(found.tolist() for found in here.locate(np.arange(here.count))), strict=True):
+        for extension in here.store.extensions(shard, row):
+            assert dataset.read(shard, row, extension) == here.read(shard, row, extension)
+    assert cached.read_bytes() == (tmp_path / kind / name).read_bytes()
+
+
+def test_an_index_of_a_hundred_thousand_files_is_opened_in_a_few_requests_and_little_memory(
+    parts_server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, lines, form = 100_000, 40, STORES["jsonl"].form
+    places = np.arange(0, 250 * (lines + 1), 250, dtype="<u8").tobytes()
+    entries = (ShardEntry(f"{n // 1000:03d}/{n:06d}.jsonl", 250 * lines, lines, n) for n in range(files))
+    index = tmp_path / "many" / form.index_name
+    write_index(index, (ShardTable(entry, places) for entry in entries), form.name)
+    monkeypatch.setattr(index_parts, "_PIECE", 8 << 20)
+    tracemalloc.start()
+    try:
+        store = JsonlStore(open_indexed(f"{parts_server.url}/many/", form))
+        requests, sent, most = parts_server.requests, parts_server.sent(".index"), tracemalloc.get_traced_memory()[1]
+        assert store.offset(77_777, 3) == 750
+    finally:
+        tracemalloc.stop()
+    assert requests < 20 and sent < 0.3 * index.stat().st_size
+    assert most < 50e6
+    assert parts_server.requests == requests + 1
+    assert store.part_sizes() is None  # which would take all rows

@@ -11,11 +11,11 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.dataset.kinds import STORES, open_any
-from savable_pipeline.data.remote.remote_index import index_remote
-from savable_pipeline.data.remote.scratch import RemoteObject, close_scratch, scratch, scratch_place
+from savable_pipeline.data.dataset.kinds import STORES, format_of, open_any
+from savable_pipeline.data.remote.scratch import close_scratch
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.remote_indexing import index_remote_files
+from savable_pipeline.data.stores.remote_indexing import index_remote
+from savable_pipeline.data.stores.remote_scans import RemoteScan, scan_there
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
@@ -43,10 +43,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def make(url: str, cache: str, engine: Engine | None = None, progress: Sequence[object] = ()) -> object:
         monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / cache))
         told = list[tuple[int, int]]()
-        form = STORES.get(url.rstrip("/").rpartition("/")[2], STORES["tar"]).form
+        form = format_of(url)
         note = lambda done, total: told.append((done, total))  # noqa: E731
-        tars = form is STORES["tar"].form
-        place, faults = index_remote(url, note, engine) if tars else index_remote_files(url, form, note, engine)
+        place, faults = index_remote(url, form, note, engine)
         assert told[0][0] <= told[-1][0] == told[-1][1]
         return place.read_bytes(), faults
 
@@ -128,8 +127,9 @@ def test_what_machines_indexed_is_pinned_here(
 def test_a_file_that_grows_meanwhile_and_one_that_fails_are_told_by_name(
     server: ToyServer, tmp_path: Path, index: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with scratch() as (folder, downloader), pytest.raises(sp.ShardError, match=r"0001\.jsonl: \d+ bytes, but 5 when"):
-        scratch_place(RemoteObject("s3://jsonl", "0001.jsonl", 5), ("", ""), folder, downloader)
+    for kind, name in (("jsonl", "0001.jsonl"), ("tar", "000001.tar")):
+        with pytest.raises(sp.ShardError, match=rf"{name}: \d+ bytes, but 5 when"):
+            scan_there(RemoteScan(STORES[kind].form, f"s3://{kind}", name, 5))
     close_scratch()
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.2")
     server.fault = lambda path, number: "503" if path.endswith("000002.tar") else None

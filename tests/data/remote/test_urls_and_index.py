@@ -14,11 +14,12 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_dataset
-from savable_pipeline.data.remote import remote_index
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.urls import find_remote, is_remote
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.scan import TARS
+from savable_pipeline.data.stores.remote_indexing import open_remote
 from tests.conftest import MakeShards, write_numbered_shards, write_tar
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
@@ -181,16 +182,14 @@ def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_hol
 
     monkeypatch.setattr(FileFormat, "scan", killed_at_the_last)
     with pytest.raises(KeyboardInterrupt):
-        remote_index.open_remote(url, tmp_path / "cache", 5000, tolerant=False)
+        open_remote(url, TARS, tmp_path / "cache", 5000, tolerant=False)
     monkeypatch.setattr(FileFormat, "scan", scan)
     (scanned,) = (tmp_path / "cache").glob("*/scan")
-    assert [path.name for path in sorted(scanned.iterdir())] == ["0000.tar.table", "0001.tar.table", "0002.tar"]
+    assert {path.name for path in scanned.iterdir() if path.suffix != ".pin"} == {"0002.tar", "index.scanned"}
     sent = server.sent()
-    remote_index.open_remote(
-        url, tmp_path / "cache", 5000, tolerant=False, progress=lambda *numbers: told.append(numbers)
-    )
+    open_remote(url, TARS, tmp_path / "cache", 5000, tolerant=False, progress=lambda *numbers: told.append(numbers))
     assert server.sent() == sent
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert told == [(2, 3), (3, 3)]
     assert not scanned.exists()
     assert open_dataset(url, cache_size=5000).manifest() == open_dataset(str(tmp_path / "shards")).manifest()
 
@@ -202,7 +201,9 @@ def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToySer
     with pytest.raises(sp.ShardError, match=r"0002\.tar"):
         open_dataset(url, cache_size=5000)
     (scanned,) = (tmp_path / "cache").glob("*/scan")
-    (scanned / "0001.tar.table").write_bytes(b"damaged")
+    with (scanned / "index.scanned").open("r+b") as file:
+        file.seek(100)
+        file.write(b"damaged")
     write_numbered_shards(tmp_path / "shards", [30, 4, 5])
     assert open_dataset(url, cache_size=5000).manifest() == open_dataset(str(tmp_path / "shards")).manifest()
 

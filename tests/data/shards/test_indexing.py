@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from savable_pipeline.core import files
-from savable_pipeline.data.shards import indexing
+from savable_pipeline.data.shards import index_making, indexing
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_writer import write_index
@@ -248,7 +248,7 @@ def _open_and_report(root: Path, trace: Path, together: Any, found: Any) -> None
         _note(trace, "index")
         write_index(path, tables, kind)
 
-    FileFormat.scan, indexing.write_index = slow_scan, noted_write  # type: ignore[method-assign]
+    FileFormat.scan, index_making.write_index = slow_scan, noted_write  # type: ignore[method-assign]
     together.wait(30)
     found.put(contents(root, open_index(root, NAMES)))
 
@@ -359,7 +359,7 @@ def test_several_processes_make_the_index_that_one_makes(mixed: Any, monkeypatch
     assert told == [(done, 4) for done in range(5)]
     alone = path.read_bytes()
     path.unlink()
-    monkeypatch.setattr(indexing, "_ALONE_S", -1.0)
+    monkeypatch.setattr(index_making, "_ALONE_S", -1.0)
     index_files(root, TARS, processes=2)
     assert path.read_bytes() == alone
 

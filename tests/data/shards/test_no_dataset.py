@@ -47,8 +47,7 @@ def test_every_reader_says_which_command_makes_a_dataset_of_raw_files(
 
 
 def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> None:
-    with pytest.raises(sp.ShardError, match=r"`savable convert .*/lit DST` makes a dataset of its files$"):
-        sp.open_dataset(litdata(tmp_path / "lit"))
+    assert sp.open_dataset(litdata(tmp_path / "lit"))[0].json()
 
 
 def test_files_of_another_reader_are_named_with_it(tmp_path: Path) -> None:

@@ -289,6 +289,40 @@ def test_files_that_are_not_those_of_the_index_beside_them_are_an_error(
     with pytest.raises(sp.ShardError, match="not as its index says") as caught:
         samples(kind, f"{server.url}/{kind}/")
     assert caught.value.reason == "changed shard"
+    shutil.copytree(www / kind, www / "copy", ignore=shutil.ignore_patterns(".nv-meta"))
+    assert samples(kind, f"{server.url}/{kind}/") == samples(kind, str(www / "copy"))  # indexed again, here
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_beside_its_index_that_is_rewritten_under_a_run_is_an_error_and_is_indexed_at_the_next_start(
+    server: ToyServer, www: Path, tmp_path: Path, kind: str
+) -> None:
+    index_files(www / kind, STORES[kind].form)
+    url, (first, second, *_) = f"{server.url}/{kind}/", names_of(kind)
+    expected = samples(kind, url)
+    for name in (first, second):  # one after the other: the first stays as it was indexed again
+        (www / kind / name).write_bytes((www / kind / name).read_bytes())  # another version, of the same size
+        for blocks in (tmp_path / "cache").rglob("*.bytes"):
+            blocks.unlink()
+        with pytest.raises(sp.ShardError, match=f"{name}: the server has another version"):
+            samples(kind, url)
+        assert samples(kind, url) == expected
+    sent = server.sent("")
+    assert samples(kind, url) == expected
+    assert server.sent("") == sent
+
+
+def test_of_files_that_were_added_or_replaced_the_index_is_made_alone(server: ToyServer, www: Path) -> None:
+    urls, paths = urls_of(server.url, "jsonl"), [www / "jsonl" / name for name in names_of("jsonl")]
+    open_any(urls[:3])
+    sent = sent_before = server.sent("")
+    open_any(urls)
+    assert server.sent("") - sent == paths[3].stat().st_size
+    sent = server.sent("")
+    paths[1].write_bytes(paths[1].read_bytes().replace(b"x", b"y"))
+    assert open_any(urls).manifest() == open_any(str(www / "jsonl")).manifest()
+    assert server.sent("") - sent == paths[1].stat().st_size
+    assert sent_before
 
 
 def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 import savable_pipeline as sp
 from tests.support.processes import alive, descendants, wait_until_gone, workers
 from tests.support.streams import take
-from tests.support.toy_faults import FaultyEncoder, LargeEncoder, number_pipeline
+from tests.support.toy_faults import FaultyEncoder, LargeEncoder, number_pipeline, packed_numbers
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -240,7 +240,7 @@ def test_ctrl_c_reaches_the_trainer_alone_whose_state_is_whole(make_shards: Any,
     wait_until_gone(workers)
 
     saved = torch.load(tmp_path / "state.pt")
-    fresh = loader(partial(toy_pipeline, str(tmp_path / "shards")), 0)
+    fresh = loader(partial(packed_numbers, str(tmp_path / "shards")), 0)
     fresh.load_state_dict(saved["data"])
     assert take(fresh, 3) == saved["next"]
     assert saved["data"]["slot"] > 3

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards import indexing
+from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
@@ -256,7 +256,8 @@ def test_an_evaluation_whose_passes_are_all_epoch_0_cannot_grow(data: Path) -> N
 def test_only_new_shards_are_read_to_index_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = after(5, folder=data)
     scanned: list[str] = []
-    monkeypatch.setattr(indexing, "scan", lambda root, name: scanned.append(name) or TARS.scan(root, name))
+    scan = FileFormat.scan
+    monkeypatch.setattr(FileFormat, "scan", lambda form, root, name: scanned.append(name) or scan(form, root, name))
     add(data, 2, 3)
     loader(data).load_state_dict(state, allow={"shards"})
     assert scanned == ["0002.tar", "0003.tar"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.stages.blending.mixture import Mixture, Source
+from savable_pipeline.stages.blending.mixture import Mixture, MixtureSource
 from savable_pipeline.testing import assert_exact_resume
 
 HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
@@ -58,14 +58,14 @@ splits:
     mixture = sp.read_mixture(path, split="train")
     folder = path.parent / "data"
     assert mixture.sources == {
-        "a": Source(str(folder / "a"), weight=5, split="train", tags={"kind": "photo"}),
-        "b": Source(str(folder / "b"), weight=1, split="val"),
-        "b-2": Source(str(folder / "b"), weight=0.0, split="train"),
+        "a": MixtureSource(str(folder / "a"), weight=5, split="train", tags={"kind": "photo"}),
+        "b": MixtureSource(str(folder / "b"), weight=1, split="val"),
+        "b-2": MixtureSource(str(folder / "b"), weight=0.0, split="train"),
     }
     assert mixture.tags()["a"] == {"kind": "photo"}
     assert of_each(mixture, 600) == {"a": 500, "b": 100}
     val = sp.read_mixture(path, split="val")
-    assert val.sources == {"c": Source(str(folder / "c"), split="val")}
+    assert val.sources == {"c": MixtureSource(str(folder / "c"), split="val")}
     assert of_each(val, 10) == {"c": 10}
 
 

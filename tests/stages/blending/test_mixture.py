@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.stages.blending.mixture import Source
+from savable_pipeline.stages.blending.mixture import MixtureSource
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_server import serving
 
@@ -49,7 +49,7 @@ def test_sources_come_by_weight_and_a_mixture_may_hold_others(write: Any) -> Non
         """
     )
     mixture = sp.read_mixture(path)
-    assert mixture.sources["first"] == Source(path=str(path.parent / "a"), weight=0.5)
+    assert mixture.sources["first"] == MixtureSource(path=str(path.parent / "a"), weight=0.5)
     assert of_each(mixture.samples(sp.Lane()), 800) == {"a": 400, "b": 300, "c": 100}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
-from savable_pipeline.stages.packing.balance_rule import RankRule, Waiting
+from savable_pipeline.stages.packing.balance_rule import RankRule, WaitingPack
 
 
 def plainly(key: int, hold: int, costs: list[int]) -> list[int]:
@@ -50,7 +50,7 @@ def share(cost: int, others: list[int]) -> Fraction:
 def by_the_rule(key: int, hold: int, costs: list[int], cut: int | None = None) -> tuple[list[int], int]:
     """The same by `RankRule`, and the longest wait; after `cut` packs a fresh rule goes on from what a state has."""
     rule, coming, order, longest = RankRule(key=key, hold=hold), list(enumerate(costs)), [], 0
-    held: list[tuple[int, Waiting]] = []
+    held: list[tuple[int, WaitingPack]] = []
     while coming or held:
         if len(order) == cut:
             count, past = rule.count, list(rule.past)
@@ -58,7 +58,7 @@ def by_the_rule(key: int, hold: int, costs: list[int], cut: int | None = None) -
             rule.restore(count, past)
         while coming and len(held) < rule.room:
             number, cost = coming.pop(0)
-            held.append((number, Waiting(cost, rule.count)))
+            held.append((number, WaitingPack(cost, rule.count)))
         number, (cost, arrival) = held.pop(rule.choose([waiting for _, waiting in held]))
         longest = max(longest, rule.count - arrival)
         rule.gave(cost)
@@ -91,10 +91,12 @@ def test_costs_of_any_size_keep_their_order() -> None:
 def test_the_oldest_is_given_in_time_for_those_that_came_with_it() -> None:
     rule = RankRule(key=next(key for key in range(99) if RankRule(key=key, hold=8)._step(100) == 0), hold=8)
     rule.restore(100, [])  # the cheapest is wanted
-    young = [Waiting(cost, 99) for cost in range(5)]
-    assert [rule.choose([Waiting(10**6, arrival), *young]) for arrival in (99, 80, 53)] == [1, 1, 1]
-    assert rule.choose([Waiting(10**6, 52), *young]) == 0  # 48 slots
-    assert rule.choose([Waiting(10**6, 53), Waiting(10**6, 53), *young]) == 0  # the second is due in the next slot
+    young = [WaitingPack(cost, 99) for cost in range(5)]
+    assert [rule.choose([WaitingPack(10**6, arrival), *young]) for arrival in (99, 80, 53)] == [1, 1, 1]
+    assert rule.choose([WaitingPack(10**6, 52), *young]) == 0  # 48 slots
+    assert (
+        rule.choose([WaitingPack(10**6, 53), WaitingPack(10**6, 53), *young]) == 0
+    )  # the second is due in the next slot
 
 
 def test_each_block_has_every_rank_once_in_an_order_of_its_own() -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST
-from savable_pipeline.tools.convert.writer_processes import claimed
+from savable_pipeline.tools.convert.writer_processes import claimed, locked
 from tests.support import processes
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 
@@ -178,6 +179,18 @@ def test_a_conversion_waits_until_the_workers_of_a_killed_one_are_gone(tmp_path:
     threading.Timer(0.3, os.close, (held,)).start()
     run_conversion(fill(tmp_path / "in", 2), tmp_path / "out", SMALL)
     assert time.monotonic() - begin > 0.3
+
+
+def test_a_worker_shares_the_lock_of_the_folder_while_it_lives(tmp_path: Path) -> None:
+    worker = ChildProcess("savable_pipeline.tools.convert.writer_processes:serve", str(tmp_path))
+    deadline = time.monotonic() + 60
+    with pytest.raises(SavableError, match="a worker has it"):
+        while time.monotonic() < deadline:
+            with locked(tmp_path, "a worker has it"):
+                time.sleep(0.01)
+    worker.close()
+    with locked(tmp_path, "a worker has it"):
+        pass
 
 
 def test_two_conversions_into_one_folder_do_not_meet(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.stages.told_size import ToldSize
+from savable_pipeline.stages.sample_encoding import ToldSize
 
 
 class Telling(sp.TaskEncoder):

@@ -1,0 +1,261 @@
+"""`PieceMaker`: cuts the items of an `OnlinePacker`'s source into pieces, and makes the item of a piece again.
+
+item ──▶ length ──▶ piece [0, 700) ──▶ a pack of the policy
+                    piece [700, …)     the rest waits: `taken`
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.data.dataset.sample import skip_counters
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.encoder_calls import EncoderCalls
+from savable_pipeline.stages.held_items import whole_refs
+from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
+from savable_pipeline.stages.packing.packing_policies import Packing, Piece
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import ItemStage
+from savable_pipeline.stages.task_encoder import Skip
+
+TooLong = Literal["skip", "truncate", "split"]
+_LEAST = 1  # token that an item must have: a pack of empty items would never be full
+
+
+class PieceMaker:
+    """Takes items of `stage.source`, and adds their pieces to `packing`, with as many items as memory allows."""
+
+    def __init__(
+        self, stage: ItemStage, calls: EncoderCalls, packing: Packing, *, too_long: TooLong, max_bytes: int
+    ) -> None:
+        self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
+        self.taken_size: Size | None = None  # what the encoder told of it without encoding
+        self._stage = weakref.ref(stage)  # weak: a stage that is let go of frees its items at once
+        self._calls = calls
+        self._packing = packing
+        self._too_long = too_long
+        self._share = BudgetShare(stage.lane.shared("held items", MemoryBudget), max_bytes=max_bytes)
+        self._row_of_skips = 0
+
+    @property
+    def _packer(self) -> ItemStage:
+        stage = self._stage()
+        assert stage is not None, "a stage lives as long as it asks"
+        return stage
+
+    @property
+    def made(self) -> int:
+        """How many made items are in packs, or not placed yet."""
+        return self._share.count + (self.taken is not None and self.taken.item is not MISSING)
+
+    def place_next(self) -> bool:
+        """Place a piece of the next item, or leave it out; False at the end of the source."""
+        if self.taken is None:
+            stage = self._packer
+            items, refs = stage.source.take(1, deferred=stage.info.deferred)
+            if not items:
+                return False
+            sizes = stage.source.sizes if items[0] is MISSING else None  # type: ignore[attr-defined]
+            self.taken, self.taken_size = Piece(refs[0], 0, item=items[0]), sizes[0] if sizes else None
+        if self._place(self.taken):
+            self.taken = None
+        return True
+
+    def _place(self, taken: Piece) -> bool:
+        """Place as much of the taken item as fits; whether nothing of it is left."""
+        total = self._total_of(taken)
+        if total is None:
+            return True
+        stop = taken.total = total
+        if total > self._packing.max_length:
+            if self._too_long == "skip":
+                self._skipped("longer than max_length", total, total)
+                return True
+            stop = self._packing.max_length if self._too_long == "truncate" else total
+        piece = Piece(taken.ref, min(stop - taken.start, self._packing.reach), 0, taken.start, total)
+        item = self._measure(piece, taken)
+        if type(item) is Skip:
+            return True
+        if not taken.start and stop < total:
+            counts = self._packer.counts
+            counts["truncated"] += 1
+            counts["truncated_tokens"] += total - stop
+        if piece.images > self._packing.max_images > 0:
+            self._skipped("of more than max_images", piece.length, piece.images)
+        else:
+            self._row_of_skips = 0
+            if item is not MISSING:
+                self._hold(piece, item)
+            self._packing.add(piece)
+        taken.start += piece.length
+        return taken.start == stop
+
+    def _total_of(self, taken: Piece) -> int | None:
+        """The length of the taken item, as the encoder tells it or of the item; None if it can no longer be made."""
+        if self.taken_size is not None:
+            return self._calls.least_told(self.taken_size[0], least=_LEAST)
+        item = self._item_of(taken)
+        return None if type(item) is Skip else self._calls.length(item, least=_LEAST)
+
+    def _item_of(self, taken: Piece) -> Any:
+        """The taken item; a `Skip` if it can no longer be made, which the stage upstream has counted."""
+        if taken.item is MISSING:
+            taken.item = self._whole(taken)
+        return taken.item
+
+    def _measure(self, piece: Piece, taken: Piece) -> Any:
+        """Set images and cost of a piece of the taken item, and return its part of the item; MISSING if not made yet.
+
+        How many images are in a part is not known without the item.
+        """
+        if self.taken_size is not None and not (piece.is_cut and self.taken_size[1]):
+            item, piece.images = MISSING, self.taken_size[1]
+        else:
+            whole = self._item_of(taken)
+            item = whole if type(whole) is Skip else self._part_of(whole, piece)
+            piece.images = 0 if type(whole) is Skip else self._calls.images(item)
+        self._set_cost(piece)
+        return item
+
+    def _set_cost(self, piece: Piece) -> None:
+        if self._packing.costing is not None:
+            piece.cost = self._packing.costing.of(piece.length, piece.images)
+
+    def _hold(self, piece: Piece, item: Any) -> None:
+        """Keep a made item with its piece, if the memory budget allows it."""
+        piece.item_bytes = size_of(item)
+        if self._share.hold(piece.item_bytes):
+            piece.item = item
+
+    def let_go(self, pieces: Sequence[Piece]) -> None:
+        """Keep the items of these pieces no more."""
+        for piece in pieces:
+            if piece.item is not MISSING:
+                self._share.release(piece.item_bytes)
+
+    def item(self, piece: Piece) -> Any:
+        """The item of a piece, made if it is missing; a `Skip` if that is no longer possible."""
+        if piece.item is not MISSING:
+            return piece.item
+        whole = self._whole(piece)
+        return whole if type(whole) is Skip else self._part_of(whole, piece)
+
+    def _whole(self, piece: Piece) -> Any:
+        """Make the whole item of a piece again, and fill in all other missing pieces of that item."""
+        whole = self._packer.source.fetch(piece.ref)
+        if type(whole) is Skip:
+            return whole
+        length = self._calls.length(whole, least=_LEAST)
+        if piece.total and length != piece.total:
+            raise self._changed(piece, length)
+        if self.taken is not None and self.taken.ref == piece.ref:
+            self.taken.item = whole
+        for other in self._packing.pieces():
+            if other is not piece and other.item is MISSING and other.ref == piece.ref:
+                self._hold(other, self._part_of(whole, other))
+        return whole
+
+    def _changed(self, piece: Piece, length: int) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            f"OnlinePacker of {self._packer.lane}: the item {piece.ref} took {piece.total} when it was placed; made "
+            f"again it takes {length}: {self._calls.encoder_name} or the data changed since the state was saved (go on "
+            "with the old one), or its result depends on more than the sample and `rng`"
+        )
+
+    def _part_of(self, whole: Any, piece: Piece) -> Any:
+        """The tokens of an item that a piece covers."""
+        return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
+
+    def fetched(self, ref: ItemRef) -> Any:
+        """Make the item of a piece with this ref again. Raises `CheckpointMismatchError` for another kind of ref."""
+        if not isinstance(ref, list | tuple) or (isinstance(ref[0], list | tuple) and len(ref) != 3):
+            raise CheckpointMismatchError(f"OnlinePacker: {ref} is not the ref of an item, or of a part of one")
+        if not isinstance(ref[0], list | tuple):
+            return self._packer.source.fetch(ref)
+        whole_ref, start, stop = ref
+        whole = self._packer.source.fetch(whole_ref)
+        return whole if type(whole) is Skip else self._calls.cut(whole, start, stop)
+
+    def measured(self, item: Any) -> Size:
+        """Length and images of an item."""
+        return self._calls.length(item, least=_LEAST), self._calls.images(item)
+
+    def _skipped(self, why: str, tokens: int, measure: int) -> None:
+        assert self.taken is not None
+        stage, packing = self._packer, self._packing
+        self.count_skip(why, self.taken.ref)
+        stage.counts["skipped_tokens"] += tokens
+        self._row_of_skips += 1
+        if self._row_of_skips >= max_empty_samples(stage.info.population):
+            raise EncodeError(
+                f"OnlinePacker(max_length={packing.max_length}, max_images={packing.max_images or None}): "
+                f"{self._row_of_skips} items in a row were {why}, the last {measure}; no pack will ever come of this "
+                "data"
+            )
+
+    def count_skip(self, reason: str, ref: ItemRef) -> None:
+        """Count an item, or a pack by its first item, as left out."""
+        self._packer.counts.update(skip_counters(reason, next(sample_indices(as_ref(ref)))))
+
+    def known(self, saved: Sequence[Placed]) -> list[Piece]:
+        """The pieces of a state whose source still exists."""
+        pieces = [each.piece() for each in saved]
+        for piece in pieces:
+            self._set_cost(piece)
+        return [piece for piece in pieces if whole_refs(self._packer, [piece.ref])]
+
+    def restore_taken(self, ref: Any, part: tuple[int, int], size: Size | None) -> None:
+        """Go on with the item of this ref of a state, of which a part is placed, unless its source is gone; or none."""
+        self.taken, self.taken_size = None, size
+        if ref is not None and whole_refs(self._packer, [as_ref(ref)]):
+            self.taken = Piece(as_ref(ref), 0, start=part[0], total=part[1])
+
+
+class Placed(msgspec.Struct, array_like=True):
+    """A piece in a state; trailing fields with their default values may be left out."""
+
+    ref: Any
+    length: SavedCount
+    images: SavedCount = 0
+    start: SavedCount = 0
+    total: SavedCount = 0  # 0: the item is whole
+    rounds: SavedCount = 0
+
+    def piece(self) -> Piece:
+        """The piece, whose item is missing."""
+        total = self.total or self.length
+        return Piece(as_ref(self.ref), self.length, self.images, self.start, total, rounds=self.rounds)
+
+
+class PackerState(msgspec.Struct):
+    """The state of a packer; see `OnlinePacker.save_state`."""
+
+    packs: list[list[Placed]]
+    count: SavedCount
+    taken: Any
+    source: dict[str, Any]
+    taken_part: tuple[SavedCount, SavedCount] = (0, 0)
+    taken_size: tuple[SavedCount, SavedCount] | None = None
+    held: list[Placed] = []
+    rounds: SavedCount = 0
+
+
+def placed(piece: Piece) -> tuple[Any, ...]:
+    """A piece as a state holds it."""
+    if piece.rounds:
+        return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)
+    if piece.is_cut:
+        return (piece.ref, piece.length, piece.images, piece.start, piece.total)
+    return (piece.ref, piece.length, piece.images) if piece.images else (piece.ref, piece.length)
+
+
+def piece_ref(piece: Piece) -> ItemRef:
+    """The ref of a whole item, or (ref, start, stop) of a cut one."""
+    return (piece.ref, piece.start, piece.start + piece.length) if piece.is_cut else piece.ref

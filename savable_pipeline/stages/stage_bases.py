@@ -1,0 +1,73 @@
+"""Bases for stages of two kinds: those that pass on what they took last, and those that yield several at once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from savable_pipeline.data.dataset.sample import RefArray, Sample
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage
+
+
+class PassThrough(Stage):
+    """Marks a stage whose `__next__` returns the element that it took last from its source, such as a filter.
+
+    Such a stage holds nothing back, so it needs neither `ref` nor `fetch`, nor a state of its own. Do not mark a stage
+    that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.
+
+    Args:
+        source: The stage before this one.
+
+    Example:
+        >>> class Logged(sp.PassThrough, sp.SampleStage):
+        ...     def __next__(self) -> sp.Sample:
+        ...         sample = next(self.source)
+        ...         print(sample.key)
+        ...         return sample
+        >>> _ = next(Logged(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)))
+        s000000
+    """
+
+    @property
+    def ref(self) -> ItemRef:  # type: ignore[override]
+        """The ref of the source's last element."""
+        return self.source.ref
+
+    @property
+    def sizes(self) -> tuple[Size, ...] | None:
+        """The sizes of the source's last element."""
+        return getattr(self.source, "sizes", None)
+
+
+class TakesRefs(SampleStage):
+    """Base of a stage of samples that writes `take_refs`: its next sample is the one of the next ref."""
+
+    ref: ItemRef = ()
+
+    @abstractmethod
+    def take_refs(self, n: int) -> RefArray: ...
+
+    def __next__(self) -> Sample:
+        refs = self.take_refs(1)
+        if not len(refs):
+            raise StopIteration
+        self.ref = (int(refs["index"][0]), int(refs["epoch"][0]), 0)
+        return self.open_samples(refs)[0]
+
+
+class TakesItems(ItemStage):
+    """Base of a stage of items that writes `take`."""
+
+    ref: ItemRef = ()
+
+    @abstractmethod
+    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]: ...
+
+    def __next__(self) -> Any:
+        items, refs = self.take(1)
+        if not items:
+            raise StopIteration
+        self.ref = refs[0]
+        return items[0]
