@@ -25,7 +25,7 @@ from savable_pipeline.data.stores.indexed_files import open_indexed
 from savable_pipeline.data.stores.jsonl import JsonlStore
 from savable_pipeline.stages.batch_difference import digest
 from tests.conftest import write_tar
-from tests.support.toy_remote_stores import KINDS, WRITERS, names_of
+from tests.support.toy_remote_stores import KINDS, LISTED, WRITERS, names_of
 from tests.support.toy_server import ToyServer, serving
 
 SHARDS, SAMPLES = 48, 20
@@ -215,11 +215,12 @@ def test_files_of_every_kind_are_read_by_parts_of_their_index_and_none_is_asked_
 
     parts_server.fault = note
     dataset = open_any(f"{parts_server.url}/{kind}/")
-    assert not asked.intersection(names_of(kind))
+    if kind not in LISTED:  # an index.json names several that may be there
+        assert not asked.intersection(names_of(kind))
     here = open_any(str(tmp_path / kind))
     assert dataset.manifest() == here.manifest()
     (cached,) = (tmp_path / "cache").glob("*/*/index")
-    if kind != "tokens":  # of which a few numbers are needed of each file
+    if kind not in ("tokens", *LISTED):  # of which a few numbers are needed of each file
         assert cached.read_bytes() != (tmp_path / kind / name).read_bytes()
     for shard, row in zip(*(found.tolist() for found in here.locate(np.arange(here.count))), strict=True):
         for extension in here.store.extensions(shard, row):
