@@ -300,7 +300,8 @@ def test_a_file_beside_its_index_that_is_rewritten_under_a_run_is_an_error_and_i
     index_files(www / kind, STORES[kind].form)
     url, (first, second, *_) = f"{server.url}/{kind}/", names_of(kind)
     expected = samples(kind, url)
-    for name in (first, second):  # one after the other: the first stays as it was indexed again
+    # One after the other: the first stays as it was indexed again. (Files that an index.json names are asked for.)
+    for name in (first,) if kind in LISTED else (first, second):
         (www / kind / name).write_bytes((www / kind / name).read_bytes())  # another version, of the same size
         for blocks in (tmp_path / "cache").rglob("*.bytes"):
             blocks.unlink()
