@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.sample import REF
 
 
@@ -74,13 +74,13 @@ def test_many_datasets_together_keep_half_of_what_the_process_may_open(make_shar
 
 def test_a_process_without_a_descriptor_closes_those_of_datasets_and_tries_again(make_shards: Any) -> None:
     root = make_shards([1] * 20)
-    dataset = open_dataset(root, on_error="skip")
+    dataset = open_any(root, on_error="skip")
     samples = dataset.open_samples(np.array([(i, 0) for i in range(20)], REF))
     with limited(60):
         assert [sample.json()["id"] for sample in samples[:10]] == list(range(10))
         with taken(left=0):
             assert [sample.json()["id"] for sample in samples] == list(range(20))
-            assert open_dataset(root).count == 20
+            assert open_any(root).count == 20
 
 
 def test_no_descriptor_at_all_is_an_error_that_no_policy_skips(make_shards: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from tests.conftest import write_numbered_shards
 from tests.data.dataset.test_remote_dataset import STEPS, batches, loader_of
 from tests.support.real_servers import Nginx, bucket_of, nginx
@@ -139,7 +139,7 @@ def test_nginx_without_an_index_gives_the_shards_to_make_one(web: Nginx, data: P
     with loader_of(f"{web.url}/data/{{0000..0003}}.tar") as loader:
         assert batches(loader) == expected
     with pytest.raises(sp.ShardError, match=f"{web.url}/data: a web server cannot be listed"):
-        open_dataset(f"{web.url}/data/")
+        open_any(f"{web.url}/data/")
 
 
 # Buckets.
@@ -176,7 +176,7 @@ def test_an_object_that_is_gone_or_another_is_an_error_or_skipped_as_on_a_disk(
 
 def test_a_bucket_that_is_not_there_is_an_error_that_names_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket_of(data, monkeypatch), pytest.raises(sp.RemoteError, match=r"s3://nowhere/x: .*404.*see that the addr"):
-        open_dataset("s3://nowhere/x/")
+        open_any("s3://nowhere/x/")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.sample import REF
 from savable_pipeline.stages.readers.read_order import EpochOrder, lane_span
 
@@ -95,8 +95,8 @@ def drained(stage: sp.Stage, n: int) -> int:
 def bench_open(folder: Path) -> None:
     """Many shards: opening them all, and reading from more of them than there are descriptors."""
     root = write_shards(folder / "many", 10_000, 10, 1000)
-    first = seconds(lambda: open_dataset(root))
-    opened = statistics.median(seconds(lambda: open_dataset(root)) for _ in range(ROUNDS))
+    first = seconds(lambda: open_any(root))
+    opened = statistics.median(seconds(lambda: open_any(root)) for _ in range(ROUNDS))
     rates: dict[str, float] = {}
     for window in (32, 128, None):
         stage = sp.Encode(sp.TarShardReader(root, sp.Lane(seed=1), window=window), Length())
@@ -118,16 +118,16 @@ def bench_open(folder: Path) -> None:
 def bench_memory(folder: Path) -> None:
     """What an index of a million samples takes, and whether reading goes on taking."""
     root = write_shards(folder / "million", 100, 10_000, 10)
-    open_dataset(root)
+    open_any(root)
     before = resident()
-    dataset = open_dataset(root)
+    dataset = open_any(root)
     opened = resident()
     refs = np.zeros(2000, REF)
     refs["index"] = np.linspace(0, dataset.count - 1, 2000).astype(np.int64)
     for sample in dataset.open_samples(refs):
         _ = sample["bin"]
     read = resident()
-    one = open_dataset(root / "000000.tar")
+    one = open_any(root / "000000.tar")
     refs["index"] %= one.count
     samples = one.open_samples(refs)
     found = []
@@ -181,7 +181,7 @@ def bench_blobs(folder: Path) -> None:
         for _ in range(8):
             stage.take(50)
 
-    dataset = open_dataset(root)
+    dataset = open_any(root)
     places = [(dataset.entries[shard].name, row) for shard in range(4) for row in range(100)]
     files = {name: os.open(root / name, os.O_RDONLY) for name, _ in places}
     stage = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(root, sp.Lane(seed=1)), size=100), Whole())
@@ -222,7 +222,7 @@ def bench_cold(folder: Path) -> None:
     """Files of 25 kB from the disk: a shuffle of 10,000 against webdataset's reading in file order."""
     root = write_shards(folder / "cold", 20, 1000, 25_000, "jpg")
     count = 20_000
-    open_dataset(root)
+    open_any(root)
     rates: dict[str, list[float]] = {}
     for _ in range(3):
         for name, run in cold_runs(root, count).items():

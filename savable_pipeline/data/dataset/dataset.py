@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from savable_pipeline.core.addresses import clean_address
@@ -124,6 +126,11 @@ class Dataset:
     def manifest(self) -> list[list[Any]]:
         """Name, samples and hash of each shard."""
         return self.entries.rows()
+
+    def digest(self) -> bytes:
+        """16 bytes that differ between datasets: of names, samples and digests of shards, and of the keys' column."""
+        rows = [*self.manifest(), *([] if self.key_column is None else [self.key_column])]
+        return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=16).digest()
 
     @property
     def faults(self) -> list[tuple[str, str]]:

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
@@ -97,7 +96,7 @@ class KeyIndex:
 
 def key_index(dataset: Dataset) -> KeyIndex:
     """The index of a dataset's keys, made first if there is none. Raises `ShardError` if a key cannot be read."""
-    manifest = manifest_digest(dataset)
+    manifest = dataset.digest()
     places = _places(dataset, manifest)
     for path in places:
         with contextlib.suppress(OSError, ValueError, ShardError):
@@ -115,12 +114,6 @@ def key_index(dataset: Dataset) -> KeyIndex:
         except OSError as error:
             faults.append(f"{path}: {error.strerror}")
     raise ShardError(f"{dataset.address}: no place to write an index of its keys: {'; '.join(faults)}; make room")
-
-
-def manifest_digest(dataset: Dataset) -> bytes:
-    """16 bytes that tell datasets apart: by names, numbers of samples and members of shards, and the keys' column."""
-    told = [*dataset.manifest(), *([] if dataset.key_column is None else [dataset.key_column])]
-    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()
 
 
 def _places(dataset: Dataset, manifest: bytes) -> list[Path]:

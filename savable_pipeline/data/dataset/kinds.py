@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.core.on_error import OnError
+from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import dataset_of
 from savable_pipeline.data.remote.remote_files import names_behind, short_downloader
-from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
+from savable_pipeline.data.shards.energon_metadata import META, unused_settings
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
-from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it, spelled_out
+from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -41,6 +41,9 @@ from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.data.stores.token_file import TOKENS
 from savable_pipeline.data.stores.token_store import TokenStore
 from savable_pipeline.errors import ShardError
+
+OpenStore: TypeAlias = Callable[[bool, Unlistable], RecordStore]  # tolerant of damage?; told of unlistable folders
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +141,64 @@ def open_any(
             raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.form.name} files")
 
     def open_it(tolerant: bool, unlistable: Unlistable) -> RecordStore:
-        found = open_indexed(
-            kind.named(files), kind.form, tolerant=tolerant, unlistable=unlistable, cache=cache, cache_size=cache_size
-        )
-        return seen(found, partial=partial, **given)
+        return seen(_indexed(kind, files, tolerant, unlistable, cache, cache_size), partial=partial, **given)
 
     return dataset_of(open_it, on_error=on_error)
 
 
+def dataset_of(
+    open_store: OpenStore,
+    *,
+    source: str = "",
+    on_error: OnError = "raise",
+    quarantine: str | os.PathLike[str] | None = None,
+) -> Dataset:
+    """The dataset of the store that `open_store` opens. Raises what that raises."""
+    faults: list[tuple[str, str]] = []
+
+    def unlistable(error: ShardError) -> None:
+        if not skips(on_error, error):
+            raise error
+        log.warning("%s", error)
+        faults.append(("", str(error)))
+
+    store = open_store(on_error != "raise", unlistable)
+    for setting in [] if store.root is None else unused_settings(store.root):
+        log.warning("%s: `%s` in %s/dataset.yaml is applied by Energon only", store.address, setting, META)
+    if text := store.left_out():
+        log.warning("%s", text)
+    return Dataset(store, source=source, on_error=on_error, quarantine=quarantine, faults=faults)
+
+
 def open_store(
-    name: str, files: Shards, tolerant: bool = False, unlistable: Unlistable = raise_it, **settings: Any
+    name: str,
+    files: Shards,
+    tolerant: bool = False,
+    unlistable: Unlistable = raise_it,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    cache_size: int | None = None,
+    **settings: Any,
 ) -> RecordStore:
-    """The store of files of the kind `name`, with the settings of that store. Raises `ShardError`, `RemoteError`."""
+    """The store of files of the kind `name`, with the settings of that store; a `cache` is for files behind a URL.
+
+    Files without an index are indexed first. If it is `tolerant`, the samples of a damaged file before the damage are
+    taken. Raises `ShardError`, `RemoteError`.
+    """
     kind = STORES[name]
-    return kind.store(open_indexed(kind.named(files), kind.form, tolerant=tolerant, unlistable=unlistable), **settings)
+    return kind.store(_indexed(kind, files, tolerant, unlistable, cache, cache_size), **settings)
+
+
+def _indexed(
+    kind: Kind,
+    files: Shards,
+    tolerant: bool,
+    unlistable: Unlistable,
+    cache: str | os.PathLike[str] | None,
+    cache_size: int | None,
+) -> IndexedFiles:
+    named = kind.named(files)
+    return open_indexed(named, kind.form, tolerant=tolerant, unlistable=unlistable, cache=cache, cache_size=cache_size)
 
 
 def seen(found: IndexedFiles, *, partial: bool = False, **settings: Any) -> RecordStore:

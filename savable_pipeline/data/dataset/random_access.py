@@ -14,7 +14,7 @@ import numpy as np
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.key_index import KeyIndex, key_index, manifest_digest
+from savable_pipeline.data.dataset.key_index import KeyIndex, key_index
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.dataset.sample import REF, Sample
@@ -82,7 +82,7 @@ class _Opened:
         self._arguments = arguments
         self._manifest, self._known = manifest, known  # what the first process found; `known` shards
         self._dataset = self._open()
-        self._manifest, self._known = manifest_digest(self._dataset), len(self._dataset.entries)
+        self._manifest, self._known = self._dataset.digest(), len(self._dataset.entries)
         self._keys: KeyIndex | None = None
         self._process = os.getpid()
         self._inherited: Dataset | None = None  # kept as it is: the process that opened it will close it
@@ -92,14 +92,14 @@ class _Opened:
         dataset = pin(self.dataset, f"opened {self._arguments!r}", pinned)
         if dataset is self._dataset:
             return self
-        return _Opened(self._arguments, manifest_digest(dataset), len(dataset.entries))
+        return _Opened(self._arguments, dataset.digest(), len(dataset.entries))
 
     def _open(self) -> Dataset:
         shards, cache, cache_bytes, columns, key = self._arguments
         dataset = open_any(shards, cache=cache, cache_size=cache_bytes, columns=columns, key=key)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
-        if self._manifest is not None and manifest_digest(dataset) != self._manifest:
+        if self._manifest is not None and dataset.digest() != self._manifest:
             raise ShardError(
                 f"{dataset.address}: other shards than when another process opened it; start again",
                 reason="changed shard",

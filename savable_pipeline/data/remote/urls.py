@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from savable_pipeline.core.addresses import clean_address, has_user
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.shards.braces import expand_braces
@@ -19,7 +18,6 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
 _listings: dict[tuple[str, str, int, str], bytes] = {}  # the one read last: it is asked for several times
-SCHEMES = ("s3", "gs", "az", "http", "https")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,27 +37,6 @@ class RemoteShards:
     def named(cls, root: str, names: Sequence[str]) -> RemoteShards:
         """Shards of which the names alone are known."""
         return cls(root, names, np.full(len(names), -1, np.int64))
-
-
-def is_remote(shards: Shards) -> bool:
-    """Whether these are URLs. Raises `ShardError` for a mixture with files, and for an unsupported URL."""
-    specs = spelled_out(shards)
-    remote = [spec for spec in specs if "://" in spec]
-    if remote and len(remote) < len(specs):
-        raise ShardError(f"{clean_address(remote[0])}: local shards and shards behind a URL need a reader each")
-    for spec in remote:
-        if spec.split("://")[0] not in SCHEMES:
-            raise ShardError(
-                f"{clean_address(spec)}: shards can be read from {', '.join(SCHEMES)}, not from this kind of URL"
-            )
-        if has_user(spec):
-            raise ShardError(
-                f"{clean_address(spec)}: a URL with a user or a password in it is not read, since it would be told in "
-                "logs: give the servers of s3, gs and az their credentials in the environment"
-            )
-        if "?" in spec and spec.startswith("http"):
-            raise ShardError(f"{clean_address(spec)}: a URL with a query names one object; shards need plain addresses")
-    return bool(remote)
 
 
 def find_remote(

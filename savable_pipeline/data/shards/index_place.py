@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -28,11 +28,12 @@ def index_name(kind: str) -> str:
     return INDEX_NAME if kind == TAR else f"{META}/savable.{kind}.index"
 
 
-def index_places(root: Path, name: str) -> list[Path]:
+def index_places(root: Path, name: str) -> Iterator[Path]:
     """The places where an index may lie: `name` below the shards' folder; and in the user's cache, if there is one."""
-    cache = user_cache()
+    yield root / name
     hashed = f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}{Path(name).name.removeprefix('savable')}"
-    return [root / name, *([] if cache is None else [cache / "savable_pipeline" / hashed])]
+    if (cache := user_cache()) is not None:
+        yield cache / "savable_pipeline" / hashed
 
 
 def in_first_place(root: Path, name: str, make: Callable[[Path], T]) -> T:

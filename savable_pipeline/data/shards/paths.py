@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote
 
-from savable_pipeline.core.addresses import clean_address
+from savable_pipeline.core.addresses import clean_address, has_user
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.no_dataset import instead_of_file, instead_of_folder
@@ -33,6 +33,7 @@ LANCE_CURE = (
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
 NOT_THERE = "no such path"  # the reason of an error
 NO_SHARD = "no shard"  # of another
+SCHEMES = ("s3", "gs", "az", "http", "https")  # of URLs that can be read
 _LONGEST_PATH = 4096  # characters
 _REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # of the hub
 
@@ -152,6 +153,27 @@ def spelled_out(shards: Shards) -> list[str]:
     specs = [os.fspath(spec) for spec in ([shards] if isinstance(shards, str | os.PathLike) else shards)]
     parts = [part for spec in specs for part in ([spec] if _is_there(spec) else _BETWEEN.split(spec))]
     return [_spelled_out(part) for part in parts]
+
+
+def is_remote(shards: Shards) -> bool:
+    """Whether these are URLs. Raises `ShardError` for a mixture with files, and for an unsupported URL."""
+    specs = spelled_out(shards)
+    remote = [spec for spec in specs if "://" in spec]
+    if remote and len(remote) < len(specs):
+        raise ShardError(f"{clean_address(remote[0])}: local shards and shards behind a URL need a reader each")
+    for spec in remote:
+        if spec.split("://")[0] not in SCHEMES:
+            raise ShardError(
+                f"{clean_address(spec)}: shards can be read from {', '.join(SCHEMES)}, not from this kind of URL"
+            )
+        if has_user(spec):
+            raise ShardError(
+                f"{clean_address(spec)}: a URL with a user or a password in it is not read, since it would be told in "
+                "logs: give the servers of s3, gs and az their credentials in the environment"
+            )
+        if "?" in spec and spec.startswith("http"):
+            raise ShardError(f"{clean_address(spec)}: a URL with a query names one object; shards need plain addresses")
+    return bool(remote)
 
 
 def _spelled_out(spec: str) -> str:

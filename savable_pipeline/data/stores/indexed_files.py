@@ -12,12 +12,11 @@ import numpy as np
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.remote.remote_files import RemotePlace
-from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.indexing import check_faults, open_files
-from savable_pipeline.data.shards.paths import Shards, Unlistable, raise_it
+from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.remote_indexing import open_remote
 from savable_pipeline.errors import ShardError

@@ -173,7 +173,8 @@ class TarStore:
 
     def left_out(self) -> str:
         """See `RecordStore.left_out`: links, as far as the index counts them."""
-        return links_told(self.address, self._rows.index, self.found.numbers.tolist() if self._rows.index.links else ())
+        index = self._rows.index
+        return links_told(self.address, index, self.found.numbers.tolist()) if index.links else ""
 
     def prefetch(self, indices: Rows) -> None:
         """Has these samples downloaded, or read ahead by the disk."""

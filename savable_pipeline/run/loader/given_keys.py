@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import STORES, open_store
-from savable_pipeline.data.dataset.opening import dataset_of
+from savable_pipeline.data.dataset.kinds import STORES, dataset_of, open_store
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import SavableError

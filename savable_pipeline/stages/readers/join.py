@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 from savable_pipeline.data.dataset.joined_parts import JoinedParts
-from savable_pipeline.data.dataset.key_index import manifest_digest
 from savable_pipeline.data.dataset.random_access import Samples, open_dataset
 from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_counters
 from savable_pipeline.data.shards.paths import Shards
@@ -193,7 +192,7 @@ class Join(TakesRefs):
 
     def settings(self) -> dict[str, Any]:
         """By the name of each store a hash of its shards, and what becomes of samples that it lacks."""
-        hashes = {name: manifest_digest(store.dataset).hex() for name, store in self._stores.items()}
+        hashes = {name: store.dataset.digest().hex() for name, store in self._stores.items()}
         return {"joins": {name: f"{self.missing} {digest}" for name, digest in hashes.items()}}
 
 

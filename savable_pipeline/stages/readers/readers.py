@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.dataset.opening import dataset_of, open_dataset
+from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.token_store import check_token_settings
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -65,7 +64,7 @@ class TarShardReader(RecordReader):
         **settings: Unpack[ReaderSettings],
     ) -> None:
         self.files = names = as_names(shards)
-        opening = partial(open_dataset, names, cache=cache, cache_size=cache_bytes)
+        opening = partial(dataset_of, partial(open_store, "tar", names, cache=cache, cache_size=cache_bytes))
         super().__init__(ReaderData("dataset", names, opening, (cache, cache_bytes)), lane, **settings)
 
 

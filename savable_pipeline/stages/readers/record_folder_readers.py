@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.kinds import open_store
-from savable_pipeline.data.dataset.opening import dataset_of
+from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings

@@ -15,10 +15,9 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.kinds import format_of, named_files
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import look_up
-from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
 from savable_pipeline.data.shards.indexing import is_folder, known_files
-from savable_pipeline.data.shards.paths import Shards, find_shards
+from savable_pipeline.data.shards.paths import Shards, find_shards, is_remote
 from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_links import links_warning

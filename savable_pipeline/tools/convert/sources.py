@@ -30,10 +30,9 @@ from savable_pipeline.core.file_heads import text_fault
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.remote.remote_files import names_behind
 from savable_pipeline.data.remote.scratch import shared_downloader
-from savable_pipeline.data.remote.urls import is_remote
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE
+from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
 from savable_pipeline.data.stores.record_files import INDEX, kind_behind
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened

@@ -14,7 +14,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import dataset_of, open_any, open_store
 from savable_pipeline.data.dataset.sample import REF, Sample
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.scan import TARS
@@ -49,13 +49,13 @@ def test_every_part_has_the_bytes_that_tarfile_reads(shards: Path) -> None:
                 file = tar.extractfile(member)
                 assert file is not None
                 expected.append((name, member.name, file.read()))
-    samples = all_samples(open_dataset(shards))
+    samples = all_samples(open_any(shards))
     found = [(s.shard, f"{s.key}.{extension}", data) for s in samples for extension, data in s.items()]
     assert found == expected
 
 
 def test_samples_are_counted_through_all_shards_sorted_by_name(shards: Path) -> None:
-    dataset = open_dataset(shards)
+    dataset = open_any(shards)
     samples = all_samples(dataset, epoch=3)
     assert [(s.key, s.shard, s.offset) for s in samples] == [
         ("x", "a/0.tar", 0),
@@ -70,27 +70,28 @@ def test_samples_are_counted_through_all_shards_sorted_by_name(shards: Path) -> 
 
 
 def test_refs_in_any_order_and_twice_name_their_samples(shards: Path) -> None:
-    samples = open_dataset(shards).open_samples(np.array([(4, 0), (1, 7), (4, 1)], REF))
+    samples = open_any(shards).open_samples(np.array([(4, 0), (1, 7), (4, 1)], REF))
     assert [(s.key, s.ref.epoch, s.ref.index) for s in samples] == [("p/k2", 0, 4), ("y", 7, 1), ("p/k2", 1, 4)]
 
 
 def test_a_subset_of_the_shards_is_a_dataset_of_its_own(shards: Path) -> None:
-    open_dataset(shards)
-    alone = open_dataset(shards / "c.tar")
+    open_any(shards)
+    alone = open_any(shards / "c.tar")
     assert [sample.key for sample in all_samples(alone)] == ["p/k0", "p/k1", "p/k2"]
     assert all_samples(alone)[1]["bin"] == bytes(range(256)) * 40
 
 
 def test_the_source_is_a_hash_of_the_name_of_the_source_not_of_its_place(shards: Path) -> None:
-    assert (
-        open_dataset(shards).source == open_dataset(shards / "c.tar").source == open_dataset(shards, source="").source
-    )
-    assert open_dataset(shards, source="web").source != open_dataset(shards).source
+    def of_source(name: str) -> Dataset:
+        return dataset_of(lambda *how: open_store("tar", shards, *how), source=name)
+
+    assert open_any(shards).source == open_any(shards / "c.tar").source == of_source("").source
+    assert of_source("web").source != open_any(shards).source
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "gone", "a folder"])
 def test_a_shard_that_changed_since_it_was_indexed_is_an_error_when_it_is_opened(shards: Path, change: str) -> None:
-    samples = all_samples(open_dataset(shards))
+    samples = all_samples(open_any(shards))
     path = shards / "c.tar"
     if change == "longer":
         path.write_bytes(path.read_bytes() + bytes(512))
@@ -106,7 +107,7 @@ def test_a_shard_that_changed_since_it_was_indexed_is_an_error_when_it_is_opened
 
 
 def test_a_shard_cut_short_while_it_is_open_is_an_error(shards: Path) -> None:
-    samples = all_samples(open_dataset(shards))
+    samples = all_samples(open_any(shards))
     assert samples[4]["txt"] == b"z"
     os.truncate(shards / "c.tar", 2048)
     with pytest.raises(ShardError, match=r"c\.tar: 9216 bytes at byte 2048 are missing"):
@@ -118,7 +119,7 @@ def test_a_shard_cut_short_while_it_is_open_is_an_error(shards: Path) -> None:
 
 
 def test_a_read_that_gives_less_than_asked_for_goes_on(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = all_samples(open_dataset(shards))
+    samples = all_samples(open_any(shards))
     pread = os.pread
     assert samples[3]["bin"]  # opens the shard
     monkeypatch.setattr(os, "pread", lambda fd, n, offset: pread(fd, min(n, 100), offset))
@@ -137,7 +138,7 @@ def few_handles(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_more_shards_than_handles_are_read_and_closed(make_shards: Any, few_handles: int) -> None:
-    dataset = open_dataset(make_shards([1] * 10))
+    dataset = open_any(make_shards([1] * 10))
     samples = all_samples(dataset)
     for _ in range(2):
         assert [sample.json()["id"] for sample in samples] == list(range(10))
@@ -150,7 +151,7 @@ def test_more_shards_than_handles_are_read_and_closed(make_shards: Any, few_hand
 
 
 def test_an_error_at_opening_leaves_no_file_open(shards: Path, few_handles: int) -> None:
-    dataset = open_dataset(shards)
+    dataset = open_any(shards)
     os.truncate(shards / "c.tar", 2048)
     before = open_files()
     for _ in range(5):
@@ -162,12 +163,12 @@ def test_an_error_at_opening_leaves_no_file_open(shards: Path, few_handles: int)
 def test_shards_without_a_single_sample_are_an_error(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("README", b"")])
     with pytest.raises(ShardError, match=r"no sample in 1 shards; a sample's files are named KEY\.EXTENSION"):
-        open_dataset(tmp_path)
+        open_any(tmp_path)
 
 
 def test_a_dataset_works_after_the_working_folder_changed(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shards.parent)
-    dataset = open_dataset("shards")
+    dataset = open_any("shards")
     monkeypatch.chdir("/")
     assert all_samples(dataset)[0]["txt"] == b"one"
 
@@ -181,17 +182,17 @@ def test_shards_of_another_owner_are_read_too(shards: Path, monkeypatch: pytest.
         return opened(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert open_dataset(shards).read(0, 0, "json") == b"{}"
+    assert open_any(shards).read(0, 0, "json") == b"{}"
 
 
 def test_a_shard_that_is_gone_from_an_indexed_folder_is_an_error_until_it_is_indexed_again(shards: Path) -> None:
-    open_dataset(shards)
+    open_any(shards)
     (shards / "c.tar").unlink()
     with pytest.raises(ShardError, match=r"1 shards that were indexed are gone, such as c\.tar; put them back, or run"):
-        open_dataset(shards)
-    assert open_dataset(shards, on_error="skip").count == 5  # to be counted as they are read
+        open_any(shards)
+    assert open_any(shards, on_error="skip").count == 5  # to be counted as they are read
     index_files(shards, TARS)
-    assert open_dataset(shards).count == 2
+    assert open_any(shards).count == 2
 
 
 @pytest.mark.parametrize("filled", ["wholly", "from some point"])
@@ -202,7 +203,7 @@ def test_a_shard_of_zeros_is_an_error_and_counted_where_it_is_skipped(make_shard
         file.truncate(0 if filled == "wholly" else 21 * 1024)
         file.truncate(size)
     with pytest.raises(ShardError, match=r"0001\.tar: zeros at byte (0|21504), .* zero-filled"):
-        open_dataset(root)
+        open_any(root)
     (problem,) = check(root, processes=1).problems
     assert (problem.shard, problem.reason) == ("0001.tar", "damaged shard")
     reader = sp.TarShardReader(root, sp.Lane(), epochs=1, on_error="skip")
@@ -222,7 +223,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skip
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ShardError, match="a: Permission denied: the folder cannot be listed"):
-        open_dataset(shards)
+        open_any(shards)
     reader = sp.TarShardReader(shards, sp.Lane(), epochs=1, on_error="skip")
     assert len(list(reader)) == 3
     assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
@@ -232,7 +233,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skip
 
 
 def test_reads_are_noted_until_the_end_of_the_context_also_after_an_error(shards: Path) -> None:
-    dataset = open_dataset(shards)
+    dataset = open_any(shards)
     samples, noted = all_samples(dataset), list[int]()
     with pytest.raises(KeyError), dataset.noting_reads(noted.append):
         assert samples[0]["txt"] == b"one" and samples[1].array("txt").nbytes == 1000

@@ -17,13 +17,13 @@ from savable_pipeline.data.dataset import exclude_file
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.data.dataset.key_index import key_index
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from tests.conftest import write_tar
 
 
 @pytest.fixture
 def data(make_shards: Any) -> Dataset:
-    return open_dataset(make_shards([5, 5]))
+    return open_any(make_shards([5, 5]))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_what_names_no_sample_is_a_warning_with_its_number(
 def test_all_samples_with_a_key_are_excluded_and_only_one_of_a_named_shard(tmp_path: Path, file: Path) -> None:
     for shard in ("a.tar", "b.tar"):
         write_tar(tmp_path / "twins" / shard, [(f"{key}.txt", b"") for key in "xyz"])
-    data = open_dataset(tmp_path / "twins")
+    data = open_any(tmp_path / "twins")
     file.write_text('y\n{"shard": "b.tar", "key": "z"}')
     assert ExcludeFile(file, data).numbers == {1, 4, 5}
 
@@ -118,10 +118,10 @@ def twins_of(folder: Path) -> Dataset:
     """Tars with a key twice."""
     for shard in ("a.tar", "b.tar"):
         write_tar(folder / "twins" / shard, [(f"{key}.txt", b"") for key in ("other", f"s00000{ord(shard[0]) - 94}")])
-    return open_dataset(folder / "twins")
+    return open_any(folder / "twins")
 
 
-@pytest.mark.parametrize("make", [lambda folder: open_dataset(folder / "shards"), lines_of, twins_of])
+@pytest.mark.parametrize("make", [lambda folder: open_any(folder / "shards"), lines_of, twins_of])
 def test_a_hundred_thousand_unknown_keys_are_counted_once_each_in_little_memory(
     make: Callable[[Path], Dataset], make_shards: Any, tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset import key_index
-from savable_pipeline.data.dataset.key_index import manifest_digest
 from savable_pipeline.data.dataset.random_access import Samples
 from tests.conftest import MakeShards, write_tar
 
@@ -139,7 +138,7 @@ def test_damage_in_the_middle_never_gives_another_sample(make_shards: MakeShards
         raw = bytearray(whole)
         raw[place] ^= 1 << place % 8
         path.write_bytes(raw)
-        index = key_index.KeyIndex(path, manifest_digest(data.dataset))
+        index = key_index.KeyIndex(path, data.dataset.digest())
         for number, key in enumerate(keys):
             try:
                 assert int(index.find([key])[0]) in (number, -1)

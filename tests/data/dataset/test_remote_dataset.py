@@ -22,7 +22,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.sample import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.downloader import Downloader
@@ -96,7 +96,7 @@ def test_forked_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
 
 
 def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> None:
-    dataset = open_dataset(f"{server.url}/shards/", cache_size=60_000)
+    dataset = open_any(f"{server.url}/shards/", cache_size=60_000)
     dataset.read(0, 3, "json")
     told, tell = os.pipe()
     child = os.fork()
@@ -175,7 +175,7 @@ def test_a_ref_of_another_dataset_is_refused_over_a_server_as_on_a_disk(server: 
     beyond = np.array([(10**6, 0)], REF)
     for place in (str(local), f"{server.url}/shards"):
         with pytest.raises(sp.CheckpointMismatchError, match=f"{place}: a ref names sample 1000000, but there are 118"):
-            open_dataset(place).open_samples(beyond)
+            open_any(place).open_samples(beyond)
 
 
 def files_of(dataset: Dataset) -> CachedFiles:
@@ -194,7 +194,7 @@ def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """A dataset that has found all of itself in the cache."""
     monkeypatch.setattr(cached_files, "_LOOK_S", 0.0)
     monkeypatch.setattr(cached_files, "_LOOK_SHARE", 0)
-    dataset = open_dataset(f"{server.url}/shards/")
+    dataset = open_any(f"{server.url}/shards/")
     for sample in dataset.open_samples(all_refs(dataset)):
         _ = sample["json"]
     assert dataset.prefetch_refs
@@ -216,7 +216,7 @@ def evict(dataset: Dataset, shard: int) -> None:
 def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch, all_here: bool
 ) -> None:
-    dataset = open_dataset(f"{server.url}/shards/", cache_size=60_000)
+    dataset = open_any(f"{server.url}/shards/", cache_size=60_000)
     dataset = filled(server, monkeypatch) if all_here else dataset
     expected = dataset.read(0, 3, "json")
     assert b'"id": 3' in expected
@@ -278,7 +278,7 @@ def test_files_that_go_while_a_run_has_them_not_open_are_fetched_again(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     before = filled(server, monkeypatch)
-    again = open_dataset(f"{server.url}/shards/")
+    again = open_any(f"{server.url}/shards/")
     again.prefetch(all_refs(again))  # finds all of itself there
     DAMAGES[damage](files_of(before)._cached.folder)
     assert [sample.json()["id"] for sample in again.open_samples(all_refs(again))] == list(range(118))
@@ -288,18 +288,16 @@ def test_files_that_go_while_a_run_has_them_not_open_are_fetched_again(
 def test_a_cached_index_with_a_damaged_row_is_an_error_that_says_what_to_remove(
     server: ToyServer, tmp_path: Path
 ) -> None:
-    open_dataset(f"{server.url}/shards/")
+    open_any(f"{server.url}/shards/")
     (index,) = (tmp_path / "cache").glob("*/*/index")
     raw = bytearray(index.read_bytes())
     raw[-200] ^= 1
     index.write_bytes(raw)
-    dataset = open_dataset(f"{server.url}/shards/")
+    dataset = open_any(f"{server.url}/shards/")
     with pytest.raises(sp.ShardError, match=f"the index of 000.\\.tar is damaged; remove {index} and start again"):
         [sample["json"] for sample in dataset.open_samples(all_refs(dataset))]
     index.unlink()
-    assert (
-        len([sample["json"] for sample in open_dataset(f"{server.url}/shards/").open_samples(all_refs(dataset))]) == 118
-    )
+    assert len([sample["json"] for sample in open_any(f"{server.url}/shards/").open_samples(all_refs(dataset))]) == 118
 
 
 def test_a_dataset_that_is_all_here_asks_no_row_until_something_is_evicted(
@@ -320,7 +318,7 @@ def test_a_dataset_that_is_all_here_asks_no_row_until_something_is_evicted(
 
 
 def test_an_array_over_a_server_has_the_bytes_of_the_part(server: ToyServer) -> None:
-    dataset = open_dataset(f"{server.url}/shards/")
+    dataset = open_any(f"{server.url}/shards/")
     for _ in range(2):  # fetched, and found in the cache
         array = dataset.array(0, 3, "json")
         assert array.tobytes() == dataset.read(0, 3, "json")
@@ -414,7 +412,7 @@ def test_a_downloader_that_is_killed_is_replaced(
 def test_a_downloader_that_dies_again_and_again_is_an_error(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dataset = open_dataset(f"{server.url}/shards/")
+    dataset = open_any(f"{server.url}/shards/")
 
     def death(self: Downloader, *request: Any) -> Any:
         self.ended = True
@@ -433,7 +431,7 @@ def test_a_slow_link_delivers_as_long_as_bytes_come(
     sp.TarShardReader(tmp_path / "large", sp.Lane())  # makes the index
     monkeypatch.setenv("SAVABLE_RETRY_S", "4")
     server.fault = lambda path, number: "stalled" if path.endswith("0000.tar") else None
-    dataset = open_dataset(f"{server.url}/large/")
+    dataset = open_any(f"{server.url}/large/")
     samples = dataset.open_samples(all_refs(dataset))
     assert [sample.json()["id"] for sample in samples] == [*range(160)]
     server.fault = lambda path, number: "503"
@@ -449,7 +447,7 @@ def test_on_a_slow_link_what_is_needed_next_comes_first_in_small_requests(
     sp.TarShardReader(tmp_path / "large", sp.Lane())  # makes the index
     monkeypatch.delenv("SAVABLE_RETRY_S")
     server.link_bytes_per_s = 2.5e6
-    dataset = open_dataset(f"{server.url}/large/")
+    dataset = open_any(f"{server.url}/large/")
     dataset.prefetch(all_refs(dataset))  # 24 MB
     carried = server.link_bytes
     assert dataset.open_samples(all_refs(dataset)[-3:])[0].json()["id"] == 477  # in the third shard
@@ -488,7 +486,7 @@ def test_a_disk_without_room_for_the_flags_of_a_cache_is_an_error(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(sp.RemoteError, match="No space left on device; see that its disk has room"):
-        open_dataset(f"{server.url}/shards/")
+        open_any(f"{server.url}/shards/")
 
 
 def test_a_process_killed_in_the_middle_of_fetching_leaves_nothing_broken(
@@ -570,29 +568,29 @@ def first_ids(dataset: Dataset) -> list[int]:
 def test_a_shard_of_another_version_is_an_error_and_is_indexed_at_the_next_start(
     server: ToyServer, local: Path
 ) -> None:
-    dataset = open_dataset(f"{server.url}/shards/")
+    dataset = open_any(f"{server.url}/shards/")
     (sample,) = dataset.open_samples(all_refs(dataset)[:1])
     assert sample.json()["id"] == 0
     evict(dataset, 0)
     rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
     with pytest.raises(sp.ShardError, match=r"0000\.tar: the server has another version than when it was first read"):
         sample.json()
-    assert all(number <= 0 for number in first_ids(open_dataset(f"{server.url}/shards/"))[: SIZES[0]])
-    assert all(number <= 0 for number in first_ids(open_dataset(f"{server.url}/shards/"))[: SIZES[0]])
+    assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
+    assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
 
 
 def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexes_a_shard_again(
     server: ToyServer, local: Path
 ) -> None:
-    before = open_dataset(f"{server.url}/shards/")
+    before = open_any(f"{server.url}/shards/")
     (sample,) = before.open_samples(all_refs(before)[:1])
     assert sample.json()["id"] == 0
     rewritten(local / "0000.tar", (b'{"id": ', b'{"id":-'))  # names and places stay as they were
     evict(before, 0)
-    other = open_dataset(f"{server.url}/shards/")
+    other = open_any(f"{server.url}/shards/")
     with pytest.raises(sp.ShardError, match="another version"):
         first_ids(other)
-    assert all(number <= 0 for number in first_ids(open_dataset(f"{server.url}/shards/"))[: SIZES[0]])
+    assert all(number <= 0 for number in first_ids(open_any(f"{server.url}/shards/"))[: SIZES[0]])
     with pytest.raises(sp.ShardError, match="another version"):
         sample.json()
 
@@ -602,7 +600,7 @@ def test_a_shard_that_was_indexed_again_stays_so_when_another_is(
 ) -> None:
     firsts = [0, *itertools.accumulate(SIZES)]
     expected = [[*range(*pair)] for pair in itertools.pairwise(firsts)]
-    open_dataset(f"{server.url}/shards/")
+    open_any(f"{server.url}/shards/")
     for shard in (0, 1, 2):
         write_numbered_shards(tmp_path / "other", [5 + shard], pad="x" * 700)
         (tmp_path / "other/0000.tar").replace(local / f"{shard:04d}.tar")
@@ -610,8 +608,8 @@ def test_a_shard_that_was_indexed_again_stays_so_when_another_is(
         for cached in (tmp_path / "cache").rglob("*.tar"):
             cached.unlink()
         with pytest.raises(sp.ShardError, match=rf"{shard:04d}.tar: .* when it was indexed"):
-            first_ids(open_dataset(f"{server.url}/shards/"))
-        assert first_ids(open_dataset(f"{server.url}/shards/")) == [*itertools.chain(*expected)]
+            first_ids(open_any(f"{server.url}/shards/"))
+        assert first_ids(open_any(f"{server.url}/shards/")) == [*itertools.chain(*expected)]
 
 
 def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_indexed_at_the_next_start(
@@ -621,11 +619,11 @@ def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_inde
     raw = bytearray((local / "0000.tar").read_bytes())
     raw[148:156] = b"%06o\0 " % (sum(raw[:148]) + 8 * 32 + sum(raw[156:512]))
     (local / "0000.tar").write_bytes(raw)
-    dataset = open_dataset(f"{server.url}/shards/")
+    dataset = open_any(f"{server.url}/shards/")
     with pytest.raises(sp.ShardError, match=r"0000\.tar: its samples lie elsewhere than when it was indexed"):
         dataset.open_samples(all_refs(dataset)[:1])[0].json()
     for _ in range(2):
-        dataset = open_dataset(f"{server.url}/shards/")
+        dataset = open_any(f"{server.url}/shards/")
         samples = dataset.open_samples(all_refs(dataset))
         assert list(samples[0]) == ["text"] and [s.json()["id"] for s in samples[1:]] == [*range(1, sum(SIZES))]
 
@@ -636,7 +634,7 @@ def test_a_shard_on_a_web_server_that_has_another_size_is_indexed_again(
 ) -> None:
     (local / ".nv-meta/savable.index").unlink()
     url = f"{server.url}/shards/{{0000..{len(SIZES) - 1:04d}}}.tar"
-    dataset = open_dataset(url)
+    dataset = open_any(url)
     assert first_ids(dataset) == [*range(sum(SIZES))]
     write_numbered_shards(tmp_path / "other", [SIZES[0] + 40], pad="x" * 700)
     (tmp_path / "other/0000.tar").replace(local / "0000.tar")
@@ -646,8 +644,8 @@ def test_a_shard_on_a_web_server_that_has_another_size_is_indexed_again(
             first_ids(dataset)
     else:
         assert index_remote(url, TARS)[1] == []
-    assert open_dataset(url).count == sum(SIZES) + 40
-    assert first_ids(open_dataset(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
+    assert open_any(url).count == sum(SIZES) + 40
+    assert first_ids(open_any(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 
 
 def test_a_shard_that_is_gone_from_an_indexed_bucket_is_an_error_and_counted_where_it_is_skipped(
@@ -656,6 +654,6 @@ def test_a_shard_that_is_gone_from_an_indexed_bucket_is_an_error_and_counted_whe
     use_as_s3(server, monkeypatch)
     (local / "0001.tar").unlink()
     with pytest.raises(sp.ShardError, match=r"1 shards that were indexed are gone, such as 0001\.tar"):
-        open_dataset("s3://shards/")
-    dataset = open_dataset("s3://shards/", on_error="skip")
+        open_any("s3://shards/")
+    dataset = open_any("s3://shards/", on_error="skip")
     assert dataset.count == sum(SIZES)

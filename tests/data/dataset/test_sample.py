@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.sample import REF, Ref, Sample, decoded_json
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error
 from tests.conftest import write_tar
@@ -32,7 +32,7 @@ def png(mode: str = "RGB") -> bytes:
 def sample(tmp_path: Path) -> Sample:
     members = [("k.PNG", png()), ("k.json", b'{"a": [1, "\xc3\xa9"]}'), ("k.seg.txt", b"no"), ("k.txt", "é".encode())]
     write_tar(tmp_path / "a.tar", [("before.txt", b"1"), *members])
-    return open_dataset(tmp_path).open_samples(np.array([(1, 2)], REF))[0]
+    return open_any(tmp_path).open_samples(np.array([(1, 2)], REF))[0]
 
 
 def test_it_is_a_mapping_from_extension_to_bytes(sample: Sample) -> None:
@@ -52,7 +52,7 @@ def test_look_up_minds_no_case(sample: Sample) -> None:
 
 def test_of_parts_that_differ_in_case_only_the_exact_one_is_found(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"small"), ("k.TXT", b"large")])
-    sample = open_dataset(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
+    sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     assert (sample["txt"], sample["TXT"]) == (b"small", b"large")
 
 
@@ -76,7 +76,7 @@ def test_usual_parts_are_decoded(sample: Sample) -> None:
 @pytest.mark.parametrize("extension", IMAGE_PARTS)
 def test_every_image_part_is_found_and_decoded(tmp_path: Path, extension: str) -> None:
     write_tar(tmp_path / "a.tar", [(f"k.{extension}", image_file(extension))])
-    sample = open_dataset(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
+    sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     assert sample.image(mode="L").size == (3, 2)
     assert not decode_error(extension, sample[extension])
     assert decode_error(extension, sample[extension][:8]).startswith("unreadable image")
@@ -123,7 +123,7 @@ def test_postscript_never_reaches_another_program(
     reached = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: reached.append(extension))
     write_tar(tmp_path / "a.tar", [(f"k.{extension}", POSTSCRIPT)])
-    sample = open_dataset(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
+    sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     with pytest.raises(UnidentifiedImageError, match=r"69 bytes that are no image of JPEG, PNG, "):
         sample.image(extension)
     assert decode_error("jpg", POSTSCRIPT) == "unreadable image: no image format that is read"
@@ -135,7 +135,7 @@ def test_an_image_of_a_few_kilobytes_that_is_gigabytes_decoded(tmp_path: Path, m
     file = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(file, "png")
     write_tar(tmp_path / "a.tar", [("k.png", file.getvalue())])
-    sample = open_dataset(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
+    sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     for limit in (Image.MAX_IMAGE_PIXELS, None):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(Image.DecompressionBombError):
@@ -147,13 +147,13 @@ def test_a_part_of_another_format_is_decoded_when_it_is_named(tmp_path: Path) ->
     file = io.BytesIO()
     Image.new("L", (3, 2)).save(file, "tga")
     write_tar(tmp_path / "a.tar", [("k.tga", file.getvalue())])
-    sample = open_dataset(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
+    sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     assert sample.image("tga", mode="L").size == (3, 2)
 
 
 def test_no_usual_part_is_a_key_error_that_names_the_sample(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k.bin", b"")])
-    sample = open_dataset(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
+    sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     for decode in (sample.image, sample.text):
         with pytest.raises(KeyError, match=r"sample 'k' of a\.tar has none of .*; it has \['bin'\]"):
             decode()
@@ -181,7 +181,7 @@ def test_a_pickled_sample_is_detached_from_its_shard(sample: Sample, tmp_path: P
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"1")])
-    dataset = open_dataset(tmp_path)
+    dataset = open_any(tmp_path)
     sample = dataset.open_samples(np.array([(0, 0)], REF))[0]
     assert list(sample) == ["txt"] and "txt" in sample and sample.ref.index == 0
     assert not dataset.store.files

@@ -14,7 +14,6 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import STORES, open_any
-from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.remote import index_parts
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.index_file import ShardTable
@@ -54,7 +53,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     """Shards of samples whose parts are alike, or not; with an index that is fetched by the part."""
     for shard in range(SHARDS):
         write_tar(tmp_path / "shards" / f"{shard:04d}.tar", members(shard, request.param == "alike"))
-    open_dataset(str(tmp_path / "shards"))
+    open_any(str(tmp_path / "shards"))
     yield from served_by_parts(tmp_path, monkeypatch)
 
 
@@ -94,7 +93,7 @@ def test_batches_are_those_of_the_same_shards_on_a_disk(server: ToyServer, tmp_p
 
 def test_no_more_is_fetched_of_the_index_than_the_rows_of_what_is_read(server: ToyServer, tmp_path: Path) -> None:
     size = (tmp_path / "shards" / INDEX_NAME).stat().st_size
-    dataset = open_dataset(f"{server.url}/shards/")
+    dataset = open_any(f"{server.url}/shards/")
     head = server.sent(INDEX_NAME)
     rows = size - head
     assert rows > 0.7 * size
@@ -170,13 +169,13 @@ def test_marks_that_were_cut_short_are_forgotten(server: ToyServer, tmp_path: Pa
 def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tmp_path: Path) -> None:
     write_tar(tmp_path / "shards" / f"{SHARDS:04d}.tar", members(SHARDS, alike=False))
     sent = server.sent()
-    dataset = open_dataset(f"{server.url}/shards/{{0000..{SHARDS:04d}}}.tar")
+    dataset = open_any(f"{server.url}/shards/{{0000..{SHARDS:04d}}}.tar")
     assert server.sent() - sent == (tmp_path / "shards" / f"{SHARDS:04d}.tar").stat().st_size
-    assert dataset.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+    assert dataset.manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
 def test_sizes_of_parts_are_told_by_some_samples(server: ToyServer) -> None:
-    sizes, looked_at = open_dataset(f"{server.url}/shards/").part_sizes()
+    sizes, looked_at = open_any(f"{server.url}/shards/").part_sizes()
     assert len(sizes["txt"]) == looked_at == SHARDS * SAMPLES
     assert set(sizes) == {"txt", "cls"}
 
@@ -186,7 +185,7 @@ def test_a_head_that_is_cut_short_or_forged_makes_another_index(server: ToyServe
     raw = index.read_bytes()
     for n, wrong in enumerate([raw[:60], raw[:16] + b"\xff" * 8 + raw[24:], raw[:30] + b"x" + raw[31:]]):
         index.write_bytes(wrong)
-        dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar", cache=tmp_path / f"cache{n}")
+        dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar", cache=tmp_path / f"cache{n}")
         assert dataset.count == 3 * SAMPLES
 
 

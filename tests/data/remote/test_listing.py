@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.remote import object_store
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.object_store import ObjectStore
@@ -61,7 +61,7 @@ def test_a_bucket_is_listed_page_by_page(server: ToyServer, tmp_path: Path) -> N
     names = [name for first in range(0, 25, 4) for name, _ in server.page("bucket", "", first)[0]]
     assert sorted(names) == sorted(files) != names
     assert [name for name, _, _ in ObjectStore(1.0).listing("s3://bucket")] == sorted(files)
-    assert open_dataset("s3://bucket").manifest() == open_dataset(str(tmp_path / "bucket")).manifest()
+    assert open_any("s3://bucket").manifest() == open_any(str(tmp_path / "bucket")).manifest()
 
 
 def test_a_listing_that_fails_on_its_way_begins_again(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.remote import shard_cache
 from savable_pipeline.data.remote.cache_space import CacheSpace, bytes_in_use, cache_bytes, cache_folder, write_at
 from savable_pipeline.data.remote.shard_cache import USED, ShardCache, create_flags
@@ -32,7 +32,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of samples of 6 kB, which share blocks of the disk with their neighbours."""
     folder = tmp_path_factory.mktemp("shards")
     write_numbered_shards(folder, SIZES, pad="x" * 5000)
-    open_dataset(str(folder))
+    open_any(str(folder))
     return folder
 
 

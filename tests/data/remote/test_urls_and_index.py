@@ -13,11 +13,12 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.remote.urls import find_remote, is_remote
+from savable_pipeline.data.remote.urls import find_remote
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.file_format import FileFormat
+from savable_pipeline.data.shards.paths import is_remote
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.stores.remote_indexing import open_remote
 from tests.conftest import MakeShards, write_numbered_shards, write_tar
@@ -88,7 +89,7 @@ def test_shards_that_are_not_there_are_an_error(shards: Any, message: str) -> No
 def test_without_obstore_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(sp.RemoteError, match=r"pip install 'savable_pipeline\[cloud\]'"):
-        open_dataset("s3://b/p/", cache=tmp_path)
+        open_any("s3://b/p/", cache=tmp_path)
 
 
 @pytest.fixture
@@ -108,20 +109,20 @@ def keys(dataset: Dataset) -> list[str]:
 def test_without_an_index_the_shards_are_fetched_once_to_make_one_and_stay(server: ToyServer, tmp_path: Path) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
     dataset_bytes = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.tar"))
-    dataset = open_dataset(url)
+    dataset = open_any(url)
     assert server.sent() == dataset_bytes
-    again = open_dataset(url)
+    again = open_any(url)
     assert keys(dataset) == keys(again) == [f"s{i:06d}" for i in range(12)]
     assert server.sent() == dataset_bytes
-    assert again.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+    assert again.manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
 def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tmp_path: Path) -> None:
-    open_dataset(f"{server.url}/shards/{{0000..0001}}.tar")
+    open_any(f"{server.url}/shards/{{0000..0001}}.tar")
     sent = server.sent()
-    dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar")
+    dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar")
     assert server.sent() - sent == (tmp_path / "shards" / "0002.tar").stat().st_size
-    assert dataset.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+    assert dataset.manifest() == open_any(str(tmp_path / "shards")).manifest()
     assert keys(dataset) == [f"s{i:06d}" for i in range(12)]
 
 
@@ -131,26 +132,26 @@ def test_what_the_cache_holds_is_fetched_again_once_for_an_index_with_more_shard
     """A limit that docs/growing-and-joining.md tells of: the cache belongs to a version of the index."""
     two, three = (f"{server.url}/shards/{{0000..{last}}}.tar" for last in ("0001", "0002"))
     bytes_of_two = sum((tmp_path / "shards" / f"{shard:04d}.tar").stat().st_size for shard in (0, 1))
-    open_dataset(two), open_dataset(three)
+    open_any(two), open_any(three)
     sent = server.sent()
-    keys(open_dataset(three))
+    keys(open_any(three))
     assert 0 < server.sent() - sent <= bytes_of_two
     sent = server.sent()
-    keys(open_dataset(three))
+    keys(open_any(three))
     assert server.sent() == sent
 
 
 def test_a_shard_that_has_another_size_now_is_indexed_again_beside_those_that_were_added(
     server: ToyServer, tmp_path: Path
 ) -> None:
-    open_dataset(f"{server.url}/shards/{{0000..0001}}.tar")
+    open_any(f"{server.url}/shards/{{0000..0001}}.tar")
     write_tar(tmp_path / "shards" / "0000.tar", [(f"s{i}.json", b"{}") for i in range(30)])
-    dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar")
-    assert dataset.manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+    dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar")
+    assert dataset.manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
 def test_an_index_is_made_of_shards_that_the_cache_cannot_hold(server: ToyServer) -> None:
-    dataset = open_dataset(f"{server.url}/shards/{{0000..0002}}.tar", cache_size=5000)
+    dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar", cache_size=5000)
     assert keys(dataset) == [f"s{i:06d}" for i in range(12)]
 
 
@@ -162,10 +163,10 @@ def test_what_was_fetched_for_an_index_that_was_not_finished_is_not_fetched_agai
     good.write_bytes(bad.read_bytes())
     bad.write_bytes(b"x" * len(good.read_bytes()))
     with pytest.raises(sp.ShardError, match=rf"{server.url}/shards/0002.tar: no tar header at byte 0"):
-        open_dataset(url)
+        open_any(url)
     sent = server.sent()
     shutil.copy(good, bad)
-    assert len(keys(open_dataset(url))) == 12
+    assert len(keys(open_any(url))) == 12
     assert server.sent() == sent + bad.stat().st_size
 
 
@@ -191,7 +192,7 @@ def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_hol
     assert server.sent() == sent
     assert told == [(2, 3), (3, 3)]
     assert not scanned.exists()
-    assert open_dataset(url, cache_size=5000).manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+    assert open_any(url, cache_size=5000).manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
 def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToyServer, tmp_path: Path) -> None:
@@ -199,43 +200,43 @@ def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToySer
     truncated = (tmp_path / "shards" / "0002.tar").read_bytes()
     (tmp_path / "shards" / "0002.tar").write_bytes(truncated[:100])
     with pytest.raises(sp.ShardError, match=r"0002\.tar"):
-        open_dataset(url, cache_size=5000)
+        open_any(url, cache_size=5000)
     (scanned,) = (tmp_path / "cache").glob("*/scan")
     with (scanned / "index.scanned").open("r+b") as file:
         file.seek(100)
         file.write(b"damaged")
     write_numbered_shards(tmp_path / "shards", [30, 4, 5])
-    assert open_dataset(url, cache_size=5000).manifest() == open_dataset(str(tmp_path / "shards")).manifest()
+    assert open_any(url, cache_size=5000).manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
 def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(server: ToyServer, tmp_path: Path) -> None:
     with pytest.raises(sp.ShardError, match=r"neither .nv-meta/savable.index nor .nv-meta/.info.json; name the shards"):
-        open_dataset(f"{server.url}/shards/")
+        open_any(f"{server.url}/shards/")
     info = tmp_path / "shards" / ".nv-meta" / ".info.json"
     info.parent.mkdir()
     info.write_text(json.dumps({"energon_version": "7", "shard_counts": {"0001.tar": 4, "0000.tar": 3}}))
-    assert open_dataset(f"{server.url}/shards/").count == 7
-    open_dataset(str(tmp_path / "shards"))
-    assert open_dataset(f"{server.url}/shards/").count == 12
+    assert open_any(f"{server.url}/shards/").count == 7
+    open_any(str(tmp_path / "shards"))
+    assert open_any(f"{server.url}/shards/").count == 12
     (tmp_path / "shards" / INDEX_NAME).unlink()
     info.write_text(json.dumps({"shard_counts": {"../../../0001.tar": 4}}))
     with pytest.raises(sp.ShardError, match="lies outside of the dataset"):
-        open_dataset(f"{server.url}/shards/")
+        open_any(f"{server.url}/shards/")
     info.write_text("[]")
     with pytest.raises(sp.ShardError, match=r".info.json: expected names with values, found list"):
-        open_dataset(f"{server.url}/shards/")
+        open_any(f"{server.url}/shards/")
 
 
 def test_an_index_that_was_replaced_on_the_server_is_fetched_again(
     server: ToyServer, tmp_path: Path, make_shards: MakeShards
 ) -> None:
-    open_dataset(str(tmp_path / "shards"))
+    open_any(str(tmp_path / "shards"))
     url = f"{server.url}/shards/"
-    assert open_dataset(url).count == open_dataset(url).count == 12
+    assert open_any(url).count == open_any(url).count == 12
     assert len([path for path, _, _ in server.ranges if path.endswith(".index")]) == 1
     make_shards([3, 4, 60])
-    open_dataset(str(tmp_path / "shards"))
-    dataset = open_dataset(url)
+    open_any(str(tmp_path / "shards"))
+    dataset = open_any(url)
     assert dataset.count == 67
     assert dataset.key(2, 12) == "s000012"
 
@@ -244,8 +245,8 @@ def test_an_index_that_does_not_fit_the_bucket_is_made_again(
     server: ToyServer, tmp_path: Path, make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_as_s3(server, monkeypatch)
-    open_dataset(str(tmp_path / "shards"))
+    open_any(str(tmp_path / "shards"))
     index = (tmp_path / "shards" / INDEX_NAME).read_bytes()
     make_shards([3, 4, 60])
     (tmp_path / "shards" / INDEX_NAME).write_bytes(index)
-    assert open_dataset("s3://shards/").count == 67
+    assert open_any("s3://shards/").count == 67

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_field_map, read_split, split_names
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
@@ -250,8 +250,8 @@ def test_what_is_selected_is_part_of_the_fingerprint_and_the_split_file_is_not(p
 def test_a_shard_that_energon_knows_and_nobody_finds_is_an_error(prepared: Path) -> None:
     (prepared / "a/1.tar").unlink()
     with pytest.raises(ShardError, match=r"a/1\.tar: No such file"):
-        open_dataset(prepared)
-    assert open_dataset(prepared, on_error="skip").faults == [("a/1.tar", "a/1.tar: No such file or directory")]
+        open_any(prepared)
+    assert open_any(prepared, on_error="skip").faults == [("a/1.tar", "a/1.tar: No such file or directory")]
 
 
 def test_a_split_of_a_dataset_without_splits_is_an_error(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_the_files_that_the_configuration_names_are_read_in_place_of_the_usual_o
     (prepared / ".nv-meta/v2").mkdir()
     (prepared / ".nv-meta/v2/split.yaml").write_text(other)
     with pytest.raises(ShardError, match=r"dataset\.yaml: `info_config` names counts\.json, which is not in"):
-        open_dataset(prepared)
+        open_any(prepared)
     meta(prepared, counts__json='{"shard_counts": {"b.tar": 5}}')
     assert ids(sp.TarShardReader(prepared, sp.Lane(), split="train", epochs=1, shuffle=False)) == [
         *[0, 2, 3],

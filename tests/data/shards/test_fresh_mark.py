@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.shards import fresh_mark, indexing
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME, META
 from savable_pipeline.data.shards.indexing import index_files
@@ -158,4 +158,4 @@ def test_a_copy_has_no_mark_until_it_was_looked_at(root: Path, listed: list[Any]
     (root.parent / "copy/b/2.tar").unlink()
     with pytest.raises(sp.ShardError, match="are gone"):
         texts(root.parent / "copy")
-    assert open_dataset(root).count == 3
+    assert open_any(root).count == 3

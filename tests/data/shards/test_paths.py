@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from savable_pipeline.data.remote.urls import is_remote
-from savable_pipeline.data.shards.paths import find_shards, spelled_out
+from savable_pipeline.data.shards.paths import find_shards, is_remote, spelled_out
 from savable_pipeline.errors import ShardError
 
 

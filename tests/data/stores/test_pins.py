@@ -15,7 +15,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.sample import REF
 from savable_pipeline.data.stores import pins, shard_files
 from tests.conftest import write_numbered_shards, write_tar
@@ -71,7 +71,7 @@ def test_the_shards_are_looked_at_once_a_second_and_before_they_are_closed(
     now = 100.0
     monkeypatch.setattr(pins.time, "monotonic", lambda: now)
     root = make_shards([2, 2, 2])
-    files = open_dataset(root).store.files  # type: ignore[attr-defined]
+    files = open_any(root).store.files  # type: ignore[attr-defined]
     files[0], files[1]
     files.verify(5)
     overwrite(root / "0000.tar")
@@ -82,7 +82,7 @@ def test_the_shards_are_looked_at_once_a_second_and_before_they_are_closed(
     with pytest.raises(sp.ShardError, match=r"0000.*the slots 6, 7, 8 may hold bytes of both, of which that of slot 8"):
         files.verify(8)
 
-    files = open_dataset(root).store.files  # type: ignore[attr-defined]
+    files = open_any(root).store.files  # type: ignore[attr-defined]
     monkeypatch.setattr(shard_files, "OPEN_SHARDS", 1)
     files.verify(1)
     files[0]
@@ -103,7 +103,7 @@ def test_a_shard_of_the_same_size_with_another_layout_is_noticed_when_it_is_open
     names = [f"k{i}.json" for i in range(9)]
     for change in ({0: "k0.text"}, {4: "k4.text"}, {8: "k8.text"}):
         write(names)
-        dataset = open_dataset(tmp_path)
+        dataset = open_any(tmp_path)
         stat = (tmp_path / "a.tar").stat()
         write([change.get(i, name) for i, name in enumerate(names)])
         os.utime(tmp_path / "a.tar", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as rsync -t leaves it
@@ -114,7 +114,7 @@ def test_a_shard_of_the_same_size_with_another_layout_is_noticed_when_it_is_open
 
 def test_a_shard_that_was_only_moved_or_touched_before_it_was_opened_is_read(tmp_path: Path) -> None:
     write_numbered_shards(tmp_path / "shards", [3])
-    dataset = open_dataset(tmp_path / "shards")
+    dataset = open_any(tmp_path / "shards")
     os.utime(tmp_path / "shards/0000.tar", (1, 1))
     (sample,) = dataset.open_samples(np.array([(1, 0)], REF))
     assert sample.json()["id"] == 1
@@ -127,7 +127,7 @@ def test_only_what_changes_the_inode_without_a_reason_is_looked_at_closer(
     monkeypatch.setattr(pins, "_LOOK_S", 0.0)
     monkeypatch.setattr(pins, "_LOOK_SHARE", 0)
     shard = make_shards([9, 9]) / "0000.tar"
-    files = open_dataset(shard.parent).store.files  # type: ignore[attr-defined]
+    files = open_any(shard.parent).store.files  # type: ignore[attr-defined]
     files[0]
     stat = shard.stat()
     changes = [
@@ -155,7 +155,7 @@ def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_
     make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool
 ) -> None:
     root = make_shards([2, 2])
-    files = open_dataset(root).store.files  # type: ignore[attr-defined]
+    files = open_any(root).store.files  # type: ignore[attr-defined]
     first = files[0], files[1]
     (tmp_path / "other").touch()
     others, real = [], os.fstat
@@ -186,7 +186,7 @@ def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_
 def test_files_that_outlive_the_names_of_their_module_as_at_exit_are_closed(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = open_dataset(make_shards([2])).store.files  # type: ignore[attr-defined]
+    files = open_any(make_shards([2])).store.files  # type: ignore[attr-defined]
     descriptor, ignored = files[0], []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     monkeypatch.setattr(shard_files, "os", None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.opening import open_dataset
+from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.stores import readahead
 from savable_pipeline.data.stores.readahead import in_memory
 from tests.conftest import write_tar
@@ -39,7 +39,7 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_runs_of_samples_are_announced_each_at_once(shards: Path, told: list[tuple[str, int, int]]) -> None:
-    open_dataset(shards).store.prefetch(np.array([1, 2, 3, 4, 0, 4, 2]))
+    open_any(shards).store.prefetch(np.array([1, 2, 3, 4, 0, 4, 2]))
     end = (shards / "0.tar").stat().st_size
     assert told == [
         ("0.tar", 1024, end),  # the last of a shard: to the shard's end
@@ -74,7 +74,7 @@ def test_a_restored_buffer_announces_nothing_of_a_disk(shards: Path, told: list[
 def test_small_samples_and_shards_that_are_gone_are_not_announced(
     shards: Path, told: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = open_dataset(shards)
+    dataset = open_any(shards)
     (shards / "0.tar").unlink()
     dataset.store.prefetch(np.arange(5))
     assert [name for name, _, _ in told] == ["1.tar"]
@@ -85,7 +85,7 @@ def test_small_samples_and_shards_that_are_gone_are_not_announced(
 
 
 def test_what_is_in_memory_is_not_announced(shards: Path, told: list[tuple[str, int, int]]) -> None:
-    dataset = open_dataset(shards)
+    dataset = open_any(shards)
     runs = [(0, 0, 1024), (1, 1024, 2048)]
     dataset.read(0, 0, "txt")
     dataset.read(1, 3, "txt")
@@ -95,7 +95,7 @@ def test_what_is_in_memory_is_not_announced(shards: Path, told: list[tuple[str, 
 
 def test_one_block_on_the_disk_has_all_announced(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", [("k.txt", b"x" * (16 << 20))])
-    dataset = open_dataset(tmp_path)
+    dataset = open_any(tmp_path)
     descriptor = dataset.store.files[0]
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import STORES, open_any
-from savable_pipeline.data.dataset.opening import open_dataset
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
@@ -93,7 +92,7 @@ def test_index_over_a_server_makes_what_can_be_uploaded(server: ToyServer, data:
     assert made.exit_code == 0
     assert made.stderr.splitlines()[-2:] == ["indexing: 0 of 3 shards", "indexing: 3 of 3 shards"]
     (data / INDEX_NAME).write_bytes(Path(made.stdout.removeprefix("index: ").strip()).read_bytes())
-    assert open_dataset(str(data)).manifest() == open_dataset(f"{server.url}/data/").manifest()
+    assert open_any(str(data)).manifest() == open_any(f"{server.url}/data/").manifest()
     assert server.sent() == 3 * 10_240
 
 
@@ -126,7 +125,7 @@ def test_of_a_sample_longer_than_a_piece_only_what_is_shown_is_fetched(server: T
     film = os.urandom(9 << 20)
     write_tar(tmp_path / "films/0.tar", [("a/b.mp4", film), ("a/b.txt", b"x" * 20_000)])
     sp.TarShardReader(str(tmp_path / "films"), sp.Lane())
-    dataset: Any = open_dataset(f"{server.url}/films/")
+    dataset: Any = open_any(f"{server.url}/films/")
     assert dataset.head(0, 0, "MP4", 1000) == (film[:1000], len(film))
     assert dataset.head(0, 0, "txt", 100) == (b"x" * 100, 20_000)
     assert dataset.head(0, 0, "txt", 0) == (b"", 20_000)
@@ -135,7 +134,7 @@ def test_of_a_sample_longer_than_a_piece_only_what_is_shown_is_fetched(server: T
     with pytest.raises(KeyError, match="no part 'jpg'"):
         dataset.head(0, 0, "jpg", 1)
     assert dataset.read(0, 0, "mp4") == film
-    short: Any = open_dataset(f"{server.url}/data/")
+    short: Any = open_any(f"{server.url}/data/")
     assert short.head(0, 0, "txt", 7) == (b"caption", len("caption of 000.txt"))
 
 
