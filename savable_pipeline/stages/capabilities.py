@@ -136,12 +136,9 @@ def hint_rows(stage: Stage, rows: int, *, aligned: bool) -> None:
 
 def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
     """The number of elements that a stage yields in pass `epoch` of a lane; None if not known beforehand."""
-    count: int | None = None
     if hasattr(stage, "count_of"):
-        count = stage.count_of(lane, epoch)
-    elif getattr(stage, "one_for_one", False):
-        count = count_of(stage.source, lane, epoch)
-    return count
+        return cast(Counted, stage).count_of(lane, epoch)
+    return count_of(stage.source, lane, epoch) if getattr(stage, "one_for_one", False) else None
 
 
 def ref_alone(stage: Stage, ref: ItemRef) -> ItemRef:

@@ -6,7 +6,7 @@ from inspect import isfunction, signature
 from typing import Any
 
 _PAIRS = (("verify", "stores_read"), ("may_avoid", "avoid"))  # of one capability: both are asked for, or none
-_KINDS = ("BatchStage", "ItemStage", "SampleStage")
+_GIVEN = {"BatchStage": "batches", "ItemStage": "items", "SampleStage": "samples"}
 _PLACE = "savable_pipeline.stages"
 _ASKED = {"count_of", "hint_rows", "map_sources", "name_branch", "ref_alone"}  # of a stage that may have them
 # Methods and properties that stages had, and what is in their place.
@@ -16,7 +16,7 @@ _GONE = {
     "leaves_out_excluded": "the field `gives_excluded` of what describe() returns",
     "make_again": f"fetch_left(ref), or left_of(stage, ref) of {_PLACE}.held_items",
     "keep_known": f"sp.HeldItems(self).restore(refs), or known_refs(stage, refs) of {_PLACE}.held_items",
-    "keep_whole": f"sp.HeldItems(self).restore(refs), or whole_refs(stage, refs) of {_PLACE}.held_items",
+    "keep_whole": f"sp.HeldItems(self).restore(refs), or is_whole(stage, ref) of {_PLACE}.held_items",
 }
 
 
@@ -26,7 +26,7 @@ def check_class(cls: type[Any]) -> None:
     bases = cls.__mro__[:-2]  # all but `Stage` and `object`
     named = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
     if "__next__" in own and not named:
-        kind = next((base.__name__ for base in bases if base.__name__ in _KINDS), "ItemStage")
+        kind = next((base.__name__ for base in bases if base.__name__ in _GIVEN), "ItemStage")
         raise TypeError(
             f"{cls.__name__} defines __next__ but no `ref`, so its output could not be made again after a resume. If "
             "it returns the element that it took last from its source, or drops elements, write\n"
@@ -49,3 +49,8 @@ def check_class(cls: type[Any]) -> None:
             )
     if "take" in own and "deferred" not in signature(cls.take).parameters:
         raise TypeError(f"{cls.__name__}: `take(self, n)` of a stage is now `take(self, n, *, deferred=False)`")
+
+
+def gives(kind: type[Any]) -> str:
+    """What a stage of this class yields, in words."""
+    return next((_GIVEN[base.__name__] for base in kind.__mro__ if base.__name__ in _GIVEN), "things")

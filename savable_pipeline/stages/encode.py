@@ -112,7 +112,7 @@ class Encode(TakesItems):
     def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """Up to `n` items and their refs; fewer only at the end.
 
-        `deferred`: one item, not made if the encoder tells its length, which is in `sizes` then.
+        `deferred`: one item, not made if the encoder declares its length, which is then in `sizes`.
         """
         if deferred:
             n, self.sizes = 1, None
@@ -142,7 +142,7 @@ class Encode(TakesItems):
         return items, refs
 
     def _take_told(self, items: list[Any], refs: list[ItemRef]) -> None:
-        """Take the sample that is next, unmade if the encoder tells its size, which is in `sizes` then."""
+        """Take the next sample, unmade if the encoder declares its size, which is then in `sizes`."""
         sample, size = self._ahead.samples[self._ahead.next], None
         if not self._is_left_out(sample):
             self._report_sample(sample)
@@ -208,9 +208,9 @@ class Encode(TakesItems):
     def _fans_out(self, sample: Sample, item: Any, rng: Rng, given: int) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
         if item is None:
-            self._skipped.tolerate(sample, TypeError("it gave None; return an item or Skip(reason)"), given)
+            self._skipped.tolerate(sample, TypeError("it returned None; return an item or Skip(reason)"), given)
         elif self._encoder.one_to_one:
-            raise self._skipped.failed(sample, TypeError(f"it is one_to_one, but gave {item!r}"))
+            raise self._skipped.failed(sample, TypeError(f"it is one_to_one, but returned {item!r}"))
         elif type(item) is Skip:
             self._skipped.skipped(sample, item, given)
         else:
@@ -227,7 +227,7 @@ class Encode(TakesItems):
         """Take parts of the sample at `_next` until there are `n` items or no more parts."""
         fan, skipped = self._fan, self._skipped
         assert fan is not None
-        if not fan.is_made and self._is_left_out(fan.sample):
+        if fan.made is None and self._is_left_out(fan.sample):
             self._fan = None  # which began before the state was saved: all of it is left out, with the other samples
             return
         self._report_sample(fan.sample)

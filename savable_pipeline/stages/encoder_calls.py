@@ -86,7 +86,7 @@ class EncoderCalls:
         return length
 
     def least_told(self, length: int, *, least: int) -> int:
-        """A length that the encoder told without encoding, which must be at least `least`."""
+        """A length that the encoder declared without encoding, at least `least`."""
         if length < least:
             error = ValueError(f"a length of {length}; every item takes at least {least}")
             raise self._failed("length_of", error) from error
@@ -116,7 +116,7 @@ class EncoderCalls:
         return part
 
     def value(self, function: str | Callable[[Any], Any], item: Any, checked: Callable[[Any], Any]) -> Any:
-        """What a function of an item, or a method of the encoder, gives, as `checked` returns it."""
+        """The result of a function of an item, or of a method of the encoder, after `checked`."""
         try:
             return checked(getattr(self.encoder, function)(item) if isinstance(function, str) else function(item))
         except Exception as error:

@@ -36,7 +36,7 @@ class HeldItems:
             kept, but made again when it is taken. Default: no limit.
 
     Example:
-        >>> class Swapped(sp.ItemStage):  # gives items in pairs, the second one first
+        >>> class Swapped(sp.ItemStage):  # yields items in pairs, the second one first
         ...     ref = ()
         ...     def __init__(self, source):
         ...         super().__init__(source)
@@ -273,27 +273,17 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
         kept = [ref for ref in refs if all(tag_of(index) in tags for index in sample_indices(ref))]
     if len(kept) < len(refs):
         stage.counts["dropped/source removed"] += len(refs) - len(kept)
-    if stage.info.excluded and not isinstance(refs, np.ndarray):
-        kept = _without_excluded(stage, kept)
+    excluded = stage.info.excluded
+    if excluded and not isinstance(refs, np.ndarray):
+        for index in [index for ref in kept for index in sample_indices(ref) if index in excluded]:
+            stage.counts.update(skip_counters(REASON, index))
+        kept = [left for left in map(excluded.left_of, kept) if left is not None]
     return kept  # type: ignore[no-any-return]
 
 
-def whole_refs(stage: Stage, refs: list[ItemRef]) -> list[ItemRef]:
-    """`known_refs` for refs that must be complete: those that lose a part are left out, all counted."""
-    whole = []
-    for ref in refs:
-        left = known_refs(stage, [ref])
-        if left == [ref]:
-            whole.append(ref)
-        elif left:
-            stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
-    return whole
-
-
-def _without_excluded(stage: Stage, refs: list[ItemRef]) -> list[ItemRef]:
-    excluded = stage.info.excluded
-    for ref in refs:
-        for index in sample_indices(ref):
-            if index in excluded:
-                stage.counts.update(skip_counters(REASON, index))
-    return [left for left in map(excluded.left_of, refs) if left is not None]
+def is_whole(stage: Stage, ref: ItemRef) -> bool:
+    """Whether nothing of what a saved ref names is lost, as `known_refs` says; else all of it is counted as dropped."""
+    left = known_refs(stage, [ref])
+    if left and left != [ref]:
+        stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
+    return left == [ref]

@@ -72,7 +72,7 @@ def sample_names(stage: Stage, ref: ItemRef) -> str:
         tag = tag_of(index)
         reader = next((each for each in upstream(stage) if not each.sources and tag in each.info.tags), None)
         if reader is not None:
-            with contextlib.suppress(Exception):  # of a shard that cannot be read: it must not hide the error told here
+            with contextlib.suppress(Exception):  # of an unreadable shard: it must not hide the error raised here
                 sample = reader.fetch((index, 0, 0))
                 named.append(f"shard {sample.shard}, key {sample.key!r}")
     more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""

@@ -87,7 +87,7 @@ class KeyedEncoder:
 
 
 class FanOut:
-    """The items of a sample of which several are made, one by one; `given` counts those so far, a `Skip` too.
+    """The items of a sample that fans out, one by one; `given` counts those so far, a `Skip` too.
 
     `made`: the encoder's iterator and its random numbers; without it, the sample is encoded for the next item.
     """
@@ -98,21 +98,16 @@ class FanOut:
         self.sample = sample
         self.given = given
         self._keyed = keyed
-        self._made = made
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the sample was encoded here."""
-        return self._made is not None
+        self.made = made
 
     def next(self) -> Any:
         """The next item; `DONE` after the last.
 
         Raises `EncoderError`, and `CheckpointMismatchError` if there are not as many items as were given before.
         """
-        if self._made is not None:
-            return self._next(*self._made)
-        made, rng = self._made = self._keyed.encoded(self.sample)
+        if self.made is not None:
+            return self._next(*self.made)
+        made, rng = self.made = self._keyed.encoded(self.sample)
         wanted, self.given = self.given, 0
         fans_out = hasattr(made, "__next__")
         while self.given < wanted:
@@ -160,7 +155,7 @@ class ToldSize:
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
     def check(self, sample: Sample, item: Any) -> None:
-        """Raise `EncodeError` if the item of a sample has another size than the encoder told."""
+        """Raise `EncodeError` if the item of a sample has another size than the encoder declared."""
         told = self.of(sample)
         if told is None:
             return
@@ -225,6 +220,6 @@ class SamplesAhead:
         return True
 
     def restore(self, source: SampleStage, refs: RefArray, done: int) -> None:
-        """Go on with these refs, after so many samples that are done."""
+        """Continue with these refs, after this many samples that are done."""
         self.refs, self.samples, self.next = refs, source.open_samples(refs), 0
         self._taken = done + len(refs)

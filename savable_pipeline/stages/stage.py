@@ -20,7 +20,7 @@ import numpy as np
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.sample import REF, RefArray, Sample
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.class_checks import check_class
+from savable_pipeline.stages.class_checks import check_class, gives
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.stage_info import StageInfo
@@ -57,7 +57,7 @@ class Stage:
         ValueError: The source is of the wrong kind.
 
     Example:
-        >>> class Numbered(sp.ItemStage):  # gives each item with its number
+        >>> class Numbered(sp.ItemStage):  # yields each item with its number
         ...     ref, count = (), 0
         ...     def __next__(self):
         ...         item = next(self.source)
@@ -103,8 +103,6 @@ class Stage:
             "order of stages is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher"
         )
 
-    # Methods that your own stage may define.
-
     def __iter__(self) -> Stage:
         return self
 
@@ -138,8 +136,6 @@ class Stage:
         """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
         return {}
 
-    # Properties of every stage.
-
     @property
     def sources(self) -> tuple[Stage, ...]:
         """The stages directly upstream: none before a reader, several before a stage that merges."""
@@ -164,8 +160,6 @@ class Stage:
     def counts(self) -> Counter[str]:
         """Event counters of this stage, such as `skipped/REASON`. A loader collects and clears them at each batch."""
         return Counter()
-
-    # A default that a stage may replace by something better.
 
     def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]:
         """Take the next elements, and their refs; two empty lists only at the end.
@@ -297,14 +291,6 @@ class BatchStage(ItemStage):
     def pass_over(self) -> None:
         """Skip the next batch, made only as far as that needs. Raises StopIteration at the end."""
         next(self)
-
-
-_GIVEN = {BatchStage: "batches", ItemStage: "items", SampleStage: "samples"}
-
-
-def gives(kind: type[Stage]) -> str:
-    """What a stage of this class gives, in words."""
-    return next((named for base, named in _GIVEN.items() if issubclass(kind, base)), "things")
 
 
 StructType = TypeVar("StructType", bound=msgspec.Struct)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
-from savable_pipeline.data.dataset.sample import RefArray, Sample
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage
@@ -46,9 +45,6 @@ class TakesRefs(SampleStage):
 
     ref: ItemRef = ()
 
-    @abstractmethod
-    def take_refs(self, n: int) -> RefArray: ...
-
     def __next__(self) -> Sample:
         refs = self.take_refs(1)
         if not len(refs):
@@ -61,9 +57,6 @@ class TakesItems(ItemStage):
     """Base of a stage of items that writes `take`."""
 
     ref: ItemRef = ()
-
-    @abstractmethod
-    def take(self, n: int, *, deferred: bool = False) -> tuple[list[Any], list[ItemRef]]: ...
 
     def __next__(self) -> Any:
         items, refs = self.take(1)

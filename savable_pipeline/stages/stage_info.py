@@ -1,4 +1,4 @@
-"""`StageInfo`: where a stage lies in its pipeline, and facts about the stages before it."""
+"""`StageInfo`: the place of a stage in its pipeline, and facts about the stages before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """Where a stage lies in its pipeline, and facts about the stages before it ("upstream")."""
+    """The place of a stage in its pipeline, and facts about the stages before it ("upstream")."""
 
     lane: Lane
     depth: int
@@ -27,13 +27,13 @@ class StageInfo:
     branch: str = ""
     """The source of a `Blend` that the stage belongs to: "web", or "text/web" in nested Blends; "" outside of one."""
     encoder: TaskEncoder | None = None
-    """The encoder that made the items that the stage gives; None if it gives samples."""
+    """The encoder that made the items that the stage yields; None if it yields samples."""
     excluded: ExcludedSamples = NOTHING_EXCLUDED
     """The samples of the readers upstream that must not be given."""
     gives_excluded: bool = False
     """Whether the stage may give some of these: no `Encode`, or `Batcher` of samples, has left them out yet."""
     deferred: bool = False
-    """Whether `take(n, deferred=True)` gives elements that are not made yet, with the sizes that the encoder tells."""
+    """Whether `take(n, deferred=True)` returns elements not made yet, with the sizes that the encoder declares."""
 
     def key(self, purpose: str) -> int:
         """The 64-bit key of the stage's random numbers for `purpose`; no other stage of the lane has the same key."""

@@ -245,3 +245,21 @@ def test_ranks_without_a_store_find_it_when_their_states_are_merged(data: Path) 
     next(second)
     with pytest.raises(sp.CheckpointMismatchError):
         sp.merge_states([first.state_dict(), second.state_dict()])
+
+
+def skips_all(error: sp.SavableError) -> bool:
+    return True
+
+
+def skips_all_here(error: sp.SavableError) -> bool:
+    """The same function as another process has it."""
+    return True
+
+
+@pytest.mark.parametrize("decides", [("raise", "raise"), ("skip", "skip"), (skips_all, skips_all_here)])
+def test_a_process_that_opens_the_folder_later_reads_what_the_run_began_with(data: Path, decides: Any) -> None:
+    pinned: dict[str, bytes] = {}
+    first, second = decides
+    began_with = sp.TarShardReader(data, sp.Lane(pinned=pinned), on_error=first).population
+    add(data, 3)
+    assert sp.TarShardReader(data, sp.Lane(pinned=pinned), on_error=second).population == began_with == 21

@@ -7,9 +7,11 @@
     python tools/bench/in_place.py tokens    windows of 2,048 tokens of .bin and .idx, against a bare numpy.memmap loop
     python tools/bench/in_place.py join      tars with captions joined by key, against tars that hold both
     python tools/bench/in_place.py joined-images    the same of images of 256 x 256, which are decoded
+    python tools/bench/in_place.py mds       MDS of a number, a text and 2 kB of bytes, plain
+    python tools/bench/in_place.py mds-zstd    the same in zstd, each shard a row group
     python tools/bench/in_place.py first     time to the first batch at 1 % and at 95 % of an epoch, of each store
 
-HF datasets, LitData and Grain take part where they are installed.
+HF datasets, LitData, Grain and Mosaic Streaming take part where they are installed.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ import savable_pipeline as sp
 from savable_pipeline.core.replaceable import become_replaced
 
 ROWS, BUFFER = 60_000, 10_000
+UNBUFFERED = ("tokens", "join", "joined-images", "mds", "mds-zstd")
 ROUNDS = 5
 Reader = Callable[[Path], Iterator[Any]]
 
@@ -100,6 +103,32 @@ def write_pairs(folder: Path, images: bool = False) -> None:
                     info = tarfile.TarInfo(f"s{number:06d}.{extension}")
                     info.size = len(raw)
                     tar.addfile(info, io.BytesIO(raw))
+
+
+def write_mds(folder: Path, *, packed: bool = False) -> None:
+    """Forty shards of 1,000 samples."""
+    import zstandard
+
+    folder.mkdir(parents=True)
+    draw, shards = np.random.default_rng(0), []
+    columns = {"column_names": ["id", "caption", "image"], "column_encodings": ["int", "str", "bytes"]}
+    for shard in range(40):
+        records = []
+        for number in range(1_000 * shard, 1_000 * shard + 1_000):
+            text = f"caption number {number} ".encode() * 6
+            sizes = struct.pack("<IIq", len(text), 2_000, number)
+            records.append(sizes + text + draw.bytes(2_000))
+        offsets = np.cumsum([4 + 4 * (len(records) + 1), *map(len, records)]).astype("<u4")
+        raw = struct.pack("<I", len(records)) + offsets.tobytes() + b"".join(records)
+        name = f"shard.{shard:05d}.mds"
+        told = {**columns, "column_sizes": [8, None, None], "format": "mds", "version": 2, "samples": len(records)}
+        told |= {"raw_data": {"basename": name, "bytes": len(raw), "hashes": {}}, "hashes": [], "size_limit": 1 << 26}
+        data = zstandard.compress(raw) if packed else raw
+        name += ".zstd" if packed else ""
+        zipped = {"basename": name, "bytes": len(data), "hashes": {}} if packed else None
+        shards.append({**told, "zip_data": zipped, "compression": "zstd" if packed else None})
+        (folder / name).write_bytes(data)
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
 
 
 # The readers.
@@ -215,6 +244,19 @@ def in_one(folder: Path, *, images: bool = False) -> Iterator[Any]:
     return items_of(sp.Encode(sp.TarShardReader(str(folder / "both"), sp.Lane(seed=1)), Pairs("txt", images)))
 
 
+def our_mds(folder: Path) -> Iterator[Any]:
+    for sample in sp.MdsReader(folder, sp.Lane(seed=1)):
+        yield sample.json(), sample["bin"]
+
+
+def mosaic(folder: Path) -> Iterator[Any]:
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    clean_stale_shared_memory()
+    yield from StreamingDataset(local=str(folder), shuffle=True, batch_size=16)
+
+
 CASES: dict[str, tuple[Callable[[Path], None], int, dict[str, Reader]]] = {
     "rows": (write_rows, 60_000, {"ours": ours, "hf": hf_datasets, "litdata": litdata, "grain": grain}),
     "images": (
@@ -229,6 +271,8 @@ CASES: dict[str, tuple[Callable[[Path], None], int, dict[str, Reader]]] = {
         {"ours": partial(our_arrow, image=True), "worker": partial(our_arrow, image=True, worker=True)},
     ),
     "tokens": (write_tokens, 40_000, {"ours": our_tokens, "bare": bare_memmap}),
+    "mds": (write_mds, 30_000, {"ours": our_mds, "mosaic": mosaic}),
+    "mds-zstd": (partial(write_mds, packed=True), 30_000, {"ours": our_mds, "mosaic": mosaic}),
     "join": (write_pairs, 40_000, {"ours": joined, "one tar": in_one}),
     "joined-images": (
         partial(write_pairs, images=True),
@@ -242,9 +286,7 @@ def run_one(case: str, name: str, folder: Path) -> None:
     """Print the processor time of as many samples, after a tenth of them."""
     _, count, readers = CASES[case]
     samples = readers[name](folder)
-    for _ in itertools.islice(
-        samples, (BUFFER if case not in ("tokens", "join", "joined-images") else 0) + count // 10
-    ):
+    for _ in itertools.islice(samples, (0 if case in UNBUFFERED else BUFFER) + count // 10):
         pass
     begun = time.process_time()
     for _ in itertools.islice(samples, count):

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterator
 
 from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.class_checks import gives
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage, gives
+from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage
 
 log = logging.getLogger(__name__)
 

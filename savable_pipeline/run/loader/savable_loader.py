@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 class SavableLoader:
     """Yields the batches of a pipeline, in an order set by the data, the settings, `seed` and `lanes` alone.
 
-    An epoch ends when its last batch is given. Workers live from pass to pass. One thread iterates at a time;
-    `state_dict()` may be called from another.
+    An epoch ends when its last batch is given. One thread iterates at a time; `state_dict()` may be called from
+    another.
 
     Args:
         pipeline: Builds the stages of a lane.
-        seed: Seed of all random numbers of the run.
-        lanes: Logical workers: fixed for the run, a multiple of every world size that it may have.
-        num_workers: Worker processes of this rank; 0 works in this process.
+        seed: Seed of all random numbers.
+        lanes: Logical workers: fixed for the run, a multiple of each world size that it may have.
+        num_workers: Worker processes of this rank, kept from pass to pass; 0 works in this process.
         rank: Data-parallel rank. None: from `group`, `mesh` or torch.distributed, else 0.
-        world_size: Number of those ranks. None: as for `rank`.
+        world_size: Number of ranks. None: as for `rank`.
         group: Their process group.
         mesh: Their one-dimensional device mesh.
         prefetch: Batches that a worker may be ahead.
         pin_memory: Copy tensors to page-locked memory.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context. None: "fork" if available.
-        tail: End of a finite run. "stop": before the first round (a batch of each lane) that some lane cannot fill.
-            "pad": after the last sample, filled up to a step of all ranks; `batch["valid"]` marks the rows that count.
-        on_iter: "continue": `iter()` continues where the loader is. "restart", for evaluation: at epoch 0, but for the
-            first after `load_state_dict`.
-        epoch_slots: Cuts an endless run into epochs of this many slots of all ranks, a multiple of the lanes; may
-            differ between runs. A step belongs to the epoch of its first slot.
+        tail: A finite run ends with "stop" before the first round (a batch of each lane) that some lane cannot fill;
+            with "pad" after the last sample, filled up to a step of all ranks; `batch["valid"]` marks the rows that
+            count.
+        on_iter: "continue" where the loader is, or "restart", for evaluation, at epoch 0, but for the first `iter()`
+            after `load_state_dict`.
+        epoch_slots: Slots of an endless run's epochs, of all ranks, a multiple of the lanes; may differ between runs.
         ids: Add "sample_ids" to each batch, a dict: int64 (rows, 3), source (number in `sources`), index and part, -1
-            in filler rows. With several samples a row, one line for each, and "sample_rows", int64 (samples,), their
-            rows.
+            in filler rows. With several samples a row, one entry for each, and its row in "sample_rows", int64
+            (samples,).
         ledger: Folder where each rank records its batches, for `sp.Ledger`; one that cannot be recorded is not given.
-        timeout: Seconds for one batch before its worker is replaced.
+        timeout: Seconds for a batch before its worker is replaced.
         max_restarts: Workers that may be replaced.
 
     Raises:

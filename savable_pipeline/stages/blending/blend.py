@@ -74,7 +74,7 @@ class Blend(WeightedSources):
         until: Until = "all",
         stride: int = 8,
     ) -> Blend:
-        """A Blend of samples if the first source gives samples, else a Blend of items; its `__init__` gets the same."""
+        """A Blend of samples if the first source yields samples, else of items; its `__init__` gets the same."""
         of_samples = isinstance(next(iter(sources.values()), None), SampleStage)
         return super().__new__(_BlendOfSamples if of_samples else _BlendOfItems)
 
@@ -181,7 +181,7 @@ class _BlendOfItems(Blend, TakesItems):
         return [], []
 
     def _take_turn(self, source: int, stage: Stage, item: Any) -> None:
-        """Count a turn of a source, by the item it gave. Raises `EncodeError` if `encoder.length` does."""
+        """Count a turn of a source, by its item. Raises `EncodeError` if `encoder.length` does."""
         name = self._active[source]
         if isinstance(self._turns, Turns):
             self._turns.take([source])

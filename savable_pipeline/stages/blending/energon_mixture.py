@@ -80,7 +80,7 @@ class _Reading:
             found = self._dataset(each, split, tags, share)
             for name, source in _shared(found, share, number, each):
                 sources[_unused(name, sources)] = source
-        if not any(_share(source, share) for source in sources.values()):
+        if not any(getattr(source, share, None) for source in sources.values()):
             raise entry.wrong_at(kind, f"every `{share}` is 0: one at least is above it")
         return Mixture(sources)
 
@@ -165,7 +165,7 @@ def _shared(
     """What an entry adds to the blend around it, by name: a nested metadataset keeps the shares in it."""
     if isinstance(found, MixtureSource):
         return [(_name_of(found), _with_share(found, share, number))]
-    repeated = any(_share(source, "repetitions") is not None for source in found.sources.values())
+    repeated = any(getattr(source, "repetitions", None) is not None for source in found.sources.values())
     if repeated is not (share == "repetitions"):
         raise entry.wrong_at("path", "one of the two has weights and the other repetitions: they do not blend")
     name = _base_name(str(entry.value["path"]))
@@ -181,10 +181,6 @@ def _shared(
 def _with_share(source: MixtureSource, share: str, number: int | float) -> MixtureSource:
     weight, repetitions = (number, None) if share == "weight" else (None, number)
     return MixtureSource(source.path, weight, repetitions, source.split, tags=source.tags)
-
-
-def _share(source: MixtureSource | Mixture, share: str) -> Any:
-    return getattr(source, share, None)
 
 
 def _product(a: int | float, b: int | float) -> int | float:

@@ -1,6 +1,6 @@
 """The turns of a `Blend`'s sources by a `Schedule`, in one lane.
 
-A lane that has given n samples stands at count n L of the schedule, with L lanes: each gives an equal part of what all
+A lane that has yielded n samples is at count n L of the schedule, with L lanes: each yields an equal part of what all
 draw, so no number of ranks or workers matters. The next turn is of the source that is furthest behind the integral of
 its share, among those that have a share now. Lanes start at successive steps of one sequence, and each shuffles its
 turns within pieces of `stride`, so that lanes do not hold the same source at a time.

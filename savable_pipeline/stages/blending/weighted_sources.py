@@ -274,7 +274,7 @@ class WeightedSources(Stage):
                 turns.begin = saved.turns.begin
         else:
             self._begun, self._before = None, saved.turns.before + sum(saved.turns.counts)
-            log.info("Blend of %s: the shares are counted anew from here", self.lane)
+            log.info("Blend of %s: the shares are counted again from here", self.lane)
 
     def settings(self) -> dict[str, Any]:
         """The names of the sources, their weights, and every other argument."""

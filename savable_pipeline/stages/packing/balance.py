@@ -107,7 +107,7 @@ class Balance(TakesItems):
 
     def name_branch(self, name: str) -> None:
         """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
-        raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance what the Blend gives")
+        raise ValueError(f"Balance stands after a Blend, not in its source {name!r}: balance the packs of the Blend")
 
     @property
     def held_items(self) -> int:

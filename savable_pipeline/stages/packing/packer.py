@@ -35,10 +35,10 @@ class OnlinePacker(ItemStage):
         policy: "best_fit": an item goes into the fullest open pack with room; "first_fit": the oldest;
             "first_fit_decreasing": items for `open_packs` packs are held, none for over 5 times that, and the largest
             placed first: least waste; "sequential": one pack, items cut at its end (Johnson: Near-Optimal Bin Packing
-            Algorithms, 1973). Or a function from a list of lengths, enough for `open_packs` packs, to packs as lists of
-            indices, each once, by the lengths alone; not with `max_images`, `max_cost`. A state keeps its name, and
-            `settings()` of an object.
-        open_packs: Most packs open; at a finite source's end they follow.
+            Algorithms, 1973). Or a function of the lengths of held items, enough for `open_packs` packs, to packs as
+            lists of indices, each once; not with `max_images`, `max_cost`. A state keeps its name, and `settings()` of
+            an object.
+        open_packs: Most packs open; at a source's end they follow.
         max_images: Most of `encoder.images(item)` in a pack.
         max_cost: Most `cost` in a pack, so that packs train equally long; costlier items are alone, or cut by
             "sequential".
@@ -50,7 +50,7 @@ class OnlinePacker(ItemStage):
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: The encoder raised, very many items in a row were skipped, or a function's packs are not valid.
+        EncodeError: The encoder raised, very many items in a row were skipped, or a function's packs are invalid.
         CheckpointMismatchError: An item made again after a resume has another length.
 
     Example:
@@ -146,7 +146,7 @@ class OnlinePacker(ItemStage):
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used.
 
-        Items are placed before they are made if the encoder upstream tells their lengths, and is ours.
+        Items are placed before they are made if the encoder upstream declares their lengths, and is ours.
         """
         source = self.source.info
         deferred = source.deferred and source.encoder is self._calls.encoder
@@ -260,7 +260,7 @@ class OnlinePacker(ItemStage):
         An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
         holds back, the number of rounds. `taken`: the ref of the item that is not placed yet, or None. Only where
         needed: `taken_part`, the start of that item's rest and its whole length; `taken_size`, the length and images
-        that the encoder told of it; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
+        that the encoder declared; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {

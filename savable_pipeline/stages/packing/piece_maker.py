@@ -17,7 +17,7 @@ from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.held_items import whole_refs
+from savable_pipeline.stages.held_items import is_whole
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
@@ -36,7 +36,7 @@ class PieceMaker:
         self, stage: ItemStage, calls: EncoderCalls, packing: Packing, *, too_long: TooLong, max_bytes: int
     ) -> None:
         self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
-        self.taken_size: Size | None = None  # what the encoder told of it without encoding
+        self.taken_size: Size | None = None  # as the encoder declared it without encoding
         self._stage = weakref.ref(stage)  # weak: a stage that is let go of frees its items at once
         self._calls = calls
         self._packing = packing
@@ -98,7 +98,7 @@ class PieceMaker:
         return taken.start == stop
 
     def _total_of(self, taken: Piece) -> int | None:
-        """The length of the taken item, as the encoder tells it or of the item; None if it can no longer be made."""
+        """The length of the taken item, as declared or as made; None if it can no longer be made."""
         if self.taken_size is not None:
             return self._calls.least_told(self.taken_size[0], least=_LEAST)
         item = self._item_of(taken)
@@ -209,12 +209,12 @@ class PieceMaker:
         pieces = [each.piece() for each in saved]
         for piece in pieces:
             self._set_cost(piece)
-        return [piece for piece in pieces if whole_refs(self._packer, [piece.ref])]
+        return [piece for piece in pieces if is_whole(self._packer, piece.ref)]
 
     def restore_taken(self, ref: Any, part: tuple[int, int], size: Size | None) -> None:
-        """Go on with the item of this ref of a state, of which a part is placed, unless its source is gone; or none."""
+        """Continue with the item of this ref of a state, partly placed, unless its source is gone; or with none."""
         self.taken, self.taken_size = None, size
-        if ref is not None and whole_refs(self._packer, [as_ref(ref)]):
+        if ref is not None and is_whole(self._packer, as_ref(ref)):
             self.taken = Piece(as_ref(ref), 0, start=part[0], total=part[1])
 
 

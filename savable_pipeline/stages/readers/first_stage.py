@@ -1,4 +1,4 @@
-"""`FirstStage`: which samples the first stage of a lane gives, and each by its ref; a subclass puts them in order."""
+"""`FirstStage`: the samples that the first stage of a lane yields, each by its ref; a subclass puts them in order."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ class FirstStage(TakesRefs):
         check_subset(name, subset)
         check_on_error(name, on_error)
         named = (data.kind, data.named, on_error, quarantine, *data.options)
+        # a function is another object in another process, where a run must find its shards by the same name
+        pinned_as = data.pinned_as or repr((data.kind, data.named, on_error == "raise", quarantine, *data.options))
 
         def open_dataset() -> Dataset:
-            return pin(data.open(on_error=on_error, quarantine=quarantine), data.pinned_as or repr(named), lane.pinned)
+            return pin(data.open(on_error=on_error, quarantine=quarantine), pinned_as, lane.pinned)
 
         self.dataset = lane.shared(named, open_dataset)
         self.exclude_file = read_exclude_file(exclude, lane, named, self.dataset)

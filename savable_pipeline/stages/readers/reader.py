@@ -162,7 +162,11 @@ class RecordReader(FirstStage):
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
     def shares_of(self, number: int) -> LaneShares:
-        """The lanes' shares of pass `number`: those that this lane reads, or would if it began the pass."""
+        """Return the lanes' shares of a pass: those that this lane reads, or would if it began the pass.
+
+        Args:
+            number: The number of the pass.
+        """
         return self._shares.of_pass(number)
 
     def _move_to(self, epoch: int, position: int) -> None:

@@ -29,16 +29,16 @@ class TarShardReader(RecordReader):
             ranges share none.
         epochs: Epochs of a pass, 2.5 with half of the third. None: endless.
         shuffle: Permute shards and blocks in each epoch; else deal blocks in file order to the lanes in turn.
-        block_size: Samples that stay together. None: 8; in file order a batch of the `Batcher` where each sample makes
-            one row (no packing, no `Blend`): only then slots come in file order.
+        block_size: Samples that stay together. None: 8; in file order a `Batcher`'s batch where each sample makes one
+            row (no packing, no `Blend`): only then slots come in file order.
         window: Shards whose blocks are mixed; None: all. `block_size=1, window=None` shuffles fully.
         on_error: For missing, damaged, changed or unreadable shards: "raise", "skip" their unreadable samples, or a
-            function of the `ShardError` that returns True to skip. Unless "raise", a changed shard's index stays until
-            `savable index`.
+            function of the `ShardError`, True to skip. Unless "raise", a changed shard's index stays until `savable
+            index`.
         quarantine: File that gets a line of JSON for each sample skipped here or by `Encode`.
         exclude: File of samples to leave out, by lines: a key, or JSON with "shard" and "key". `Encode`, or a `Batcher`
-            of samples, leaves them out, counted; stages before still get them, and no other sample moves, up to
-            packing. Must not change during a run; `allow={"exclude"}` loads a state under another.
+            of samples, drops and counts them, stages before get them; other samples keep their places, up to packing.
+            Must not change during a run; `allow={"exclude"}` loads a state under another.
 
     Raises:
         ValueError: A setting is wrong.
