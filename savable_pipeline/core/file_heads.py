@@ -10,6 +10,21 @@ _MAGICS = {
     b"\xfd7zXZ\0": ".xz",
     b"\x28\xb5\x2f\xfd": ".zst",
 }
+_MEDIA = {
+    b"\xff\xd8\xff": "jpg",
+    b"\x89PNG": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II*\0": "tiff",
+    b"MM\0*": "tiff",
+    b"fLaC": "flac",
+    b"OggS": "ogg",
+    b"ID3": "mp3",
+    b"%PDF-": "pdf",
+    b"\x93NUMPY": "npy",
+    b"\x1aE\xdf\xa3": "mkv",
+}
+_RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
 _BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # with the mark of its first block: a text may begin with BZh
 _PROGRAMS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _FIRST = 64  # bytes that show an encoding
@@ -26,6 +41,22 @@ def compression_of(head: bytes) -> str:
     if _BZIP2.match(head):
         return ".bz2"
     return next((ending for magic, ending in _MAGICS.items() if head.startswith(magic)), "")
+
+
+def media_of(head: bytes, known: frozenset[str]) -> str:
+    """The extension of the `known` kind of media that a file is of which begins so; "bin" for any other.
+
+    >>> from savable_pipeline.core.file_heads import media_of
+    >>> (media_of(b"GIF89a", frozenset({"gif"})), media_of(b"BM", frozenset({"gif"})))
+    ('gif', 'bin')
+    """
+    if head[:4] == b"RIFF":
+        found = _RIFF.get(head[8:12], "")
+    elif head[4:8] == b"ftyp":
+        found = "mp4"
+    else:
+        found = next((extension for magic, extension in _MEDIA.items() if head.startswith(magic)), "")
+    return found if found in known else "bin"
 
 
 def text_fault(head: bytes, name: str) -> str:

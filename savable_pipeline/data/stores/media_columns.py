@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.data.stores.arrow_columns import (
     NUMBERS,
     OFFSETS,
@@ -31,17 +32,7 @@ from savable_pipeline.data.stores.arrow_columns import (
 _LONGEST_EXTENSION = 8
 _BYTES = ("binary", "large_binary", "binary_view", "null")
 _PATHS = ("string", "large_string", "string_view")
-_BEGINNINGS = {  # of files whose path says nothing
-    b"\xff\xd8\xff": "jpg",
-    b"\x89PNG": "png",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"II*\0": "tiff",
-    b"MM\0*": "tiff",
-    b"fLaC": "flac",
-    b"OggS": "ogg",
-    b"ID3": "mp3",
-}
+_MEDIA = frozenset(("jpg", "png", "gif", "bmp", "tiff", "flac", "ogg", "mp3", "webp", "wav"))  # that have no path
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +68,7 @@ class MediaColumn:
         extension = extension_of((self._paths.value(row) or b"").decode(errors="replace"))
         if extension:
             return extension
-        data = (self._bytes.value(row) or b"")[:12]
-        if data[:4] == b"RIFF":
-            return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:], "bin")
-        return next((name for beginning, name in _BEGINNINGS.items() if data.startswith(beginning)), "bin")
+        return media_of((self._bytes.value(row) or b"")[:12], _MEDIA)
 
     @cached_property
     def named(self) -> NDArray[np.int64]:

@@ -18,18 +18,9 @@ from typing import Any
 
 import numpy as np
 
-_SNIFFED = {  # the first bytes of files, in fields that say no more than that they are bytes
-    b"\xff\xd8\xff": "jpg",
-    b"\x89PNG\r\n\x1a\n": "png",
-    b"GIF8": "gif",
-    b"fLaC": "flac",
-    b"OggS": "ogg",
-    b"ID3": "mp3",
-    b"%PDF-": "pdf",
-    b"\x93NUMPY": "npy",
-    b"\x1aE\xdf\xa3": "mkv",
-}
-_RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
+from savable_pipeline.core.file_heads import media_of
+
+_MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _NPY_HEADER = 256  # bytes at most, but for arrays of many dimensions
 _HEAD = 16
@@ -99,7 +90,7 @@ class Blob:
 
 def raw(name: str, extension: str, data: Stretch) -> Blob:
     """Bytes as they are; with the extension "" they are told by how they begin, else `bin`."""
-    return Blob(name, extension or _sniffed(data.head(_HEAD)), data.size, data.read)
+    return Blob(name, extension or media_of(data.head(_HEAD), _MEDIA), data.size, data.read)
 
 
 def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: Stretch) -> Blob:
@@ -182,14 +173,6 @@ def parts_of(fields: list[Value | Blob]) -> dict[str, Blob]:
 
 def _clean(name: str) -> str:
     return name.replace(".", "_").replace("/", "_").lstrip("_") or "field"
-
-
-def _sniffed(head: bytes) -> str:
-    if head[:4] == b"RIFF":
-        return _RIFF.get(head[8:12], "bin")
-    if head[4:8] == b"ftyp":
-        return "mp4"
-    return next((extension for magic, extension in _SNIFFED.items() if head.startswith(magic)), "bin")
 
 
 def npy(values: np.ndarray[Any, Any]) -> bytes:
