@@ -31,7 +31,7 @@ from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardInd
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_footer import MAGIC, FooterError, read_footer
-from savable_pipeline.data.stores.flatbuffer import Table
+from savable_pipeline.data.stores.flatbuffer import Flatbuffer
 
 _FEATHER_1 = b"FEA1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
@@ -47,7 +47,7 @@ class MessageError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ArrowMessage:
     """A message at `offset`: its kind, the bytes up to its body and of its body, and for a batch its rows."""
 
     offset: int
@@ -124,7 +124,7 @@ def _digest(places: Places, schema: int | None) -> int:
     return xxh3_64_intdigest(places.tobytes() + str([] if schema is None else [schema]).encode())
 
 
-def read_message(file: FileBytes, offset: int) -> Message:
+def read_message(file: FileBytes, offset: int) -> ArrowMessage:
     """The message at `offset` of a file, its body not read. Raises `MessageError`, OSError."""
     start, size = file.read(offset, 8), file.size
     if len(start) < 8 or start[:4] != b"\xff\xff\xff\xff":
@@ -134,7 +134,7 @@ def read_message(file: FileBytes, offset: int) -> Message:
         raise MessageError(f"a message of {length} bytes at byte {offset} of {size}")
     metadata = file.read(offset + 8, length)
     try:
-        table = Table.root(metadata)
+        table = Flatbuffer.root(metadata)
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
         rows = header.number(0, "<q") if kind == _BATCH else 0
         compressed = kind == _BATCH and header.has(3)
@@ -144,17 +144,17 @@ def read_message(file: FileBytes, offset: int) -> Message:
         raise MessageError(f"the message at byte {offset} should end at byte {offset + 8 + length + body} of {size}")
     if not 0 <= rows <= _MOST_ROWS:
         raise MessageError(f"a batch of {rows} rows at byte {offset}")
-    return Message(offset, kind, 8 + length, body, rows, compressed, xxh3_64_intdigest(metadata))
+    return ArrowMessage(offset, kind, 8 + length, body, rows, compressed, xxh3_64_intdigest(metadata))
 
 
-def decoded_bytes(raw: memoryview, message: Message) -> int:
+def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
     """The bytes that the compressed buffers of a batch, whose message is `raw`, say that they decode to.
 
     Raises `MessageError`.
     """
     total = 0
     try:
-        header = Table.root(bytes(raw[8 : message.head])).table(2)
+        header = Flatbuffer.root(bytes(raw[8 : message.head])).table(2)
         for offset, length in header.structs(2, "<qq"):
             if length:
                 total += max(length, struct.unpack_from("<q", raw, message.head + offset)[0])  # -1: not compressed
@@ -167,8 +167,8 @@ class _Found:
     """What was read of a file so far: its schema's message, or its footer; its batches."""
 
     def __init__(self) -> None:
-        self.schema: Message | None = None
-        self.batches: list[Message] = []
+        self.schema: ArrowMessage | None = None
+        self.batches: list[ArrowMessage] = []
         self.footer: tuple[int, int] | None = None  # its offset and its digest, where only it has all that is needed
 
     @property
@@ -226,7 +226,7 @@ def _read_file(file: FileBytes, found: _Found) -> str:
     return _overlap(found) or _unnamed(file, found)
 
 
-def _leading_schema(file: FileBytes) -> Message | None:
+def _leading_schema(file: FileBytes) -> ArrowMessage | None:
     """The message of the schema at the beginning of a file, where there is one."""
     with contextlib.suppress(MessageError):
         message = read_message(file, 8)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.data.shards.file_bytes import FileBytes
-from savable_pipeline.data.stores.flatbuffer import Table
+from savable_pipeline.data.stores.flatbuffer import Flatbuffer
 
 MAGIC = b"ARROW1"
 _HEAD = len(MAGIC) + 2  # bytes before the first message
@@ -49,7 +49,7 @@ def read_footer(file: FileBytes) -> Footer:
     offset = size - _END.size - length
     data = file.read(offset, length)
     try:
-        table = Table.root(data)
+        table = Flatbuffer.root(data)
         blocks, dictionaries = table.structs(_BATCHES, _BLOCK), table.structs(_DICTIONARIES, _BLOCK)
         has_schema = table.has(_SCHEMA)
     except struct.error as error:

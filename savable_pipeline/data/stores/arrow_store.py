@@ -18,15 +18,15 @@ from savable_pipeline.core.replaceable import is_replaced
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.arrow_file import (
+    ArrowMessage,
     Batches,
-    Message,
     MessageError,
     batches_of,
     decoded_bytes,
     read_message,
 )
 from savable_pipeline.data.stores.arrow_footer import file_of_footer
-from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, Decoded
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.errors import SavableError
 
@@ -63,7 +63,7 @@ class ArrowStore(ColumnarStore):
         """See `ColumnarStore.schema`."""
         return self._file(shard).schema
 
-    def decode(self, shard: int, group: int) -> Decoded:
+    def decode(self, shard: int, group: int) -> DecodedGroup:
         """See `ColumnarStore.decode`."""
         import pyarrow as pa
 
@@ -83,7 +83,7 @@ class ArrowStore(ColumnarStore):
             text = " ".join(str(error).split()) or "no memory"
             raise self.damaged(shard, f"record batch {group} at byte {begin}", text) from error
 
-    def _batch(self, shard: int, begin: int, end: int, message: Message, file: _File) -> Decoded:
+    def _batch(self, shard: int, begin: int, end: int, message: ArrowMessage, file: _File) -> DecodedGroup:
         """A record batch: viewed, read, or to be read by value."""
         if self.files.behind_url:
             raw, size = self._fetched(shard, begin, end, message, file.schema), end - begin
@@ -95,13 +95,13 @@ class ArrowStore(ColumnarStore):
             return self._unread(shard, begin, end, message, file)
         return self._whole(raw, message, file, size)
 
-    def _whole(self, raw: memoryview, message: Message, file: _File, size: int) -> Decoded:
+    def _whole(self, raw: memoryview, message: ArrowMessage, file: _File, size: int) -> DecodedGroup:
         """A record batch whose bytes are at hand, and take `size` bytes of memory where they are not compressed."""
         size = decoded_bytes(raw, message) if message.compressed else size
         self._check_size(size)
-        return Decoded([self._selected(_batch(raw, file.schema))], size)
+        return DecodedGroup([self._selected(_batch(raw, file.schema))], size)
 
-    def _unread(self, shard: int, begin: int, end: int, message: Message, file: _File) -> Decoded:
+    def _unread(self, shard: int, begin: int, end: int, message: ArrowMessage, file: _File) -> DecodedGroup:
         """A record batch of which no value is read that can be read by itself."""
         from savable_pipeline.data.stores.unread_batch import UnreadBatch
 
@@ -115,7 +115,7 @@ class ArrowStore(ColumnarStore):
         self._check_size(size)
         for place, length in places:
             unread.fill(place, length)
-        return Decoded([batch], size, unread)
+        return DecodedGroup([batch], size, unread)
 
     def _selected(self, batch: Any) -> Any:
         return batch if self.wanted is None else batch.select(self.wanted)
@@ -164,7 +164,7 @@ class ArrowStore(ColumnarStore):
             raise self.damaged(shard, "the file", error.strerror or str(error)) from error
         return file.view
 
-    def _fetched(self, shard: int, begin: int, end: int, message: Message, schema: Any) -> memoryview:
+    def _fetched(self, shard: int, begin: int, end: int, message: ArrowMessage, schema: Any) -> memoryview:
         """The bytes of a batch of a file behind a URL; of columns that are not wanted zeros.
 
         Where a column lies is seen in a batch that is all zeros: arrays view the buffers that are not compressed.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
 NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
 
 
-class Decoded(NamedTuple):
+class DecodedGroup(NamedTuple):
     """The record batches of a group, their bytes in memory, and what reads the values that are not there."""
 
     batches: list[Any]
@@ -60,7 +60,7 @@ class ColumnarStore(GroupedStore):
     all_used = False  # columns that are not asked for are not read
 
     @abstractmethod
-    def decode(self, shard: int, group: int) -> Decoded:
+    def decode(self, shard: int, group: int) -> DecodedGroup:
         """The rows of a group. Raises `ShardError`."""
 
     @property

@@ -1,4 +1,4 @@
-"""`Table`: reads the fields of a flatbuffer that nothing vouches for."""
+"""`Flatbuffer`: reads the fields of a flatbuffer that nothing vouches for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 
-class Table:
+class Flatbuffer:
     """A table in a flatbuffer. Reading outside of the bytes raises struct.error."""
 
     def __init__(self, data: bytes, place: int) -> None:
@@ -17,7 +17,7 @@ class Table:
         self._length = self._at("<H", self._fields)
 
     @classmethod
-    def root(cls, data: bytes) -> Table:
+    def root(cls, data: bytes) -> Flatbuffer:
         """The table that the buffer begins with."""
         return cls(data, struct.unpack_from("<I", data, 0)[0])
 
@@ -30,10 +30,10 @@ class Table:
         offset = self._offset(field)
         return self._at(kind, self._place + offset) if offset else 0
 
-    def table(self, field: int) -> Table:
+    def table(self, field: int) -> Flatbuffer:
         """A field that is a table."""
         place = self._place + self._offset(field)
-        return Table(self._data, place + self._at("<I", place))
+        return Flatbuffer(self._data, place + self._at("<I", place))
 
     def structs(self, field: int, layout: str) -> list[tuple[Any, ...]]:
         """A field that is a vector of structs of this layout; none where it is left out."""

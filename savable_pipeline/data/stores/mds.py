@@ -2,7 +2,7 @@
 
     size uint32, of each column without a size of its own │ column │ column │ …
 
-(version 2 of the format, from its facts). Columns of pickles are refused: unpickling runs what the data name.
+(version 2 of the format, from its facts). MdsColumns of pickles are refused: unpickling runs what the data name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Index(msgspec.Struct):
     shards: list[_Shard]
 
 
-class Columns(msgspec.Struct, frozen=True):
+class MdsColumns(msgspec.Struct, frozen=True):
     """The `Schema` of an MDS shard."""
 
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ def _alternatives(shard: _Shard) -> tuple[ListedFile, ...]:
     return plain, packed
 
 
-def _columns(shard: _Shard) -> Columns:
+def _columns(shard: _Shard) -> MdsColumns:
     if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or shard.version != 2:
         raise ValueError(f"version {shard.version} of MDS, or damaged: names, encodings and sizes do not fit")
     for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True):
@@ -109,7 +109,7 @@ def _columns(shard: _Shard) -> Columns:
             raise ValueError(f"the column {name!r} holds pickles, and unpickling runs what they name: {INSTEAD}")
         if encoding.partition(":")[0] not in _KNOWN:
             raise ValueError(f"the column {name!r} has the encoding {encoding!r}, which is not read: {INSTEAD}")
-    return Columns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
+    return MdsColumns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
 
 
 def _column(name: str, encoding: str, data: Stretch) -> list[Value | Blob]:
@@ -172,5 +172,5 @@ _MEDIA: dict[str, Callable[[str, Stretch], list[Blob]]] = {
 _KNOWN = {*_VALUES, *_MEDIA, "ndarray"}
 
 
-RECORDS_OF_MDS = RecordKind(listed, Columns)
+RECORDS_OF_MDS = RecordKind(listed, MdsColumns)
 MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), RECORDS_OF_MDS, f"{__name__}:MDS")

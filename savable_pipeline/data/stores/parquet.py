@@ -18,7 +18,7 @@ from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, Decoded
+from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.positioned_file import PositionedFile
 from savable_pipeline.errors import SavableError
@@ -28,7 +28,7 @@ _LARGEST_FOOTER = 1 << 29
 _MOST_ROWS = 1 << 40
 
 
-class FooterError(ValueError):
+class ParquetFooterError(ValueError):
     """The footer of a file is missing, or cannot be true."""
 
 
@@ -37,23 +37,27 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
     try:
         footer = read_footer(file)
         rows, sizes = _groups(footer, file.size)
-    except FooterError as error:
+    except ParquetFooterError as error:
         return PARQUET.unreadable(name, file.size, str(error))
     entry = ShardEntry(name, file.size, sum(rows), xxh3_64_intdigest(footer))
     return ShardTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
 
 
 def read_footer(file: FileBytes) -> bytes:
-    """The bytes of a file's footer. Raises `FooterError`, OSError."""
+    """The bytes of a file's footer. Raises `ParquetFooterError`, OSError."""
     size = file.size
     tail = file.read(max(0, size - 8), 8)
     if tail[4:] == _ENCRYPTED:
-        raise FooterError("an encrypted footer; write the file without encryption")
+        raise ParquetFooterError("an encrypted footer; write the file without encryption")
     if size < 12 or tail[4:] != _MAGIC:
-        raise FooterError("no Parquet footer at its end: the file was cut short, or is no Parquet; copy it again")
+        raise ParquetFooterError(
+            "no Parquet footer at its end: the file was cut short, or is no Parquet; copy it again"
+        )
     length = int.from_bytes(tail[:4], "little")
     if not 0 < length <= min(size - 12, _LARGEST_FOOTER):
-        raise FooterError(f"a footer of {length} bytes in a file of {size}: the end is damaged; copy the file again")
+        raise ParquetFooterError(
+            f"a footer of {length} bytes in a file of {size}: the end is damaged; copy the file again"
+        )
     return file.read(size - 8 - length, length)
 
 
@@ -61,7 +65,7 @@ def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether a file has the footer that it had."""
     try:
         return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
-    except (FooterError, OSError):
+    except (ParquetFooterError, OSError):
         return False
 
 
@@ -86,7 +90,7 @@ def _bytes_of(column: Any) -> tuple[int, int]:
 
 
 def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
-    """Rows and bytes of each row group. Raises `FooterError` where they cannot be right."""
+    """Rows and bytes of each row group. Raises `ParquetFooterError` where they cannot be right."""
     import pyarrow as pa  # here, so that who reads tars need not have it
 
     try:
@@ -96,11 +100,11 @@ def _groups(footer: bytes, size: int) -> tuple[list[int], list[int]]:
         sizes = [group.total_byte_size for group in groups]
         fault = next((fault for group in groups if (fault := _column_fault(group, size))), "")
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise FooterError(f"a damaged footer: {encodable(_first_line(error))}; copy the file again") from error
+        raise ParquetFooterError(f"a damaged footer: {encodable(_first_line(error))}; copy the file again") from error
     if min([*rows, *sizes], default=0) < 0 or sum(rows) != metadata.num_rows or sum(rows) > _MOST_ROWS:
         fault = f"row groups of {sum(rows)} rows, but {metadata.num_rows} in the file"
     if fault:
-        raise FooterError(f"a footer that cannot be right: {fault}; copy the file again")
+        raise ParquetFooterError(f"a footer that cannot be right: {fault}; copy the file again")
     return rows, sizes
 
 
@@ -165,7 +169,7 @@ class ParquetStore(ColumnarStore):
             ends = self._ends[shard] = np.cumsum(self.group_rows(shard), dtype=np.int64).tolist()
         return ends
 
-    def decode(self, shard: int, group: int) -> Decoded:
+    def decode(self, shard: int, group: int) -> DecodedGroup:
         """See `ColumnarStore.decode`. In this thread: pyarrow starts none, so that processes may be forked."""
         import pyarrow as pa
 
@@ -185,7 +189,7 @@ class ParquetStore(ColumnarStore):
             raise
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
-        return Decoded(batches, size)
+        return DecodedGroup(batches, size)
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The columns that are decoded of the row groups with these rows."""

@@ -86,7 +86,7 @@ class RecordKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RecordLayout:
     """The places of a file by their meaning; `offsets` are uint64 (records + 1,), of rows in Arrow begin and end."""
 
     what: int
@@ -208,14 +208,14 @@ def _table(kind: RecordKind, file: FileBytes, said: ListedFile) -> ShardTable:
     return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), places)
 
 
-def layout_of(places: Places, samples: int) -> Layout:
+def layout_of(places: Places, samples: int) -> RecordLayout:
     """What the index says of a file."""
     what, packed, known, length, a_frame = places[:5].tolist()
     begin = 5 + -(-length // 8)
     end = begin + {RECORDS: samples + 1, FRAMES: samples + 1, ROWS: 2, WHOLE: 0}[what]
     schema = places[5:begin].tobytes()[:length]
     frames = places[end:].reshape(-1, 5)
-    return Layout(what, PACKED[packed], known - 1 if known else None, schema, a_frame, places[begin:end], frames)
+    return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, a_frame, places[begin:end], frames)
 
 
 def layout_in(content: Stretch, said: ListedFile, chunked: bool) -> tuple[int, int, Places]:

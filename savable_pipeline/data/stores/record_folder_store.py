@@ -29,9 +29,9 @@ from savable_pipeline.data.stores.record_files import (
     RECORDS,
     ROWS,
     WHOLE,
-    Layout,
     ListedFile,
     RecordKind,
+    RecordLayout,
     Schema,
     layout_in,
     layout_of,
@@ -64,7 +64,7 @@ class RecordFolderStore(GroupedStore):
         super().__init__(found, blocks)
         self.key_column = key
         self._schemas: dict[bytes, Schema] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, RecordLayout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
         self.files.fetch_rows(found.numbers)  # at once
         kinds = {tuple(self.places(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
@@ -198,7 +198,7 @@ class RecordFolderStore(GroupedStore):
         self._found = shard, row, fields, parts
         return fields, parts
 
-    def _frame(self, shard: int, layout: Layout, group: int, expected: int) -> RecordBlock:
+    def _frame(self, shard: int, layout: RecordLayout, group: int, expected: int) -> RecordBlock:
         first, count, begin, size, content = layout.frames[group].tolist()
         start = group * layout.a_frame
         if (first, count) != (start, expected):
@@ -214,14 +214,14 @@ class RecordFolderStore(GroupedStore):
         except DamagedError as error:
             raise RecordError(f"damaged record: {error}") from error
 
-    def _known(self, shard: int) -> Layout:
+    def _known(self, shard: int) -> RecordLayout:
         layout = self._layouts.get(shard)
         if layout is None:
             self.found.check_rows(shard)
             layout = self._layouts[shard] = layout_of(self.places(shard), int(self.entries.samples[shard]))
         return layout
 
-    def _schema(self, layout: Layout) -> Schema:
+    def _schema(self, layout: RecordLayout) -> Schema:
         schema = self._schemas.get(layout.schema)
         if schema is None:
             schema = self._schemas[layout.schema] = msgspec.json.decode(layout.schema, type=self.kind.schema)

@@ -41,7 +41,7 @@ class TokenFileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TokenLayout:
     """The places of a file by their meaning."""
 
     what: int
@@ -62,10 +62,10 @@ class Documents:
     dtype: str
 
 
-def layout_of(places: NDArray[np.uint64]) -> Layout:
+def layout_of(places: NDArray[np.uint64]) -> TokenLayout:
     """What the index says of a file."""
     what, kind, begin, tokens, documents, row = places.tolist()
-    return Layout(what, TYPES[kind], begin, tokens, documents, row)
+    return TokenLayout(what, TYPES[kind], begin, tokens, documents, row)
 
 
 def idx_of(file: FileBytes) -> Path | None:

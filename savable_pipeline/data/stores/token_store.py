@@ -22,8 +22,8 @@ from savable_pipeline.data.stores.token_file import (
     INDEXED,
     TYPES,
     Documents,
-    Layout,
     TokenFileError,
+    TokenLayout,
     digest_of,
     idx_of,
     layout_of,
@@ -108,7 +108,7 @@ class TokenStore(FileStore):
     def _some(self) -> list[tuple[int, ShardEntry]]:
         return [(shard, entry) for shard, entry in enumerate(self.entries) if entry.samples]
 
-    def _layout(self, shard: int, dtype: str | None) -> Layout:
+    def _layout(self, shard: int, dtype: str | None) -> TokenLayout:
         layout = layout_of(self.places(shard))
         if layout.what != FLAT or shard in self.entries.faults:
             return layout
@@ -118,7 +118,7 @@ class TokenStore(FileStore):
             )
         if dtype is None:
             return layout
-        return Layout(FLAT, dtype, 0, self.entries[shard].size // np.dtype(dtype).itemsize, 0, 0)
+        return TokenLayout(FLAT, dtype, 0, self.entries[shard].size // np.dtype(dtype).itemsize, 0, 0)
 
     def _entry(self, shard: int, tolerant: bool) -> ShardEntry:
         """The entry with the samples that the settings make. Raises `ShardError` unless `tolerant`, ValueError."""
