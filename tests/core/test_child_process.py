@@ -31,6 +31,7 @@ def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -
 
 
 def test_a_child_in_a_circle_of_garbage_is_ended_and_its_descriptor_is_closed_once() -> None:
+    gc.collect()  # of tests before
     closed = len(list(Path("/proc/self/fd").iterdir()))
     child = ChildProcess("tests.core.test_child_process:echo")
     process = child.process

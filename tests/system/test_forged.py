@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.index_file import NUMBERS_BYTES, Header, aligned, check_of
+from savable_pipeline.data.shards.index_file import Header, aligned, check_of
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.tar_index import TarIndex
 from tests.conftest import write_tar
@@ -40,7 +40,7 @@ def with_checksum(raw: bytes) -> bytes:
     length, end = int.from_bytes(raw[16:24], "little"), len(raw)
     with contextlib.suppress(ValueError):
         header = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header)
-        end = min(aligned(aligned(24 + length) + NUMBERS_BYTES * header.shards + header.names), len(raw))
+        end = min(aligned(aligned(24 + length) + 8 * header.numbers * header.shards + header.names), len(raw))
     return raw[:8] + xxh3_64_intdigest(raw[16:end]).to_bytes(8, "little") + raw[16:]
 
 
@@ -117,7 +117,9 @@ def test_rows_that_somebody_forged_with_every_checksum_are_noticed_or_read(
         rows.astype(np.asarray(getattr(index, field)).dtype).tobytes(),
     )
     arrays = {name: np.asarray(getattr(index, name)) for name in ("starts", "layout_of", "sizes")}
-    check, forged = (check_of(**{**arrays, field: np.frombuffer(raw, arrays[field].dtype)}) for raw in (old, new))
+    check, forged = (
+        check_of(*{**arrays, field: np.frombuffer(raw, arrays[field].dtype)}.values()) for raw in (old, new)
+    )
     assert before.count(old) == 1 and packed(check) in before
     (tmp_path / INDEX_NAME).write_bytes(with_checksum(before.replace(old, new).replace(packed(check), packed(forged))))
     possible = value == 1 or (value == 7 and field != "layout_of")  # there are two layouts, and 10,240 bytes

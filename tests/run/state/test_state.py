@@ -301,7 +301,7 @@ def test_a_state_of_order_two_goes_on_exactly_as_it_did_when_it_was_written(tmp_
 def test_a_state_of_order_one_is_refused_and_never_continued_in_another_order(tmp_path: Path, name: str) -> None:
     saved = torch.load(ORDERS, weights_only=True)[f"1 {name}"]
     with golden_loader(tmp_path, OTHER_ORDERS[name]) as loader:
-        told = r"order: saved None, here 2 \(this stage .*: go on with the release that saved the state\)"
+        told = r"order: saved None, here 2 \(this stage .*: continue with the release that saved the state\)"
         with pytest.raises(sp.CheckpointMismatchError, match=told):
             loader.load_state_dict(saved["data"])
         with pytest.raises((sp.CheckpointMismatchError, ValueError), match=r"order"):
