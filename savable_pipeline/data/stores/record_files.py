@@ -163,6 +163,8 @@ def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
 def is_as_listed(kind: RecordKind, file: FileBytes, index: ShardIndex, number: int) -> bool:
     """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
     assert isinstance(index, PlaceIndex), index
+    if number in index.shards.faults:  # nothing is known of it, and nothing read
+        return True
     entry = index.shards[number]
     layout = layout_of(index.places(number), entry.samples)
     known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)

@@ -77,7 +77,8 @@ def open_remote(
         elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
             found = _with_missing(found, own.index, tolerant)
         changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
-        if own is not None and _knows(own.index, found, tolerant, ever):
+        stays = tolerant and not anew and not form.whole  # as it was, whatever has become of the files
+        if own is not None and _knows(own.index, found, tolerant, ever, sizes=not stays):
             cached = held(own.folder)
         else:
             making = _Making(form, folder, limit, downloader, tolerant, anew, changed, ever, engine, progress)
@@ -117,7 +118,7 @@ def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> Rem
     return RemoteShards(found.root, [*files], sizes, [stamp for _, stamp in files.values()] if found.stamps else ())
 
 
-def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str]) -> bool:
+def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str], *, sizes: bool = True) -> bool:
     """Whether an index has all the files, at their present sizes, and unless `tolerant` without a fault."""
     if changed and not changed.isdisjoint(found.names):
         return False
@@ -128,7 +129,7 @@ def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[
     if not tolerant and index.shards.faults and not index.shards.faults.keys().isdisjoint(numbers.tolist()):
         return False
     known = index.shards.sizes[numbers]
-    return bool(((found.sizes == known) | (found.sizes == -1)).all())
+    return not sizes or bool(((found.sizes == known) | (found.sizes == -1)).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +171,17 @@ class _Making:
         for stale in self.folder.glob("new-*"):  # of files as they were when a call was stopped
             shutil.rmtree(stale, ignore_errors=True)
         if self.changed:
+            self._forget_changed(cached)
             note_reindexed(self.folder)
         return found, cached
+
+    def _forget_changed(self, cached: ShardCache) -> None:
+        """Drops the bytes of files that were found to be others: those in the cache may be damaged."""
+        for number, name in enumerate(() if self.form.whole else cached.shards.names):
+            if name in self.changed:
+                pin = cached.pin(number)
+                cached.forget(number)
+                cached.pin(number, pin)
 
     def _made(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
         base = before or own
@@ -189,7 +199,10 @@ class _Making:
         with ScannedTables(scans.aside / "index") as scanned:
             self._scan(scans, found, left, scanned)
             write_index(fresh, _in_order(found.names, base, known, scanned), self.form.name)
-        return scans.moved(fresh, self._version(fresh, {number: scans.pin(number) for number in left}), left)
+        version = self._version(fresh, {number: scans.pin(number) for number in left})
+        if base is not None and any(_pinned(version, n) not in ("", _pinned(base.folder, m)) for n, m in known.items()):
+            version = version.with_name(f"{version.name}-{_hash(base.folder.name)}")  # that one has other bytes of them
+        return scans.moved(fresh, version, left)
 
     def _known(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
         """Of the files that are as they were in an index, the numbers in it by those here; their rows are here."""

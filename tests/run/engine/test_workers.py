@@ -326,11 +326,11 @@ def test_the_timeout_does_not_count_the_imports_of_a_worker(make_shards: Any) ->
 
 
 def test_a_worker_that_does_not_start_is_an_error(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_START_S", 0.2)
+    monkeypatch.setattr(pool, "_START_S", 0.001)
     pipeline = partial(number_pipeline, str(make_shards([20])))
     with (
         loader(pipeline, 1, multiprocessing_context="spawn") as own,
-        pytest.raises(sp.WorkerError, match=r"a worker has not started in 0\.2 s"),
+        pytest.raises(sp.WorkerError, match=r"a worker has not started in 0\.001 s"),
     ):
         next(own)
 
