@@ -71,6 +71,7 @@ class CacheSpace:
         self._threads = threading.Lock()  # all threads share the file's lock
         self._known: dict[Path, ShardCache] = {}
         self._full_until = 0.0
+        self._pending = 0  # bytes that threads of this process have reserved, and may not have written yet
         with self._locked():
             if not os.fstat(self._fd).st_size:
                 self._set_in_use(bytes_in_use(cache))
@@ -82,6 +83,7 @@ class CacheSpace:
             if in_use + size > self._limit:
                 in_use = self._evict_to(self._limit - size, needed=True)
             self._set_in_use(in_use + size)
+            self._pending += size
 
     def try_reserve(self, size: int) -> bool:
         """Counts `size` bytes as in use if there is space, or only used samples are in the way; else returns False."""
@@ -93,7 +95,13 @@ class CacheSpace:
                 self._full_until = time.monotonic() + (_PAUSE_S if in_use > limit else 0.0)
             fits = in_use <= limit
             self._set_in_use(in_use + size if fits else in_use)
+            self._pending += size if fits else 0
             return fits
+
+    def written(self, size: int) -> None:
+        """Takes `size` reserved bytes for written, or given up: to be called once for each that were reserved."""
+        with self._threads:
+            self._pending -= size
 
     def release(self, size: int) -> bool:
         """Evicts `size` bytes from a disk that is full; False if nothing could be evicted."""
@@ -120,7 +128,7 @@ class CacheSpace:
 
         `used` holds each file's blocks of 512 bytes. It is updated, since other processes write meanwhile.
         """
-        in_use = 512 * sum(used.values())
+        in_use = 512 * sum(used.values()) + self._pending
         if in_use <= above:
             return in_use
         for path in used:

@@ -95,8 +95,11 @@ class Downloads:
         """Downloads an object of `size` bytes into a file; returns the server's version of it."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._space.reserve(size)
-        with replacing(Path(path)) as file:
-            return self._copy(root, ShardEntry(name, size, 0, 0), file.fileno(), 0, size, "")
+        try:
+            with replacing(Path(path)) as file:
+                return self._copy(root, ShardEntry(name, size, 0, 0), file.fileno(), 0, size, "")
+        finally:
+            self._space.written(size)
 
     def index_rows(self, root: str, folder: str, shards: list[int]) -> None:
         """Fetches the rows of these shards of an index that is here in part."""
@@ -182,15 +185,23 @@ class Downloads:
         for first, end in cached.missing(row, stop):
             start, past = cached.extent(first, end)
             if self._space.try_reserve(past - start):
-                self._download(root, cached, fd, first, end)
+                self._reserved(root, cached, fd, first, end)
             else:
                 cached.used[first:end] = LEFT_OUT
                 alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
         for first, end in alone:
             start, past = cached.extent(first, end)
             self._space.reserve(past - start)
-            self._download(root, cached, fd, first, end)
+            self._reserved(root, cached, fd, first, end)
         cached.sync_if_complete(cached.shard_of(row), fd)
+
+    def _reserved(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
+        """Downloads rows for whose bytes there is space."""
+        start, past = cached.extent(row, stop)
+        try:
+            self._download(root, cached, fd, row, stop)
+        finally:
+            self._space.written(past - start)
 
     def _download(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
         """Downloads rows of one shard into its file `fd`."""

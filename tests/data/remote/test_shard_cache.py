@@ -129,11 +129,23 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     limit = bytes_in_use(tmp_path)
     space = CacheSpace(tmp_path, limit)
     space.reserve(1000)
+    space.written(1000)
     assert here(cached) == [0, 1, 2, 3, 4, 5, 7, 8, 13, 14, 15]
     assert not space.try_reserve(limit // 2)  # 1, 2 and 3 make no room for so much
     assert here(cached) == [0, 4, 5, 7, 8, 13, 14, 15]
     space.reserve(limit // 2)
     assert here(cached) == [0, 4, 5]
+
+
+def test_what_other_threads_have_reserved_and_not_written_yet_takes_its_space(tmp_path: Path) -> None:
+    space = CacheSpace(tmp_path, 8192)
+    space.reserve(4096)
+    space.reserve(4096)
+    assert not space.try_reserve(4096)
+    space.written(4096)
+    space.written(4096)
+    time.sleep(0.3)  # between two evictions
+    assert space.try_reserve(4096)
 
 
 def test_what_no_reader_is_left_to_want_leaves_like_what_was_used(shards: Path, tmp_path: Path) -> None:
