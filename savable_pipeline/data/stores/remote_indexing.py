@@ -27,6 +27,7 @@ from savable_pipeline.data.remote.lookup import (
     changed_shards,
     looked_up,
     newest_version,
+    note_changed,
     note_reindexed,
     point,
     pointed_version,
@@ -76,6 +77,9 @@ def open_remote(
             found = replace(found, sizes=asked(found, downloader, range(len(found.names))).sizes)
         elif all_below and own is not None and not form.kind.listing:  # which names all that there should be
             found = _with_missing(found, own.index, tolerant)
+        if own is not None and not tolerant:
+            for name in _replaced(own, found).difference(changed_shards(folder)[1]):
+                note_changed(folder, name)
         changed, ever = changed_shards(folder) if anew or not tolerant else (set[str](), set[str]())
         stays = tolerant and not anew and not form.whole  # as it was, whatever has become of the files
         if own is not None and _knows(own.index, found, tolerant, ever, sizes=not stays):
@@ -116,6 +120,15 @@ def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> Rem
     files = dict(sorted({**dict.fromkeys(gone, (-1, "")), **dict(here)}.items()))
     sizes = np.array([size for size, _ in files.values()], np.int64)
     return RemoteShards(found.root, [*files], sizes, [stamp for _, stamp in files.values()] if found.stamps else ())
+
+
+def _replaced(own: Version, found: RemoteShards) -> set[str]:
+    """The files of which bytes are here, but of another version than the one that was listed."""
+    if not found.stamps:
+        return set()
+    pins = {own.index.shards.names[int(path.stem)]: path for path in own.folder.glob("*.pin") if path.stem.isdecimal()}
+    listed = zip(found.names, found.stamps, strict=True) if pins else ()
+    return {name for name, stamp in listed if stamp and name in pins and pins[name].read_text() not in stamp}
 
 
 def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str], *, sizes: bool = True) -> bool:
