@@ -14,7 +14,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import DetachedSample, Sample
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample_source import DetachedSample
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.parts.tokenizer import Tokenizer
