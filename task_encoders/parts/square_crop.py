@@ -151,7 +151,7 @@ class SquareCrop:
 
 def _pixels(image: Image.Image) -> torch.Tensor:
     """An RGB image as uint8 (3, height, width)."""
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
+    return torch.from_numpy(np.array(np.asarray(image).transpose(2, 0, 1), order="C"))
 
 
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
