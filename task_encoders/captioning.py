@@ -79,7 +79,7 @@ class CaptioningEncoder(TaskEncoder):
         ```
     """
 
-    absent_settings: ClassVar = {"decode": 'decode="exact"', "crop_draws": "crop_draws=1"}
+    absent_settings: ClassVar = {"decode": 'decode="exact"', "crop_draws": 'decode="exact", crop_draws=1'}
 
     def __init__(
         self,
