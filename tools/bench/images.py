@@ -147,7 +147,7 @@ def scale_of(sample: sp.Sample, size: int, number: int) -> int:
         return boxes[0]
 
     left, _, right, _ = sample.image(at_least=(size, size), box=box).info["box"]
-    return round((boxes[0][2] - boxes[0][0]) / (right - left))
+    return int((boxes[0][2] - boxes[0][0]) / (right - left) + 0.5)
 
 
 EPOCHS, SEEDS, SIDE, TRAINED = 5, 3, 28, 1_437
@@ -195,9 +195,9 @@ def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch
     steps = len(epochs) * (len(labels) // 64 + 1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
     for images in epochs:
-        for rows in torch.randperm(len(labels)).split(64):
+        for rows in torch.randperm(len(labels)).view(-1).tensor_split(steps // len(epochs)):
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+            torch.nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     return model.eval()
