@@ -34,7 +34,7 @@ from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
-from savable_pipeline.data.stores.record_files import INDEX, kind_behind
+from savable_pipeline.data.stores.file_kinds import INDEX, kind_behind
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
 from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
 from savable_pipeline.tools.convert.jsonl import BOM
