@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from runs import Run
 
-_LOOK_S = 0.05
+_LOOK_S = 0.01
+_DRAW_S = 0.1
 
 
 class Bars:
@@ -23,7 +24,7 @@ class Bars:
         self._steps = steps
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),  # all fits on 80 columns
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
             console=console,
@@ -49,13 +50,17 @@ class Bars:
 
     def follow(self, until: Callable[[], bool]) -> None:
         """Read the logs and draw the bars until something is so."""
-        over = False
-        while not over:
-            over = until()
-            self._look()
-            time.sleep(0 if over else _LOOK_S)
+        drawn = 0.0
+        while not until():
+            time.sleep(_LOOK_S)
+            for run in self._runs:
+                run.read()
+            if time.monotonic() > drawn + _DRAW_S:
+                self._draw()
+                drawn = time.monotonic()
+        self._draw()
 
-    def _look(self) -> None:
+    def _draw(self) -> None:
         logs = [run.read() for run in self._runs]
         for task, log in zip(self._progress.task_ids, logs, strict=True):
             same = sum(logs[0].get(step) == entry for step, entry in log.items())
