@@ -195,7 +195,7 @@ def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch
     steps = len(epochs) * (len(labels) // 64 + 1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
     for images in epochs:
-        for rows in torch.randperm(len(labels)).view(-1).tensor_split(steps // len(epochs)):
+        for rows in torch.randperm(len(labels)).split(64):  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
