@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.support.forked_children import ForkedChildren, forked_children
 from tests.support.shards import write_numbered_shards, write_tar
 
 __all__ = ["MakeShards", "write_numbered_shards", "write_tar"]
@@ -43,6 +44,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children() -> Iterator[ForkedChildren]:
+    """Child processes of the package start without an import."""
+    with forked_children() as server:
+        yield server
+
+
+@pytest.fixture
+def own_interpreters(children: ForkedChildren) -> Iterator[None]:
+    """Child processes of the package start as they do elsewhere."""
+    with children.off():
+        yield
 
 
 @pytest.fixture

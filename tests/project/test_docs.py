@@ -161,6 +161,7 @@ def _elsewhere(addresses: list[str]) -> list[str]:
     return [address for address in addresses if re.match(r"\s*(https?:)?//", address)]
 
 
+@pytest.mark.landing
 def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(PAGES) / 2
@@ -175,6 +176,7 @@ def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
         assert not re.search(r"<(script|image|use)\b", picture.read_text()), picture
 
 
+@pytest.mark.landing
 def test_the_scripts_of_the_theme_know_no_address_that_a_page_of_ours_would_load(site: Path) -> None:
     pages = "".join(page.read_text() for page in site.rglob("*.html"))
     for script in site.rglob("*.js"):
@@ -186,6 +188,7 @@ def test_the_scripts_of_the_theme_know_no_address_that_a_page_of_ours_would_load
             assert needed is None or f'class="{needed}' not in pages, f"{needed} makes a page load {address}"
 
 
+@pytest.mark.landing
 def test_every_page_is_found_from_the_contents(site: Path) -> None:
     contents = (ROOT / "mkdocs.yml").read_text()
     assert not [name_of(page) for page in PAGES if str(page.relative_to(ROOT / "docs")) not in contents]
