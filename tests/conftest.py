@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ __all__ = ["MakeShards", "write_numbered_shards", "write_tar"]
 
 # Whoever starts the tests in the background may have Ctrl-C ignored; then so have the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Before torch is imported, here and in what tests start: a test has one core, whatever the machine has.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A machine may be busy with other things: no example is too slow.
 settings.register_profile("untimed", deadline=None)

@@ -43,6 +43,11 @@ NOT_RUN = {
 }
 # Pages that begin in an empty folder and need nothing that they do not make.
 FROM_NOTHING = {"docs/first-day.md"}
+RUN = [
+    pytest.param(page, marks=pytest.mark.landing if name_of(page) in FROM_NOTHING else ())
+    for page in PAGES
+    if any(block.runs for block in blocks_of(page))
+]
 LANGUAGES = {"python", "console", "text", "sh", "yaml", "json"}
 
 # Addresses in the theme's scripts that are loaded only for what no page has.
@@ -71,7 +76,7 @@ def folder_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks_of(page))], ids=name_of)
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 @pytest.mark.usefixtures("folder_of_a_page")
 def test_the_blocks_of_a_page_run_one_after_the_other(page: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.runs]
