@@ -38,6 +38,11 @@ class Validity:
         bits = array.buffers()[0]
         self._first, self._bits = array.offset, None if bits is None else memoryview(bits)
 
+    @property
+    def has_nulls(self) -> bool:
+        """Whether a row may be null."""
+        return self._bits is not None
+
     def of(self, row: int) -> bool:
         """Whether a row is not null. Raises `BrokenColumnError`."""
         if self._bits is None:
@@ -85,6 +90,7 @@ class BytesColumn:
         kind = OFFSETS[str(array.type)]
         self._first = array.offset
         self.validity = Validity(array)
+        self._has_nulls = self.validity.has_nulls
         self._offsets = memoryview(b"" if offsets is None else offsets).cast("B")
         usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
         self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
@@ -94,7 +100,7 @@ class BytesColumn:
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
-        if not self.validity.of(row):
+        if self._has_nulls and not self.validity.of(row):
             return None
         row += self._first
         try:
@@ -113,13 +119,14 @@ class NumberColumn:
         _, data = array.buffers()
         kind = NUMBERS[str(array.type)]
         self._first, self._validity = array.offset, Validity(array)
+        self._has_nulls = self._validity.has_nulls
         usable = memoryview(b"" if data is None else data).cast("B")
         size = calcsize(kind)
         self._values = usable[: len(usable) // size * size].cast(kind)  # type: ignore[call-overload]
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON; None for null. Raises `BrokenColumnError`."""
-        if not self._validity.of(row):
+        if self._has_nulls and not self._validity.of(row):
             return None
         row += self._first
         try:

@@ -76,7 +76,8 @@ class ArrowRows:
         if self._refuses:
             self._refuse(row)
         if extension in self._names:
-            found = self.value(row, extension)
+            one = row < self._firsts[1]  # as in `value`, without a call
+            found: bytes | None = self._batches[0][extension].value(row) if one else self.value(row, extension)
             if found is not None:
                 return found
         parts = dict(self.parts(row))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import DetachedSample, Sample
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample_source import DetachedSample
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.tokenizer import BYTES, Tokenizer, as_tokenizer
