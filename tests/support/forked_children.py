@@ -67,7 +67,7 @@ class ForkedChildren:
     def __init__(self) -> None:
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._server: child_process.ChildProcess | None = None
-        self._on = True
+        self._on = sys.platform == "linux"
 
     def _begin(self) -> socket.socket:
         with self.off():
@@ -92,9 +92,9 @@ class ForkedChildren:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Within it, children are interpreters of their own."""
-        self._on = False
+        before, self._on = self._on, False
         yield
-        self._on = True
+        self._on = before
 
 
 @contextmanager
