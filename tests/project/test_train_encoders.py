@@ -48,6 +48,7 @@ def write_sources(folder: Path) -> None:
         (folder / f"{name}.py").write_text(text)
 
 
+@pytest.mark.landing
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "chat"])
 def test_a_model_learns_from_what_its_encoder_makes(name: str, prepared: Any, tmp_path: Path) -> None:
