@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ class BucketSizes:
     def __init__(
         self,
         bounds: Sequence[int],
-        size: BatchSize | Mapping[Group, BatchSize] | None,
+        size: BatchSize | Mapping[Group, BatchSize] | Callable[[Group], int] | None,
         max_tokens: int | None,
         *,
         grouped: bool,
@@ -30,15 +30,18 @@ class BucketSizes:
             raise ValueError(f"BucketBatcher: bounds must be lengths in ascending order, not {bounds}")
         if (size is None) == (max_tokens is None):
             raise ValueError("BucketBatcher: give either size or max_tokens")
-        if isinstance(size, Mapping) and not grouped:
+        if (isinstance(size, Mapping) or callable(size)) and not grouped:
             raise ValueError("BucketBatcher: a size for each group needs group=, which says what an item's group is")
         self.buckets = len(self.bounds) or 1
         self._groups: dict[Group, list[int]] = {}
         self._every: list[int] = []
+        self._of_group: Callable[[Group], int] | None = None
         if max_tokens is not None:
             self._every = self._by_tokens(max_tokens)
         elif isinstance(size, Mapping):
             self._groups = {plain_group(group): self._sizes(each) for group, each in size.items()}
+        elif callable(size):
+            self._of_group = size
         elif size is not None:
             self._every = self._sizes(size)
 
@@ -59,6 +62,8 @@ class BucketSizes:
 
     def of(self, group: Group, bucket: int) -> int:
         """The number of items of a batch. Raises ValueError for a group that has no size."""
+        if self._of_group is not None:
+            return self._sizes(self._of_group(group))[bucket]
         if not self._groups:
             return self._every[bucket]
         if group not in self._groups:
