@@ -1,0 +1,224 @@
+"""`ItemPacker`: the stage that lets a function of the user's look at items, and choose which share a pack.
+
+    held      a  b  c  d  e      a round of `size` items
+    select    [[d, a], [e, b]]   c is left out, and counted
+    pending   r3 r0 │ r4 r1      refs of packs not given yet, and their items as far as memory allows
+
+A resumed run does not ask again about packs already chosen: asked about the items that are left, of which one may be
+lost since, a function could give others twice or never. Nor does a pack that is held downstream need more than the refs
+of its items. The price: what the function wrote into an item would be lost, so that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import msgspec
+
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.data.dataset.sample import skip_counters
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.encoder_calls import EncoderCalls
+from savable_pipeline.stages.held_items import HeldItems, known_refs, left_of
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.packing.item_selection import Select, select_places
+from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
+from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+
+_NOTHING = Skip("a pack of nothing")
+
+
+class _ItemPackerState(msgspec.Struct):
+    held: list[Any]
+    groups: list[list[Any]]
+    rounds: SavedCount
+    count: SavedCount
+    source: dict[str, Any]
+
+
+class ItemPacker(ItemStage):
+    """Yields packs: `encoder.pack(items, rng)` of the groups that a function of yours chose from `size` items.
+
+    When the packs of one round are given, the next `size` items are taken; at a finite source's end, fewer.
+
+    Args:
+        source: A stage of items.
+        size: Items of a round, all in memory while `select` looks at them.
+        select: `select(items, rng)` returns the packs in their order, as lists of these very objects. Items in none
+            are counted as skipped, "not selected". It may draw, as the encoder may, and sort its list, but not change
+            an item. A state keeps its name, and `settings()` of an object.
+        encoder: Packs. None: the one upstream.
+        max_held_bytes: Most bytes of items of packs not given yet, in a process; others are made again.
+
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: `select` or the encoder raised, `select` returned other objects or changed one, or very many
+            items in a row came into no pack.
+
+    Example:
+        >>> class Captions(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.text()
+        ...     def pack(self, items, rng):
+        ...         return "|".join(items)
+        >>> def last_two(items, rng):
+        ...     return [sorted(items)[-2:]]
+        >>> texts = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
+        >>> packs = sp.ItemPacker(texts, size=4, select=last_two)
+        >>> next(packs), packs.counts["skipped/not selected"]
+        ('picture 2|picture 3', 2)
+    """
+
+    source: ItemStage
+    ref: ItemRef = ()
+    """The last pack's number in the lane, then the refs of its items."""
+    sizes: tuple[Size, ...] | None = None
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER)}
+
+    def __init__(
+        self,
+        source: ItemStage,
+        *,
+        size: int,
+        select: Select,
+        encoder: TaskEncoder | None = None,
+        max_held_bytes: int = 1 << 30,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"ItemPacker: size must be at least 1, not {size}")
+        check_function("ItemPacker", "select", select)
+        self._check_source(source, ItemStage)
+        super().__init__(source)
+        self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
+        self.size, self.select, self.max_held_bytes = size, select, max_held_bytes
+        self._held = HeldItems(self)  # of the round that is being taken
+        self._pending = HeldItems(self, max_bytes=max_held_bytes)  # of the packs of the last round, in turn
+        self._groups: list[int] = []  # how many of them are in each pack
+        self._rounds = 0
+        self._count = 0  # packs given, or skipped
+        self._row_without_pack = 0  # items since the last pack
+
+    def describe(self) -> StageInfo:
+        """The source's, one deeper, with the encoder whose `pack` is used."""
+        return replace(super().describe(), encoder=self._calls.encoder)
+
+    def ref_alone(self, ref: ItemRef) -> ItemRef:
+        """The ref of a first pack that holds this item alone."""
+        return (0, ref)
+
+    @property
+    def held_items(self) -> int:
+        """Made items in pending packs, and of a round that an error cut short."""
+        return self._pending.made + self._held.made
+
+    def __next__(self) -> Any:
+        while self._groups or self._choose():
+            packed = self._give() if self._groups else _NOTHING
+            if type(packed) is not Skip:
+                return packed
+            if self._row_without_pack >= max_empty_samples(self.info.population):
+                raise EncodeError(
+                    f"ItemPacker(size={self.size}) of {self.lane}: {self._row_without_pack} items in a row came into "
+                    "no pack: select leaves them out, or the encoder skips their packs; this data will never give one"
+                )
+        raise StopIteration
+
+    def _choose(self) -> bool:
+        """Take the items of a round and choose its packs; False at the end. After an error they are still held."""
+        self._held.fill(self.size)
+        if not self._held:
+            return False
+        items, refs = self._held.ready(len(self._held)), self._held.refs()
+        self._held.drop(len(refs))
+        self._held.hold_refs(refs)  # unmade: the function sees no item twice, also after an error
+        groups = self._calls.selected(partial(select_places, self.select), items, self._rounds, self.info)
+        self._held.drop(len(refs))
+        self._rounds += 1
+        self._groups = list(map(len, groups))
+        chosen = [place for group in groups for place in group]
+        self._pending.add([items[place] for place in chosen], [refs[place] for place in chosen])
+        for place in set(range(len(refs))).difference(chosen):
+            self._count_skip("not selected", refs[place])
+        self._row_without_pack += len(refs) - len(chosen)
+        return True
+
+    def _give(self) -> Any:
+        """The next pending pack, made; a `Skip` if nothing is left of it or the encoder skips it."""
+        waiting = self._groups[0]
+        packed, refs, sizes = self._pack([self._pending.look(at) for at in range(waiting)], self._count)
+        self._pending.drop(waiting)
+        del self._groups[0]
+        self._count += bool(refs)
+        if type(packed) is Skip:
+            self._row_without_pack += len(refs)
+            return packed
+        self._row_without_pack = 0
+        self.ref, self.sizes = (self._count - 1, *refs), sizes
+        self.counts["packs"] += 1
+        self.counts["items"] += len(refs)
+        self.counts["tokens"] += sum(length for length, _ in sizes or ())
+        return packed
+
+    def _pack(self, made: list[tuple[Any, ItemRef]], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
+        """Pack `number` of what is left of these items, with their refs and sizes; a `Skip` is counted."""
+        items = [item for item, _ in made if type(item) is not Skip]
+        refs = [ref for item, ref in made if type(item) is not Skip]
+        sizes = self._calls.sizes(items)
+        packed = self._calls.combined(items, number, self.info) if refs else _NOTHING
+        if refs and type(packed) is Skip:  # without refs, each item was counted where it was found to be lost
+            self._count_skip(packed.reason, refs[0])
+        return packed, refs, sizes
+
+    def _count_skip(self, reason: str, ref: ItemRef) -> None:
+        self.counts.update(skip_counters(reason, next(sample_indices(ref))))
+
+    def fetch(self, ref: ItemRef) -> Any:
+        """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
+        return self.fetch_left(ref)[0]
+
+    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """What `fetch(ref)` makes, and the ref without those items; () if none is left."""
+        number, *parts = as_ref(ref)
+        if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
+            raise CheckpointMismatchError(f"ItemPacker: {ref} is not the ref of a pack")
+        pack, refs, _ = self._pack([left_of(self.source, part) for part in parts], number)
+        return pack, (number, *refs) if refs else ()
+
+    def save_state(self) -> State:
+        """`groups`: for each pending pack the refs of its items; `rounds` and `count`: rounds chosen, packs given.
+
+        `held`: the refs of the items of a round that an error cut short.
+        """
+        refs = iter(self._pending.refs())
+        return {
+            "held": self._held.refs(),
+            "groups": [[next(refs) for _ in range(items)] for items in self._groups],
+            "rounds": self._rounds,
+            "count": self._count,
+            "source": self.source.save_state(),
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; items of pending packs are made again when they are given."""
+        saved = parse_state(self, state, _ItemPackerState)
+        self.source.restore_state(saved.source)
+        self._rounds, self._count = saved.rounds, saved.count
+        self._held.restore(saved.held)
+        self._pending.restore([])
+        self._groups = []
+        for group in saved.groups:
+            if left := known_refs(self, list(map(as_ref, group))):
+                self._pending.hold_refs(left)
+                self._groups.append(len(left))
+
+    def settings(self) -> dict[str, Any]:
+        """`size`, the function, and the encoder only if it is not the one upstream."""
+        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
+        return {"size": self.size, **function_settings("select", self.select), "order": 1, **own}
