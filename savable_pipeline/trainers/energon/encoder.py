@@ -75,12 +75,20 @@ class FromEnergon(TaskEncoder):
         self._first = next((name for name in ("preencode_sample", "encode_sample") if name in written), None)
         self._encodes_batches = "encode_batch" in written
         self._posts = "postencode_sample" in written
-        self._groups = "batch_group_criterion" in written
+        self.groups = "batch_group_criterion" in written
         if any(leaf.is_crude for leaf in datasets.leaves.values()) and not task_encoder.cookers:
             raise TypeError(f"{type(task_encoder).__name__} has no cookers, which a crude dataset needs")
 
     def __reduce__(self) -> Any:
         return _made, (self.task_encoder, self.sources, self.packing, self.batching)
+
+    def reading(self, sources: Sources) -> FromEnergon:
+        """Return the same encoder, of other sources.
+
+        Args:
+            sources: The datasets.
+        """
+        return _made(self.task_encoder, sources, self.packing, self.batching)
 
     def samples(self, lane: Any) -> Any:
         """Return the first stage of a pipeline: the samples of the datasets.
@@ -123,7 +131,7 @@ class FromEnergon(TaskEncoder):
 
     def _finished(self, item: Any, rng: Rng) -> Any:
         """An item of no pack, post-encoded; a `Skip` if the encoder leaves it out of every batch."""
-        if self.packing or not (self._posts or self._groups):
+        if self.packing or not (self._posts or self.groups):
             return item
         try:
             with self._active.at(rng.key):
@@ -135,7 +143,7 @@ class FromEnergon(TaskEncoder):
 
     def _grouped(self, item: Any) -> Any:
         """The item, once it is known to have a group: the encoder may raise SkipSample there."""
-        if self._groups:
+        if self.groups:
             self.task_encoder.batch_group_criterion(item)
         return item
 

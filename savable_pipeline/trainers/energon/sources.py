@@ -86,17 +86,17 @@ class Leaf:
     """One dataset, as Energon has loaded its settings."""
 
     def __init__(self, loaded: Any, mode: Any, sources: Sources) -> None:
-        self._factory = loaded.dataset
+        self.factory = loaded.dataset
         self._weight, self._repetitions, self._mode = loaded.weight, loaded.repetitions, mode
         self._sources = sources
         self._aux = loaded.aux or {}
         self._unpickles = sources.trust or sources.decoder is None
-        self.is_crude = self._factory.__sample_type__ is CrudeSample
-        self.subflavors: dict[str, Any] = getattr(self._factory, "subflavors", None) or {}
-        self._joined = isinstance(self._factory, JoinedWebdatasetFactory)
-        inner = self._factory.inner_datasets if self._joined else [self._factory]
+        self.is_crude = self.factory.__sample_type__ is CrudeSample
+        self.subflavors: dict[str, Any] = getattr(self.factory, "subflavors", None) or {}
+        self._joined = isinstance(self.factory, JoinedWebdatasetFactory)
+        inner = self.factory.inner_datasets if self._joined else [self.factory]
         self._files = [DatasetFiles(each, unpickles=self._unpickles) for each in inner]
-        if self._factory.subset is not None:
+        if self.factory.subset is not None:
             raise ValueError(
                 f"{self._files[0].root}: `subset` is a range of consecutive samples, which are dealt to lanes here: "
                 "make a split of the shards instead"
@@ -131,9 +131,9 @@ class Leaf:
         raw = first.raw(sample)
         if self._joined:
             parts = [raw, *(self._joined_part(sample, number, files) for number, files in enumerate(others, 1))]
-            return self._factory.load_sample(RawSampleData(__restore_key__=raw["__restore_key__"], data=tuple(parts)))
+            return self.factory.load_sample(RawSampleData(__restore_key__=raw["__restore_key__"], data=tuple(parts)))
         if first.is_tar:
-            return self._factory.load_sample(raw)
+            return self.factory.load_sample(raw)
         return CrudeSample({**raw, "__subflavors__": self.subflavors, "json": json.loads(raw["json"])})
 
     def _joined_part(self, sample: Sample, number: int, files: DatasetFiles) -> dict[str, Any] | None:

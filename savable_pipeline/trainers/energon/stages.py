@@ -47,7 +47,6 @@ class EnergonPipeline:
     packing_buffer_size: int | None
     shuffle_buffer_size: int | None
     handler: Any  # of errors, as in WorkerConfig; None: skip and count
-    groups: bool
 
     def __call__(self, lane: Lane) -> BatchStage:
         samples = self.encoder.samples(lane)
@@ -61,7 +60,7 @@ class EnergonPipeline:
         return WithoutSkipped(self._batches(items))
 
     def _batches(self, items: ItemStage) -> BatchStage:
-        if not self.groups:
+        if not self.encoder.groups:
             return Batcher(items, size=self.batch_size or 1, drop_last=self.drop_last)
         size = size_in_group if self.batch_size is None else self.batch_size
         return BucketBatcher(items, group="group", size=size, drop_last=self.drop_last)
