@@ -12,7 +12,7 @@ from megatron.energon.flavors.webdataset.config import split_name_re
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.random_access import Samples, open_dataset
-from savable_pipeline.data.dataset.sample import Sample, untagged
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader
 from savable_pipeline.trainers.energon.trust import check_not_pickled
@@ -47,12 +47,12 @@ class DatasetFiles:
 
     def raw(self, sample: Sample, *, head: str = "") -> dict[str, Any]:
         """The parts that Energon would read; those whose names begin with `head`, without it."""
-        keep, key = self._factory.part_filter, sample.key if self.is_tar else str(sample.offset)
+        source, epoch, index, _ = sample.ref
+        keep, key = self._factory.part_filter, sample.key if self.is_tar else str(index)
         names = [name[len(head) :] for name in sample if name.startswith(head)] if self.is_tar else ["json"]
         names = [name for name in names if keep is None or keep(name)]
         if not self._unpickles:
             check_not_pickled(names, key)
-        source, epoch, index, _ = sample.ref
         info = SourceInfo(
             dataset_path=self._factory.path,
             index=index,

@@ -66,6 +66,7 @@ class EnergonLoader(SavableLoader):
             world_size=config.world_size,
             group=config.data_parallel_group,
             prefetch=prefetch,
+            pin_memory=True,
             on_iter="restart" if dataset.restarts else "continue",
         )
         self.worker_config = config

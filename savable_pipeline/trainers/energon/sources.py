@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +19,12 @@ from megatron.energon import CrudeSample, JoinedWebdatasetFactory, WorkerConfig,
 from megatron.energon.cache import DecodeFileStore
 from megatron.energon.cache.file_store import WebdatasetFileStore
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
+from megatron.energon.metadataset.join_dataset_loader import JoinDatasetLoader
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.errors import ShardError
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.stage import SampleStage
@@ -60,12 +63,13 @@ class Sources:
         files = {name: settings.pop(name) for name in ("dataset_config", "split_config") if name in settings}
         config = WorkerConfig(rank=0, world_size=1, num_workers=0)
         with nullcontext() if self.trust else only_energons_classes():
-            found = load_dataset(self.path, **files).get_datasets(
-                worker_config=config, decoder=self.decoder, **settings
-            )
+            loader = load_dataset(self.path, **files)
+            found = loader.get_datasets(worker_config=config, decoder=self.decoder, **settings)
         leaves: dict[str, Leaf] = {}
+        joins = _joins(loader, settings["split_part"])
         for each in found.datasets:
-            leaf = Leaf(each, found.blend_mode, self)
+            joined = next(joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
+            leaf = Leaf(each, found.blend_mode, self, joined)
             leaves[_unused(leaf.name, leaves)] = leaf
         return leaves
 
@@ -83,9 +87,13 @@ class Sources:
 
 
 class Leaf:
-    """One dataset, as Energon has loaded its settings."""
+    """One dataset, as Energon has loaded its settings; `nonmatch`: of each dataset that is joined, the first included.
 
-    def __init__(self, loaded: Any, mode: Any, sources: Sources) -> None:
+    Attributes:
+        factory: Energon's dataset.
+    """
+
+    def __init__(self, loaded: Any, mode: Any, sources: Sources, nonmatch: list[str]) -> None:
         self.factory = loaded.dataset
         self._weight, self._repetitions, self._mode = loaded.weight, loaded.repetitions, mode
         self._sources = sources
@@ -93,8 +101,8 @@ class Leaf:
         self._unpickles = sources.trust or sources.decoder is None
         self.is_crude = self.factory.__sample_type__ is CrudeSample
         self.subflavors: dict[str, Any] = getattr(self.factory, "subflavors", None) or {}
-        self._joined = isinstance(self.factory, JoinedWebdatasetFactory)
-        inner = self.factory.inner_datasets if self._joined else [self.factory]
+        self._nonmatch = nonmatch
+        inner = self.factory.inner_datasets if nonmatch else [self.factory]
         self._files = [DatasetFiles(each, unpickles=self._unpickles) for each in inner]
         if self.factory.subset is not None:
             raise ValueError(
@@ -114,7 +122,8 @@ class Leaf:
             lane, epochs=epochs, shuffle=own.shuffle, block_size=own.block_size
         )
         for number, files in enumerate(self._files[1:], 1):
-            stage = Join(stage, {_join(number): files.paths}, missing="empty")
+            skips = self._nonmatch[number] == "skip"
+            stage = Join(stage, {_join(number): files.paths}, missing="skip" if skips else "empty")
         return stage
 
     def weight(self, stage: SampleStage) -> int | float:
@@ -129,16 +138,20 @@ class Leaf:
         if first.leaves_out(sample):
             return Skip("excluded")
         raw = first.raw(sample)
-        if self._joined:
+        if self._nonmatch:
             parts = [raw, *(self._joined_part(sample, number, files) for number, files in enumerate(others, 1))]
             return self.factory.load_sample(RawSampleData(__restore_key__=raw["__restore_key__"], data=tuple(parts)))
         if first.is_tar:
             return self.factory.load_sample(raw)
-        return CrudeSample({**raw, "__subflavors__": self.subflavors, "json": json.loads(raw["json"])})
+        return CrudeSample({**raw, "__subflavors__": self.factory.subflavors, "json": json.loads(raw["json"])})
 
     def _joined_part(self, sample: Sample, number: int, files: DatasetFiles) -> dict[str, Any] | None:
         head = f"{_join(number)}."
-        return files.raw(sample, head=head) if any(name.startswith(head) for name in sample) else None
+        if any(name.startswith(head) for name in sample):
+            return files.raw(sample, head=head)
+        if self._nonmatch[number] == "error":
+            raise ShardError(f"{files.root} has no sample with the key {sample.key!r}, and `nonmatch` is error")
+        return None
 
     def cook(self, raw: Any, encoder: Any) -> Any:
         """What the first cooker that matches the subflavors makes of a crude sample."""
@@ -166,6 +179,21 @@ class Leaf:
     def _decoded(self, store: Any) -> Any:
         decoder = self._sources.decoder
         return store if decoder is None else DecodeFileStore(store, decoder=decoder)
+
+
+def _joins(node: Any, split: str) -> Iterator[list[str]]:
+    """The `nonmatch` of each dataset of every join in a metadataset, in Energon's order."""
+    if isinstance(node, JoinDatasetLoader):
+        datasets = node.datasets.values() if isinstance(node.datasets, dict) else node.datasets
+        yield [each.nonmatch for each in datasets]
+    elif isinstance(getattr(node, "splits", None), dict):
+        yield from _joins(node.splits[split], split)
+    elif isinstance(node, list):
+        for each in node:
+            yield from _joins(each, split)
+    elif is_dataclass(node) and not isinstance(node, type):
+        for own in fields(node):
+            yield from _joins(getattr(node, own.name), getattr(node, "split_part", None) or split)
 
 
 def _join(number: int) -> str:

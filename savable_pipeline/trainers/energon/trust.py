@@ -12,7 +12,7 @@ from megatron.energon.typed_converter import JsonParser
 
 from savable_pipeline.errors import EncodeError
 
-_RESOLVE, _LOAD = "_resolve_object", "_load_module"
+_RESOLVE, _LOAD = "_resolve_object", "get_function"
 _PICKLED = {"pkl", "pickle", "pyd", "pth", "pt"}  # the last word of a part that their decoder unpickles
 _CURE = "that is code, which runs here: if you trust who made the dataset, give trust=True"
 _lock = threading.Lock()
@@ -31,8 +31,8 @@ def only_energons_classes() -> Iterator[None]:
             raise TypeError(f"the dataset names {module_name}.{object_name}: {_CURE}")
         return found
 
-    def load_none(_: Any, path: Any) -> None:
-        raise TypeError(f"the dataset names functions in {path}: {_CURE}")
+    def load_none(_: Any, function: str, *rest: Any, **__: Any) -> None:
+        raise TypeError(f"the dataset names the function {function}: {_CURE}")
 
     with _lock:
         setattr(JsonParser, _RESOLVE, resolve_theirs)
