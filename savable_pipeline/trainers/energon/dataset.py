@@ -46,7 +46,7 @@ class EnergonDataset:
         pipeline: Builds the stages of a lane: also for an `sp.SavableLoader` of your own.
         worker_config: Energon's.
         seed: The seed of the run.
-        lanes: The lanes of the run. None: 96, or, for one pass, as many as there are ranks.
+        lanes: The lanes of the run. None: 96, or for one pass as many as there are ranks.
         length: Batches of each rank in a (virtual) epoch. None: as many as there are, or without end.
         restarts: Whether each iterator begins at the start.
     """
@@ -197,7 +197,9 @@ def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> Ener
     """
     encoder = dataset.pipeline.encoder
     endless = encoder.reading(replace(encoder.sources, repeat=True))
-    return replace(dataset, pipeline=replace(dataset.pipeline, encoder=endless))
+    config = dataset.worker_config
+    lanes = dataset.lanes or config.world_size * max(1, config.num_workers)
+    return replace(dataset, pipeline=replace(dataset.pipeline, encoder=endless), lanes=lanes)
 
 
 def LimitDataset(  # noqa: N802

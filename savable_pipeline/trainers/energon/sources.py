@@ -45,7 +45,7 @@ class Sources:
     shuffle: bool = True
     block_size: int | None = None
     only: str | None = None  # the one of its datasets to read
-    _loaded: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    _loaded: dict[str, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         own = (self.path, self.settings, self.decoder, self.trust, self.repeat, self.shuffle, self.block_size)

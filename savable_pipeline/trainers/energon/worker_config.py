@@ -6,16 +6,18 @@ from typing import Any, NoReturn
 
 from megatron.energon import NoCachePool, WorkerConfig
 
+from savable_pipeline.errors import EncodeError
+
 __all__ = ["Active", "WorkerConfig"]
 
 _INDEX_BITS = 31  # of `current_sample_index`, so that it seeds any generator
 
 
 class _NoBatchIndex:
-    """The batch index where none is known yet: any use of it raises TypeError."""
+    """The batch index where none is known yet: any use of it raises EncodeError."""
 
     def __mul__(self, _: Any) -> NoReturn:
-        raise TypeError(
+        raise EncodeError(
             "current_batch_index is not known before the items of a batch are chosen: use it in `batch` or "
             "`encode_batch`, or current_sample_index, which is keyed by the sample"
         )
