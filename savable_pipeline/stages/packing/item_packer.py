@@ -1,7 +1,7 @@
 """`ItemPacker`: the stage that lets a function of the user's look at items, and choose which share a pack.
 
     held      a  b  c  d  e      a round of `size` items
-    select    [[d, a], [e, b]]   c is left out, and counted
+    select    [[d, a], [e, b]]   c is left out
     pending   r3 r0 │ r4 r1      refs of packs not given yet, and their items as far as memory allows
 
 A resumed run does not ask again about packs already chosen: asked about the items that are left, of which one may be
@@ -20,19 +20,16 @@ import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.sample import skip_counters
-from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs, left_of
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.item_selection import Select, select_places
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
-from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
-
-_NOTHING = Skip("a pack of nothing")
 
 
 class _ItemPackerState(msgspec.Struct):
@@ -59,8 +56,7 @@ class ItemPacker(ItemStage):
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: `select` or the encoder raised, `select` returned other objects or changed one, or very many
-            items in a row came into no pack.
+        EncodeError: `select` or the encoder raised, or `select` returned other objects or changed one.
 
     Example:
         >>> class Captions(sp.TaskEncoder):
@@ -98,12 +94,10 @@ class ItemPacker(ItemStage):
         super().__init__(source)
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
         self.size, self.select, self.max_held_bytes = size, select, max_held_bytes
-        self._held = HeldItems(self)  # of the round that is being taken
-        self._pending = HeldItems(self, max_bytes=max_held_bytes)  # of the packs of the last round, in turn
-        self._groups: list[int] = []  # how many of them are in each pack
+        self._held = HeldItems(self, max_bytes=max_held_bytes)  # of pending packs, or of a round before they are chosen
+        self._groups: list[int] = []  # how many of them are in each pending pack
         self._rounds = 0
         self._count = 0  # packs given, or skipped
-        self._row_without_pack = 0  # items since the last pack
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `pack` is used."""
@@ -115,69 +109,57 @@ class ItemPacker(ItemStage):
 
     @property
     def held_items(self) -> int:
-        """Made items in pending packs, and of a round that an error cut short."""
-        return self._pending.made + self._held.made
+        """Made items in pending packs."""
+        return self._held.made
 
     def __next__(self) -> Any:
         while self._groups or self._choose():
-            packed = self._give() if self._groups else _NOTHING
+            packed, refs, sizes = self._pack([self._held.look(at) for at in range(self._groups[0])], self._count)
+            self._held.drop(self._groups.pop(0))
+            self._count += bool(refs)
             if type(packed) is not Skip:
+                self.ref, self.sizes = (self._count - 1, *refs), sizes
+                self.counts.update(packs=1, items=len(refs), tokens=sum(length for length, _ in sizes or ()))
                 return packed
-            if self._row_without_pack >= max_empty_samples(self.info.population):
-                raise EncodeError(
-                    f"ItemPacker(size={self.size}) of {self.lane}: {self._row_without_pack} items in a row came into "
-                    "no pack: select leaves them out, or the encoder skips their packs; this data will never give one"
-                )
         raise StopIteration
 
     def _choose(self) -> bool:
-        """Take the items of a round and choose its packs; False at the end. After an error they are still held."""
-        self._held.fill(self.size)
-        if not self._held:
-            return False
-        items, refs = self._held.ready(len(self._held)), self._held.refs()
-        self._held.drop(len(refs))
-        self._held.hold_refs(refs)  # unmade: the function sees no item twice, also after an error
-        groups = self._calls.selected(partial(select_places, self.select), items, self._rounds, self.info)
-        self._held.drop(len(refs))
-        self._rounds += 1
-        self._groups = list(map(len, groups))
-        chosen = [place for group in groups for place in group]
-        self._pending.add([items[place] for place in chosen], [refs[place] for place in chosen])
-        for place in set(range(len(refs))).difference(chosen):
-            self._count_skip("not selected", refs[place])
-        self._row_without_pack += len(refs) - len(chosen)
+        """Take rounds of items until one has packs; False at the end.
+
+        After an error the items are still held, to be made again: the function is shown no object twice.
+        """
+        while not self._groups:
+            made = [self._held.look(at) for at in range(len(self._held))]
+            while len(self._held) < self.size:
+                more, refs = self.source.take(self.size - len(self._held))
+                if not more:
+                    break
+                made += zip(more, refs, strict=True)
+                self._held.hold_refs(refs)
+            if not self._held:
+                return False
+            items, refs = _left(made)
+            select = partial(select_places, self.select)
+            groups = self._calls.selected(select, items, self._rounds, self.info) if items else []
+            self._rounds += 1
+            self._groups = list(map(len, groups))
+            chosen = [place for group in groups for place in group]
+            self._held.drop(len(self._held))
+            self._held.add([items[place] for place in chosen], [refs[place] for place in chosen])
+            for place in set(range(len(refs))).difference(chosen):
+                self.counts.update(skip_counters("not selected", next(sample_indices(refs[place]))))
         return True
 
-    def _give(self) -> Any:
-        """The next pending pack, made; a `Skip` if nothing is left of it or the encoder skips it."""
-        waiting = self._groups[0]
-        packed, refs, sizes = self._pack([self._pending.look(at) for at in range(waiting)], self._count)
-        self._pending.drop(waiting)
-        del self._groups[0]
-        self._count += bool(refs)
-        if type(packed) is Skip:
-            self._row_without_pack += len(refs)
-            return packed
-        self._row_without_pack = 0
-        self.ref, self.sizes = (self._count - 1, *refs), sizes
-        self.counts["packs"] += 1
-        self.counts["items"] += len(refs)
-        self.counts["tokens"] += sum(length for length, _ in sizes or ())
-        return packed
-
     def _pack(self, made: list[tuple[Any, ItemRef]], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
-        """Pack `number` of what is left of these items, with their refs and sizes; a `Skip` is counted."""
-        items = [item for item, _ in made if type(item) is not Skip]
-        refs = [ref for item, ref in made if type(item) is not Skip]
+        """Pack `number` of what is left of these items, and its refs and sizes; a `Skip` is counted."""
+        items, refs = _left(made)
+        if not items:  # each was counted where it was found to be lost
+            return Skip("a pack of nothing"), [], None
         sizes = self._calls.sizes(items)
-        packed = self._calls.combined(items, number, self.info) if refs else _NOTHING
-        if refs and type(packed) is Skip:  # without refs, each item was counted where it was found to be lost
-            self._count_skip(packed.reason, refs[0])
+        packed = self._calls.combined(items, number, self.info)
+        if type(packed) is Skip:
+            self.counts.update(skip_counters(packed.reason, next(sample_indices(refs[0]))))
         return packed, refs, sizes
-
-    def _count_skip(self, reason: str, ref: ItemRef) -> None:
-        self.counts.update(skip_counters(reason, next(sample_indices(ref))))
 
     def fetch(self, ref: ItemRef) -> Any:
         """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
@@ -196,10 +178,10 @@ class ItemPacker(ItemStage):
 
         `held`: the refs of the items of a round that an error cut short.
         """
-        refs = iter(self._pending.refs())
+        refs = iter(self._held.refs())
         return {
-            "held": self._held.refs(),
             "groups": [[next(refs) for _ in range(items)] for items in self._groups],
+            "held": list(refs),
             "rounds": self._rounds,
             "count": self._count,
             "source": self.source.save_state(),
@@ -210,15 +192,18 @@ class ItemPacker(ItemStage):
         saved = parse_state(self, state, _ItemPackerState)
         self.source.restore_state(saved.source)
         self._rounds, self._count = saved.rounds, saved.count
-        self._held.restore(saved.held)
-        self._pending.restore([])
-        self._groups = []
-        for group in saved.groups:
-            if left := known_refs(self, list(map(as_ref, group))):
-                self._pending.hold_refs(left)
-                self._groups.append(len(left))
+        self._held.restore([])
+        left = [known_refs(self, list(map(as_ref, group))) for group in [*saved.groups, saved.held]]
+        self._held.hold_refs([ref for group in left for ref in group])
+        self._groups = [len(group) for group in left[:-1] if group]
 
     def settings(self) -> dict[str, Any]:
         """`size`, the function, and the encoder only if it is not the one upstream."""
         own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
         return {"size": self.size, **function_settings("select", self.select), "order": 1, **own}
+
+
+def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:
+    """The items that could be made, and their refs."""
+    left = [(item, ref) for item, ref in made if type(item) is not Skip]
+    return [item for item, _ in left], [ref for _, ref in left]
