@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     )
     from savable_pipeline.trainers.energon.encoder import FromEnergon
     from savable_pipeline.trainers.energon.loader import EnergonLoader, get_loader, get_savable_loader
-    from savable_pipeline.trainers.energon.share import skip_share
+    from savable_pipeline.trainers.energon.share import AtShare, begin_at_share
     from savable_pipeline.trainers.energon.worker_config import WorkerConfig
 
 __all__ = [
+    "AtShare",
     "EnergonDataset",
     "EnergonLoader",
     "FromEnergon",
     "LimitDataset",
     "RepeatDataset",
     "WorkerConfig",
+    "begin_at_share",
     "get_loader",
     "get_savable_loader",
     "get_train_dataset",
     "get_val_dataset",
     "get_val_datasets",
-    "skip_share",
 ]
 
 _PLACES = {
@@ -46,7 +47,8 @@ _PLACES = {
     "get_loader": "loader",
     "get_savable_loader": "loader",
     "WorkerConfig": "worker_config",
-    "skip_share": "share",
+    "AtShare": "share",
+    "begin_at_share": "share",
 }
 
 

@@ -41,11 +41,8 @@ def write(root: Path, count: int, parts: Callable[[int], dict[str, Any]], yaml: 
         for number in range(count):
             writer.write({"__key__": f"s{number:03d}", **parts(number)})
     (root / ".nv-meta/dataset.yaml").write_text(yaml)
-    (root / ".nv-meta/split.yaml").write_text(
-        "split_parts: {train: ['{%s}']}\n".replace("{%s}", "{000000..%06d}.tar" % (max(0, -(-count // shard) - 1)))
-        if count > shard
-        else "split_parts: {train: [000000.tar]}\n"
-    )
+    shards = ", ".join(sorted(path.name for path in root.glob("*.tar")))
+    (root / ".nv-meta/split.yaml").write_text(f"split_parts: {{train: [{shards}]}}\n")
     return root
 
 

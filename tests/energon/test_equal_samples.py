@@ -121,7 +121,8 @@ def test_samples_and_packs_of_cooked_samples(
 def test_sample_types_field_maps_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yaml = (
         "sample_type: {__module__: megatron.energon, __class__: VQASample}\n"
-        "field_map: {image: 'jpg,png', context: 'json[q][0]', answers: json, answer_weights: json}\nsubflavors: {a: 1}\n"
+        "field_map: {image: 'jpg,png', context: 'json[q][0]', answers: json, answer_weights: json}\n"
+        "subflavors: {a: 1}\n"
     )
     parts = {"png": prepared.png(3)}
     root = write(tmp_path / "data", 6, lambda i: {**parts, "json": {"q": [text_of(i)]}}, yaml)
@@ -151,7 +152,7 @@ def test_files_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_auxiliary_datasets_and_the_primary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = prepared.prepared_by_energon(texts(tmp_path / "data", 12))
+    prepared.prepared_by_energon(texts(tmp_path / "data", 12))
     extra = write(tmp_path / "extra", 12, lambda i: {"json": {"more": i}, "png": prepared.png(i)})
     prepared.prepared_by_energon(extra)
     (tmp_path / "files").mkdir()
@@ -187,7 +188,9 @@ def test_joined_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for root in (first, second):
         prepared.prepared_by_energon(root)
     path = tmp_path / "joined.yaml"
-    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: {join: [{path: first}, {path: second, "
+    head = (
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: {join: [{path: first}, {path: second, "
+    )
     tail = "}], joiner: {__module__: tests.energon.test_equal_samples, __class__: Joined}}}\n"
     path.write_text(f"{head}nonmatch: skip{tail}")
     energon.prepare_metadataset(energon.epathlib.EPath(str(path)))
@@ -215,7 +218,8 @@ def test_code_of_a_dataset_runs_only_when_it_is_trusted(tmp_path: Path, monkeypa
     )
     root = texts(tmp_path / "data", 6, yaml)
     (root / ".nv-meta/loader.py").write_text(
-        "def load(sample):\n    return {'text': sample['json']['text'] * 2}\ndef wanted(part):\n    return part == 'json'\n"
+        "def load(sample):\n    return {'text': sample['json']['text'] * 2}\n"
+        "def wanted(part):\n    return part == 'json'\n"
     )
     with pytest.raises(TypeError, match=r"the function loader\.py:load.*trust=True"):
         by_both(root, Images, monkeypatch)
@@ -228,9 +232,7 @@ def test_code_of_a_dataset_runs_only_when_it_is_trusted(tmp_path: Path, monkeypa
         )
 
 
-def test_parts_are_unpickled_only_when_the_dataset_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_unpickled_only_when_the_dataset_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 
     from savable_pipeline.errors import EncodeError

@@ -123,7 +123,7 @@ def test_unknown_and_unused_arguments(root: Path, caplog: pytest.LogCaptureFixtu
 
 def test_ranks_that_do_not_divide_the_lanes_are_told_of_lanes(root: Path) -> None:
     data = train(root, Plain(), worker_config=config(rank=3, world_size=64), repeat=True)
-    with pytest.raises(ValueError, match="64 ranks do not divide the 96 lanes.*lanes=128"):
+    with pytest.raises(ValueError, match=r"64 ranks do not divide the 96 lanes.*lanes=128"):
         ours.get_savable_loader(data)
 
 
@@ -133,7 +133,7 @@ def test_a_state_of_energons_own_is_refused_and_the_way_out_is_named(root: Path)
     )
     next(iter(theirs))
     loader = ours.get_savable_loader(train(root, Plain(), repeat=True, lanes=2))
-    with pytest.raises(CheckpointMismatchError, match="skip_share"):
+    with pytest.raises(CheckpointMismatchError, match="begin_at_share"):
         loader.restore_state_rank(theirs.save_state_rank())
 
 

@@ -57,7 +57,8 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("energon")
     texts(folder / "texts", 60)
     write(folder / "more", 30, lambda i: {"json": {"text": prepared.text_of(i + 3)}, "txt": "more"})
-    yaml = "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\nfield_map: {image: png, caption: txt}\n"
+    yaml = "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\n"
+    yaml += "field_map: {image: png, caption: txt}\n"
     write(folder / "images", 24, lambda i: {"png": prepared.png(i), "txt": str(i)}, yaml)
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: "
     blend = "{blend: [{path: texts, weight: 2, subflavors: {a: 1}, shuffle_over_epochs_multiplier: 2}, %s]}}\n"
@@ -66,9 +67,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "epochs.yaml").write_text(
         head + "{blend_epochized: [{path: texts, repetitions: 0.5}, {path: more, repetitions: 2}]}}\n"
     )
-    (folder / "first.yaml").write_text(
-        "splits: {val: {datasets: [{path: more, subflavor: old, split_part: train}]}}\n"
-    )
+    (folder / "first.yaml").write_text("splits: {val: {datasets: [{path: more, subflavor: old, split_part: train}]}}\n")
     return folder
 
 
@@ -144,7 +143,12 @@ def test_states_by_energons_names(roots: Path) -> None:
 
 
 def test_evaluation_begins_again_and_each_dataset_comes_alone(roots: Path) -> None:
-    settings: dict[str, Any] = {"worker_config": config(), "batch_size": 4, "task_encoder": Late(), "split_part": "train"}
+    settings: dict[str, Any] = {
+        "worker_config": config(),
+        "batch_size": 4,
+        "task_encoder": Late(),
+        "split_part": "train",
+    }
     every = ours.get_loader(ours.get_val_dataset(roots / "blend.yaml", **settings))
     keys = [[key for batch in every for key in batch.__key__] for _ in range(2)]
     assert keys[0] == keys[1]
@@ -192,3 +196,36 @@ def test_the_index_of_a_sample_is_keyed_by_it_and_that_of_a_batch_counts(roots: 
     indices = {each["key"]: each["index"] for samples, _ in batches for each in samples}
     assert len(set(indices.values())) == 60
     assert {each["key"]: each["index"] for samples, _ in first(2) for each in samples}.items() <= indices.items()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_of_energons_own_goes_on_at_the_same_share_of_an_epoch(workers: int, roots: Path) -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "shuffle_buffer_size": 6, "max_samples_per_sequence": 4}
+    data = energon.get_train_dataset(
+        str(roots / "texts"), worker_config=config(workers), task_encoder=Late(), **settings
+    )
+    theirs = energon.get_savable_loader(data, checkpoint_every_sec=0, checkpoint_every_min_n_samples=1)
+    batches = iter(theirs)
+    used = sum(len(next(batches).__key__) for _ in range(6))
+    state = theirs.save_state_rank()
+    skipped = 60 * 0.1 / 2  # SkipSample: drawn and in no batch
+    mine = ours.get_train_dataset(roots / "texts", worker_config=config(), task_encoder=Late(), lanes=2, **settings)
+    begun = ours.begin_at_share(mine, [state])
+    assert used <= begun.skip_samples <= used + skipped + 4
+    share = begun.skip_samples / 60
+    assert begun.again == round(60 * share * (1 - share))
+    loader = ours.get_savable_loader(begun.dataset)
+    first = [key for _ in range(4) for key in next(loader).__key__]
+    assert len(set(first)) == 16
+    again = ours.get_savable_loader(
+        ours.get_train_dataset(
+            roots / "texts",
+            worker_config=config(),
+            task_encoder=Late(),
+            lanes=2,
+            skip_samples=begun.skip_samples,
+            **settings,
+        )
+    )
+    again.restore_state_rank(loader.save_state_rank())
+    assert prepared.plain(next(again)) == prepared.plain(next(loader))

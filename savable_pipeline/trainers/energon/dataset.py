@@ -31,6 +31,7 @@ class DatasetSettings(TypedDict, total=False):
     seed: int | None
     lanes: int | None
     trust: bool
+    skip_samples: int
 
 
 _FILES = ("dataset_config", "split_config")
@@ -98,7 +99,7 @@ def get_train_dataset(
         **settings: Energon's `dataset_config`, `split_config` (files of `.nv-meta`), `auto_decode`, `image_decode`,
             `av_decode`, `video_decode_audio`; `parallel_shard_iters` and `handler` are not used. Ours: `seed`; `lanes`,
             the logical workers, fixed for the run and a multiple of each number of ranks that it may have; `trust`, to
-            run code that the dataset names and unpickle its parts.
+            run code that the dataset names and unpickle its parts; `skip_samples`, of all lanes, to begin after.
 
     Raises:
         TypeError: What is asked for cannot be resumed exactly; it says what to do.
@@ -127,6 +128,7 @@ def get_train_dataset(
     pipeline = _pipeline(
         encoder, sources, worker_config, batch_size, batch_drop_last, packing_buffer_size, shuffle_buffer_size
     )
+    pipeline = replace(pipeline, skip_samples=settings.get("skip_samples", 0))
     return _dataset(pipeline, worker_config, settings, virtual_epoch_length)
 
 
@@ -188,7 +190,7 @@ def get_val_datasets(path: str | os.PathLike[str], **arguments: Any) -> list[tup
     return found
 
 
-def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> EnergonDataset:  # noqa: N802
+def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> EnergonDataset:
     """Return a dataset without end.
 
     Args:
@@ -202,7 +204,7 @@ def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> Ener
     return replace(dataset, pipeline=replace(dataset.pipeline, encoder=endless), lanes=lanes)
 
 
-def LimitDataset(  # noqa: N802
+def LimitDataset(
     dataset: EnergonDataset, length: int, *, worker_config: Any = None, reset_after_epoch: bool = False
 ) -> EnergonDataset:
     """Return a dataset whose epoch has at most some batches.

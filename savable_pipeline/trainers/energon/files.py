@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import PurePosixPath
 from typing import Any
 
 from megatron.energon import SourceInfo
@@ -32,8 +33,8 @@ class DatasetFiles:
         if self.is_tar:
             self.paths = [str(shard.path) for shard in factory.shards]
             self._excluded = set(factory.sample_excludes)
-            common = os.path.commonpath([os.path.dirname(shard.name) for shard in factory.shards] or [""])
-            self._folder = f"{common}/" if common else ""
+            common = os.path.commonpath([str(PurePosixPath(shard.name).parent) for shard in factory.shards] or ["."])
+            self._folder = "" if common == "." else f"{common}/"
 
     def reader(self, lane: Lane, **settings: Any) -> RecordReader:
         """The reader of these files."""

@@ -113,8 +113,8 @@ class EnergonLoader(SavableLoader):
         if not isinstance(state, Mapping):
             raise CheckpointMismatchError(
                 f"{type(state).__name__} is no state of this loader. Energon's own names places of its workers, which "
-                "are none here: `savable_pipeline.energon.skip_share(loader, states)` begins at the same share of the "
-                "epoch, and says what it costs"
+                "are none here: `savable_pipeline.energon.begin_at_share(dataset, states)` begins at the same share of "
+                "the epoch, and says what it costs"
             )
         super().load_state_dict(state, allow=allow)
         self._stop = None

@@ -1,18 +1,18 @@
 """`Sources`: the datasets that a path of Energon's names, how each is read here, and what it makes of a sample.
 
-    path ── Energon reads dataset.yaml or the metadataset ──▶ datasets with weights, sample types, subflavors, aux
-    lane ── a reader for each, in a Blend where there are several ──▶ sp.Sample
-    sp.Sample ── the parts as Energon would hand them on ──▶ its sample type, or the first cooker that matches
+path ── Energon reads dataset.yaml or the metadataset ──▶ datasets with weights, sample types, subflavors, aux
+lane ── a reader for each, in a Blend where there are several ──▶ sp.Sample
+sp.Sample ── the parts as Energon would hand them on ──▶ its sample type, or the first cooker that matches
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
 from megatron.energon import CrudeSample, JoinedWebdatasetFactory, WorkerConfig, load_dataset
@@ -113,14 +113,12 @@ class Leaf:
     @property
     def name(self) -> str:
         """The last part of the dataset's path, without its ending."""
-        return os.path.basename(self._files[0].root).partition(".")[0]
+        return PurePosixPath(self._files[0].root).name.partition(".")[0]
 
     def reader(self, lane: Lane) -> SampleStage:
         """The samples of this dataset, with the parts of those that are joined to it."""
         own, epochs = self._sources, None if self._sources.repeat else self._repetitions or 1
-        stage: SampleStage = self._files[0].reader(
-            lane, epochs=epochs, shuffle=own.shuffle, block_size=own.block_size
-        )
+        stage: SampleStage = self._files[0].reader(lane, epochs=epochs, shuffle=own.shuffle, block_size=own.block_size)
         for number, files in enumerate(self._files[1:], 1):
             skips = self._nonmatch[number] == "skip"
             stage = Join(stage, {_join(number): files.paths}, missing="skip" if skips else "empty")
