@@ -34,7 +34,7 @@ class DatasetFiles:
             self.paths = [str(shard.path) for shard in factory.shards]
             self._excluded = set(factory.sample_excludes)
             common = os.path.commonpath([str(PurePosixPath(shard.name).parent) for shard in factory.shards] or ["."])
-            self._folder = "" if common == "." else f"{common}/"
+            self._folder = "" if common in ("", ".") else f"{common}/"
 
     def reader(self, lane: Lane, **settings: Any) -> RecordReader:
         """The reader of these files."""
