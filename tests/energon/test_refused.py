@@ -80,7 +80,7 @@ def train(root: Path, encoder: Any, **settings: Any) -> Any:
     ("encoder", "packing", "cure"),
     [
         (Building, None, "delete it, and write its part as a stage"),
-        (Remembering, None, "is not @stateless.*keep no memory"),
+        (Remembering, None, "is not @stateless, and writes to self.*keep no memory"),
         (ManyBatches, None, "encode_batch is a generator.*encode_sample yield several"),
         (ManyPacks, 4, "pack_selected_samples is a generator"),
         (Plain, 4, "packing needs Plain.select_samples_to_pack"),

@@ -7,6 +7,7 @@ batch. Python, NumPy and torch are seeded for methods without it too: an encoder
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,10 +61,10 @@ class Methods:
                     "it, and write its part as a stage of a pipeline with FromEnergon(task_encoder)"
                 )
         for method in _KEPT:
-            if self._has(method) and not self._is_stateless(method):
+            if self._has(method) and self._remembers(method):
                 raise TypeError(
-                    f"{name}.{method} is not @stateless: a sample must be made again identically, so mark it if it "
-                    "depends on its argument and random numbers alone; else keep no memory in the encoder"
+                    f"{name}.{method} is not @stateless, and writes to self: a sample must be made again identically, "
+                    "so keep no memory in the encoder; or mark it, if what it keeps changes no result"
                 )
         for method in _ONE:
             if inspect.isgeneratorfunction(_bare(getattr(self._encoder, method))):
@@ -82,9 +83,18 @@ class Methods:
                 "use it in `batch` or `encode_batch`, or current_sample_index, which is keyed by the sample"
             )
 
-    def _is_stateless(self, method: str) -> bool:
+    def _remembers(self, method: str) -> bool:
+        """Whether a method that its author has not marked assigns to attributes of the encoder."""
         function = getattr(self._encoder, method)
-        return get_stateless(function) or str(function.__module__).startswith(_THEIRS)
+        code = getattr(_bare(function), "__code__", None)
+        if get_stateless(function) or code is None or not code.co_varnames:
+            return False
+        loaded: Any = None
+        for each in dis.get_instructions(code):
+            if each.opname == "STORE_ATTR" and loaded == code.co_varnames[0]:
+                return True
+            loaded = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
+        return False
 
     def _writes_encode(self) -> bool:
         return not str(self._encoder.encode_sample.__module__).startswith(_THEIRS)
