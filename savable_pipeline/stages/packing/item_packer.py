@@ -96,8 +96,7 @@ class ItemPacker(ItemStage):
         self.size, self.select, self.max_held_bytes = size, select, max_held_bytes
         self._held = HeldItems(self, max_bytes=max_held_bytes)  # of pending packs, or of a round before they are chosen
         self._groups: list[int] = []  # how many of them are in each pending pack
-        self._rounds = 0
-        self._count = 0  # packs given, or skipped
+        self._rounds, self._count = 0, 0  # rounds chosen; packs given, or skipped
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `pack` is used."""
@@ -174,10 +173,7 @@ class ItemPacker(ItemStage):
         return pack, (number, *refs) if refs else ()
 
     def save_state(self) -> State:
-        """`groups`: for each pending pack the refs of its items; `rounds` and `count`: rounds chosen, packs given.
-
-        `held`: the refs of the items of a round that an error cut short.
-        """
+        """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""
         refs = iter(self._held.refs())
         return {
             "groups": [[next(refs) for _ in range(items)] for items in self._groups],
