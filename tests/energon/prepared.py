@@ -35,11 +35,19 @@ def text_of(number: int) -> str:
     return "".join(chr(97 + (number * 7 + i) % 26) for i in range(number * 5 % 17 + 1))
 
 
-def write(root: Path, count: int, parts: Callable[[int], dict[str, Any]], yaml: str = CRUDE, shard: int = 10) -> Path:
+def write(
+    root: Path,
+    count: int,
+    parts: Callable[[int], dict[str, Any]],
+    yaml: str = CRUDE,
+    *,
+    shard: int = 10,
+    key: str = "s{:03d}",
+) -> Path:
     """A dataset with all samples in the split "train" and "val"; keys are `s000`, `s001`, …"""
     with sp.ShardWriter(root, max_samples=shard) as writer:
         for number in range(count):
-            writer.write({"__key__": f"s{number:03d}", **parts(number)})
+            writer.write({"__key__": key.format(number), **parts(number)})
     (root / ".nv-meta/dataset.yaml").write_text(yaml)
     shards = ", ".join(sorted(path.name for path in root.glob("*.tar")))
     (root / ".nv-meta/split.yaml").write_text(f"split_parts: {{train: [{shards}]}}\n")

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.energon import SkipSample
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
+from torch.utils.data import default_convert
 
 from savable_pipeline.core.on_error import is_of_environment
 from savable_pipeline.core.rng import Rng
@@ -151,7 +152,8 @@ class FromEnergon(TaskEncoder):
         """Return the groups of items to pack, for `sp.ItemPacker`."""
         try:
             with self._active.at(rng.key):
-                return self._methods.call("select_samples_to_pack", items, rng, seeded=True)
+                groups = self._methods.call("select_samples_to_pack", items, rng, seeded=True)
+                return [group for group in groups if group]
         except SkipSample:
             return []
         except Exception as error:
@@ -190,9 +192,9 @@ class FromEnergon(TaskEncoder):
         return _plain(key), size
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """Return a batch, encoded; a `Skip` if the encoder leaves it out."""
+        """Return a batch, encoded, its arrays as tensors, as torch's loader has them; a `Skip` if it is left out."""
         if not self.batching:
-            return items[0]
+            return default_convert(items[0])
         try:
             with self._active.at(rng.key, rng.parts[0]):
                 keys = _restore_keys(items)
@@ -205,7 +207,7 @@ class FromEnergon(TaskEncoder):
             return self._tolerated(error)
         if isgenerator(batch):
             raise TypeError("batch and encode_batch make one batch here, not a generator of batches")
-        return _with_restore_key(batch, "batch", keys)
+        return default_convert(_with_restore_key(batch, "batch", keys))
 
     def _tolerated(self, error: Exception) -> Skip:
         """The `Skip` of a pack or batch whose making raised; raises the error unless Energon would tolerate it."""
