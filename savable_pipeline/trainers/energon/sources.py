@@ -118,7 +118,8 @@ class Leaf:
     def reader(self, lane: Lane) -> SampleStage:
         """The samples of this dataset, with the parts of those that are joined to it."""
         own, epochs = self._sources, None if self._sources.repeat else self._repetitions or 1
-        stage: SampleStage = self._files[0].reader(lane, epochs=epochs, shuffle=own.shuffle, block_size=own.block_size)
+        shuffle = own.shuffle and self.factory.shuffle_over_epochs is not None
+        stage: SampleStage = self._files[0].reader(lane, epochs=epochs, shuffle=shuffle, block_size=own.block_size)
         for number, files in enumerate(self._files[1:], 1):
             skips = self._nonmatch[number] == "skip"
             stage = Join(stage, {_join(number): files.paths}, missing="skip" if skips else "empty")
