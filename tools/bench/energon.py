@@ -6,6 +6,7 @@ Texts in JSON, cooked; the same texts, packed by `select_samples_to_pack`; image
 Each encoder draws random numbers, so that it says `restore_seeds=True`. The two take turns; each pair gives a ratio.
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import argparse

@@ -67,7 +67,8 @@ def train(folder: Path, name: str, rank: int, world: int, workers: int, begin: i
     args.dataloader_save, args.iteration = str(folder / name), begin
     args.load = str(folder) if begin else None
     megatron_lm.ARGS.packing_buffer_size, megatron_lm.ARGS.prompt_path = 6, str(folder / "prompts.json")
-    loader, valid, _ = megatron_lm_provider.train_valid_test_dataloaders_provider(None)
+    provider: Any = megatron_lm_provider.train_valid_test_dataloaders_provider
+    loader, valid, _ = provider(None)
     slot = begin
     with (folder / name / f"rank{rank}.log").open("a") as log:
         while slot < end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import isgenerator
 from typing import Any
 
@@ -194,7 +194,7 @@ class FromEnergon(TaskEncoder):
     def batch(self, items: list[Any], rng: Rng) -> Any:
         """Return a batch, encoded, its arrays as tensors, as torch's loader has them; a `Skip` if it is left out."""
         if not self.batching:
-            return default_convert(items[0])
+            return _as_tensors(items[0])
         try:
             with self._active.at(rng.key, rng.parts[0]):
                 keys = _restore_keys(items)
@@ -207,7 +207,7 @@ class FromEnergon(TaskEncoder):
             return self._tolerated(error)
         if isgenerator(batch):
             raise TypeError("batch and encode_batch make one batch here, not a generator of batches")
-        return default_convert(_with_restore_key(batch, "batch", keys))
+        return _as_tensors(_with_restore_key(batch, "batch", keys))
 
     def _tolerated(self, error: Exception) -> Skip:
         """The `Skip` of a pack or batch whose making raised; raises the error unless Energon would tolerate it."""
@@ -226,6 +226,9 @@ class FromEnergon(TaskEncoder):
         config = None if decoder is None or not hasattr(decoder, "config") else decoder.config()
         name = f"{kind.__module__}.{kind.__qualname__}"
         return {"task_encoder": name, "decoder": str(config), "packing": self.packing, "batching": self.batching}
+
+
+_as_tensors: Callable[[Any], Any] = default_convert  # what torch's loader, and so Energon's, makes of a batch
 
 
 def is_tolerated(error: BaseException | None) -> bool:
