@@ -73,7 +73,7 @@ def train(folder: Path, name: str, rank: int, world: int, workers: int, begin: i
     with (folder / name / f"rank{rank}.log").open("a") as log:
         while slot < end:
             batch = next(loader)
-            log.write(f"{slot + rank} {digest(batch)}\n")
+            log.write(f"{slot + (rank - slot) % world} {digest(batch)}\n")  # slot q is rank q mod world's
             log.flush()
             slot += world
             if slot % EVERY == 0:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import isgenerator
 from typing import Any
 
 from megatron.energon import SkipSample
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
-from torch.utils.data import default_convert
 
 from savable_pipeline.core.on_error import is_of_environment
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+from savable_pipeline.trainers.energon.convert import as_torch_gives
 from savable_pipeline.trainers.energon.methods import Methods
 from savable_pipeline.trainers.energon.sources import Sources
 from savable_pipeline.trainers.energon.worker_config import Active
@@ -194,7 +194,7 @@ class FromEnergon(TaskEncoder):
     def batch(self, items: list[Any], rng: Rng) -> Any:
         """Return a batch, encoded, its arrays as tensors, as torch's loader has them; a `Skip` if it is left out."""
         if not self.batching:
-            return _as_tensors(items[0])
+            return as_torch_gives(items[0])
         try:
             with self._active.at(rng.key, rng.parts[0]):
                 keys = _restore_keys(items)
@@ -207,7 +207,7 @@ class FromEnergon(TaskEncoder):
             return self._tolerated(error)
         if isgenerator(batch):
             raise TypeError("batch and encode_batch make one batch here, not a generator of batches")
-        return _as_tensors(_with_restore_key(batch, "batch", keys))
+        return as_torch_gives(_with_restore_key(batch, "batch", keys))
 
     def _tolerated(self, error: Exception) -> Skip:
         """The `Skip` of a pack or batch whose making raised; raises the error unless Energon would tolerate it."""
@@ -226,9 +226,6 @@ class FromEnergon(TaskEncoder):
         config = None if decoder is None or not hasattr(decoder, "config") else decoder.config()
         name = f"{kind.__module__}.{kind.__qualname__}"
         return {"task_encoder": name, "decoder": str(config), "packing": self.packing, "batching": self.batching}
-
-
-_as_tensors: Callable[[Any], Any] = default_convert  # what torch's loader, and so Energon's, makes of a batch
 
 
 def is_tolerated(error: BaseException | None) -> bool:
