@@ -167,8 +167,8 @@ def toy_pipeline(
     `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is how:
     "fixed", "none" given, one of them "zero", or a schedule by "step" or "linear", with changes at `point` samples and
     twice that. `pack` is a policy, "function", "items" (`ItemPacker`), or batches by "buckets", "groups" or "both".
-    `hold` is that of a `Balance`; `tells`: the encoder tells lengths without encoding. `own` names the kinds of stages,
-    of "samples", "items" and "batches", after which a user's own stage of that kind stands.
+    `hold` is that of a `Balance`, or of buckets; `tells`: the encoder tells lengths without encoding. `own` names the
+    kinds of stages, of "samples", "items" and "batches", after which a user's own stage of that kind stands.
     """
     encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
@@ -207,7 +207,8 @@ def toy_pipeline(
         group: Any = {"buckets": None, "groups": by_parity, "both": "third"}[pack]
         bounds = [] if pack == "groups" else [2, 5, 9]
         sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
-        return batched(sp.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last))
+        same: Any = {} if hold is None else {"same_bucket": True, "hold": hold}
+        return batched(sp.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
     if pack == "items":
         select = AtRandom(drops=skip > 0)
         stage = sp.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
