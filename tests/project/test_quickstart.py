@@ -105,7 +105,7 @@ def count(path: Path, pause_s: float, fails_at: int | None = None) -> None:
 
 
 def test_a_run_is_killed_in_the_middle(tmp_path: Path) -> None:
-    with runs.Run(tmp_path / "a.jsonl", count, tmp_path / "a.jsonl", 3600.0) as run:
+    with runs.Run(tmp_path / "a.jsonl", count, 3600.0) as run:
         while not run.read():
             time.sleep(0.001)
         assert list(run.kill()) == [0]
@@ -113,15 +113,14 @@ def test_a_run_is_killed_in_the_middle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("fails_at", "message"), [(None, "ended before it could be killed"), (5, "exit code 3")])
 def test_a_run_that_ended_otherwise_is_no_result(fails_at: int | None, message: str, tmp_path: Path) -> None:
-    with runs.Run(tmp_path / "a.jsonl", count, tmp_path / "a.jsonl", 0.0, fails_at) as run:
-        with pytest.raises(SystemExit, match=message):
-            run.finish()
-            run.kill()
+    with runs.Run(tmp_path / "a.jsonl", count, 0.0, fails_at) as run, pytest.raises(SystemExit, match=message):
+        run.finish()
+        run.kill()
 
 
 def test_a_last_line_that_is_not_whole_is_read_when_it_is(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with runs.Run(path, count, path, 0.0) as run:
+    with runs.Run(path, count, 0.0) as run:
         assert list(run.finish()) == list(range(10))
         with path.open("a") as log:
             log.write('{"step": 10, "ba')
@@ -138,7 +137,7 @@ def test_bars_are_drawn_on_a_terminal_and_lines_elsewhere(on_a_terminal: bool, t
     paths = [tmp_path / "whole.jsonl", tmp_path / "again.jsonl"]
     with Bars(console, steps=10) as bars:
         for path in paths:
-            with runs.Run(path, count, path, 0.0) as run:
+            with runs.Run(path, count, 0.0) as run:
                 bars.add(path.stem, run)
                 bars.follow(run.has_ended)
     assert ("10/10" in screen.getvalue() and "10 the same" in screen.getvalue()) == on_a_terminal

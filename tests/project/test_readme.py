@@ -80,7 +80,12 @@ def _train(train_step: Callable[[int, Any], None]) -> None:
 
 def test_the_commands_of_readme_stand_where_newcomers_and_tests_look_for_them() -> None:
     text = README.read_text()
-    for heading, end in [("Quickstart", "tools/quickstart/quickstart.py"), ("Tests", "-m pytest -n 2")]:
+    ends = {
+        "The first minute": "tools/quickstart/first_minute.py",
+        "Quickstart": "tools/quickstart/quickstart.py",
+        "Tests": "-m pytest -n 2",
+    }
+    for heading, end in ends.items():
         block = re.search(rf"^## {heading}\n+```\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
         assert block and block[1].endswith(end) and "\n" not in block[1], heading
 

@@ -4,6 +4,8 @@
 
     files ─ savable convert ─ shards ─ savable preview ─ page
                               shards ─ pipeline ─ SavableLoader ─ SIGKILL ─ resume ─ compare
+
+Nothing is trained here; quickstart.py does that.
 """
 
 from __future__ import annotations
@@ -55,25 +57,25 @@ def pipeline(shards: Path, encoder: sp.TaskEncoder, lane: sp.Lane) -> sp.Stage:
     return sp.Batcher(items, size=4)
 
 
-def take_batches(out: Path, encoder: sp.TaskEncoder, run: str, num_workers: int, first: int, end: int) -> None:
-    """Do what a trainer does, without a model: take batches, log each, save now and then; from `first` on, as saved."""
+def take_batches(
+    log_path: Path, shards: Path, encoder: sp.TaskEncoder, num_workers: int, end: int, checkpoint: Path | None = None
+) -> None:
+    """Do what a trainer does, without a model: take batches, log each, save now and then; go on from a checkpoint."""
     import torch
 
-    lanes, saved = partial(pipeline, out / "shards", encoder), out / f"{run}.pt"
-    with sp.SavableLoader(lanes, seed=7, lanes=4, num_workers=num_workers) as loader, log_of(out, run).open("w") as log:
-        if first:
-            loader.load_state_dict(torch.load(out / "killed.pt")["data"])
+    lanes, saved = partial(pipeline, shards, encoder), log_path.with_suffix(".pt")
+    with sp.SavableLoader(lanes, seed=7, lanes=4, num_workers=num_workers) as loader, log_path.open("w") as log:
+        first = 0
+        if checkpoint:
+            found = torch.load(checkpoint)
+            loader.load_state_dict(found["data"])
+            first = found["step"]
         for step, batch in zip(range(first, end), loader, strict=False):
             print(json.dumps({"step": step, "batch": digest(batch)}), file=log, flush=True)
             if (step + 1) % SAVE_EVERY == 0:
                 torch.save({"step": step + 1, "data": loader.state_dict()}, saved.with_suffix(".tmp"))
                 saved.with_suffix(".tmp").replace(saved)  # a kill leaves the last one whole
             time.sleep(0.01)  # a model would learn here
-
-
-def log_of(out: Path, run: str) -> Path:
-    """Where a run logs."""
-    return out / f"{run}.jsonl"
 
 
 def main(out: Annotated[Path, typer.Option(help="For what is made.")] = Path("first_minute_run")) -> None:
@@ -83,27 +85,25 @@ def main(out: Annotated[Path, typer.Option(help="For what is made.")] = Path("fi
     savable("convert", str(out / "files"), str(out / "shards"))
     savable("preview", str(out / "shards"), "-o", str(out / "preview.html"))
 
-    import torch  # once, before the processes that need it are forked
-
-    from task_encoders import CaptioningEncoder
+    from task_encoders import CaptioningEncoder  # imports torch: once, since what follows is forked
 
     encoder = CaptioningEncoder(image_size=32)
     batch = next(pipeline(out / "shards", encoder, sp.Lane()))
     print("\na batch:", ", ".join(f"{name} {tuple(batch[name].shape)}" for name in ("image", "tokens")))
 
-    def start(run: str, *settings: int) -> Run:
-        return Run(log_of(out, run), take_batches, out, encoder, run, *settings)
+    def start(run: str, *settings: object) -> Run:
+        return Run(out / f"{run}.jsonl", take_batches, out / "shards", encoder, *settings)
 
-    print("taking batches with 2 workers, until SIGKILL")
-    with start("killed", 2, 0, 10_000) as run:
+    print("taking batches with 2 workers, until SIGKILL", flush=True)
+    with start("killed", 2, 10_000) as run:
         while len(run.read()) < AT_LEAST and not run.has_ended():
             time.sleep(0.01)
         killed = run.kill()
-    first, end = torch.load(out / "killed.pt")["step"], max(killed) + 1 + AT_LEAST
-    print("resuming with 1 worker; and the same without a stop, without workers")
-    with start("resumed", 1, first, end) as run:
+    print("on from what it saved, with 1 worker; and from the start without a stop, without workers", flush=True)
+    end = max(killed) + 1 + AT_LEAST
+    with start("resumed", 1, end, out / "killed.pt") as run:
         resumed = run.finish()
-    with start("never_stopped", 0, 0, end) as run:
+    with start("never_stopped", 0, end) as run:
         compare(run.finish(), killed, resumed)
 
 

@@ -115,7 +115,9 @@ RECIPES = {
 # 3. The trainer: a process of its own, which may end at any moment.
 
 
-def train(recipe: Recipe, folder: Path, steps: int, run: str, num_workers: int, resume: str | None = None) -> None:
+def train(
+    log_path: Path, recipe: Recipe, folder: Path, steps: int, num_workers: int, resume: Path | None = None
+) -> None:
     """Train a recipe's model, from the start or from the checkpoint of another run, and log every step."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)  # sums in the same order, on any machine
@@ -123,9 +125,9 @@ def train(recipe: Recipe, folder: Path, steps: int, run: str, num_workers: int, 
     model = recipe.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     first = 0
-    with recipe.loader(folder, num_workers) as loader, (folder / f"{run}.jsonl").open("w") as log:
+    with recipe.loader(folder, num_workers) as loader, log_path.open("w") as log:
         if resume:
-            first = restore(folder / f"{resume}.pt", model, optimizer, loader)
+            first = restore(resume, model, optimizer, loader)
         for step, batch in zip(range(first, steps), loader, strict=False):
             loss = model(batch)
             optimizer.zero_grad()
@@ -134,7 +136,7 @@ def train(recipe: Recipe, folder: Path, steps: int, run: str, num_workers: int, 
             entry = {"step": step, "batch": digest(batch), "loss": loss.item().hex()}
             print(json.dumps(entry), file=log, flush=True)
             if (step + 1) % CHECKPOINT_EVERY == 0:
-                save(folder / f"{run}.pt", step + 1, model, optimizer, loader)
+                save(log_path.with_suffix(".pt"), step + 1, model, optimizer, loader)
 
 
 def save(
@@ -165,7 +167,7 @@ def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 # 4. The experiment: this process starts trainers, kills one, and compares what they logged.
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def main(
@@ -217,7 +219,7 @@ def killed_and_resumed(recipe: Recipe, folder: Path, steps: int) -> Trial:
     import torch._dynamo  # noqa: F401  torch's optimizers do at their first step; once here, not in each run
 
     def start(title: str, run: str, *settings: object) -> Run:
-        started = processes.enter_context(Run(folder / f"{run}.jsonl", train, recipe, folder, steps, run, *settings))
+        started = processes.enter_context(Run(folder / f"{run}.jsonl", train, recipe, folder, steps, *settings))
         bars.add(f"{recipe.name}: {title}", started)
         return started
 
@@ -227,7 +229,7 @@ def killed_and_resumed(recipe: Recipe, folder: Path, steps: int) -> Trial:
         killed = start("2 workers, until SIGKILL", "killed", 2)
         bars.follow(lambda: middle in killed.log or killed.has_ended())
         killed.kill()
-        resumed = start("resumed with 1 worker", "resumed", 1, "killed")
+        resumed = start("resumed with 1 worker", "resumed", 1, folder / "killed.pt")
         bars.follow(lambda: uninterrupted.has_ended() and resumed.has_ended())
     trial = Trial(recipe.name, recipe.title, steps, uninterrupted.log, killed.log, resumed.log)
     console.print(str(trial))
@@ -262,12 +264,11 @@ def ranks_of(recipe: Recipe, folder: Path, slots: int, world_size: int) -> list[
         return [rank.finish() for rank in ranks]
 
 
-def stream(recipe: Recipe, folder: Path, slots: int, rank: int, world_size: int) -> None:
+def stream(log_path: Path, recipe: Recipe, folder: Path, slots: int, rank: int, world_size: int) -> None:
     """One of several ranks: log which batch each of its slots holds."""
     meeting = f"file://{folder.absolute()}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-    path = folder / f"rank{rank}_of_{world_size}.jsonl"
-    with recipe.loader(folder, num_workers=0) as loader, path.open("w") as log:
+    with recipe.loader(folder, num_workers=0) as loader, log_path.open("w") as log:
         for slot, batch in zip(range(rank, slots, world_size), loader, strict=False):
             print(json.dumps({"step": slot, "batch": digest(batch)}), file=log, flush=True)
     dist.destroy_process_group()

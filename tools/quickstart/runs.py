@@ -19,13 +19,13 @@ Log = dict[int, Entry]  # by step
 
 
 class Run:
-    """A call of `target` in another process, which logs to the file `path`. At the end of a `with` it has ended."""
+    """A call `target(path, …)` in another process, which logs to that file. At the end of a `with` it has ended."""
 
     def __init__(self, path: Path, target: Callable[..., None], *arguments: object) -> None:
         self.log: Log = {}
         self._path, self._read = path, 0  # bytes
         path.unlink(missing_ok=True)  # of an earlier run
-        self._process = multiprocessing.get_context("fork").Process(target=_call, args=(target, arguments))
+        self._process = multiprocessing.get_context("fork").Process(target=_call, args=(target, path, arguments))
         self._process.start()
 
     def __enter__(self) -> Run:
@@ -66,6 +66,6 @@ class Run:
         return self.read()
 
 
-def _call(target: Callable[..., None], arguments: tuple[object, ...]) -> None:
+def _call(target: Callable[..., None], path: Path, arguments: tuple[object, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all at once: one of them says so
-    target(*arguments)
+    target(path, *arguments)

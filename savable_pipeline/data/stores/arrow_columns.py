@@ -100,6 +100,18 @@ class BytesColumn:
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
+        place = self._place(row)
+        if place is None:
+            return None
+        begin, end = place
+        return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
+
+    def has_part(self, row: int) -> bool:
+        """Whether `value` is not None, without its bytes. Raises `BrokenColumnError`."""
+        return self._place(row) is not None
+
+    def _place(self, row: int) -> tuple[int, int] | None:
+        """Where the bytes of a row begin and end; None for null. Raises `BrokenColumnError`."""
         if self._has_nulls and not self.validity.of(row):
             return None
         row += self._first
@@ -109,7 +121,7 @@ class BytesColumn:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
         if not 0 <= begin <= end <= len(self._data):
             raise BrokenColumnError(f"row {row} is said to lie at the bytes {begin} to {end} of {len(self._data)}")
-        return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
+        return begin, end
 
 
 class NumberColumn:
@@ -134,6 +146,10 @@ class NumberColumn:
         except IndexError:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
 
+    def has_part(self, row: int) -> bool:
+        """Whether `value` is not None. Raises `BrokenColumnError`."""
+        return self.value(row) is not None
+
 
 class ValueColumn:
     """A column of any other type, whose values become JSON."""
@@ -153,6 +169,10 @@ class ValueColumn:
             return as_part(self._unread.rows(self._array, row, 1)[0].as_py())
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
+
+    def has_part(self, row: int) -> bool:
+        """Whether `value` is not None. Raises `BrokenColumnError`."""
+        return self.value(row) is not None
 
 
 def check_columns(place: str, wanted: tuple[str, ...], known: list[str]) -> None:
