@@ -6,6 +6,7 @@ in each process that reads. What has no buffer draws from a permutation of all (
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ from typing import Any
 
 BATCH, BUFFER = 256, 1_000
 PREFETCH = 2  # batches a worker makes ahead, the default of all
+COLLECTED = 8  # the batch with which a process collects garbage, as each does in a long run
 _FOR_EVER = 1 << 40  # samples
+_made = 0  # batches, in this process
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def ours(place: Place) -> Iterator[Any]:
     import savable_pipeline as sp
 
     buffer = BUFFER * max(1, place.workers) * place.ranks
-    run = partial(pipeline, str(place.folder), FunctionEncoder(decode_json, list), BATCH, buffer)
+    run = partial(pipeline, str(place.folder), FunctionEncoder(decode_json, itself), BATCH, buffer)
     loader = sp.SavableLoader(
         run, seed=1, num_workers=place.workers, rank=place.rank, world_size=place.ranks, prefetch=PREFETCH,
         multiprocessing_context=place.method,
@@ -51,7 +54,11 @@ def ours(place: Place) -> Iterator[Any]:
 
 
 def itself(batch: Any) -> Any:
-    """A collate function."""
+    """What makes a batch, in the process that makes it: once, that process looks through its memory for garbage."""
+    global _made
+    _made += 1
+    if _made == COLLECTED:
+        gc.collect()
     return batch
 
 
@@ -108,8 +115,9 @@ def energon(place: Place) -> Iterator[Any]:
     from peer_energon import energon as made
 
     return made(
-        place.folder, size=BATCH, buffer=BUFFER, workers=place.workers, rank=place.rank, world_size=place.ranks
-    )
+        place.folder, size=BATCH, buffer=BUFFER, workers=place.workers, rank=place.rank, world_size=place.ranks,
+        collate=itself,
+    )  # fmt: skip
 
 
 def hf_datasets(place: Place) -> Iterator[Any]:

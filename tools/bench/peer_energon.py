@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 
 def energon(
-    folder: Path, *, size: int, buffer: int, workers: int = 0, rank: int = 0, world_size: int = 1
-) -> Iterator[Any]:
-    """JSON, decoded by Energon itself, in batches that are lists."""
+    folder: Path, *, size: int, buffer: int, workers: int = 0, rank: int = 0, world_size: int = 1,
+    collate: Callable[[list[Any]], Any] = list,
+) -> Iterator[Any]:  # fmt: skip
+    """JSON, decoded by Energon itself, in batches that `collate` makes of a list."""
     from megatron.energon import (
         Cooker,
         DefaultTaskEncoder,
@@ -36,7 +37,7 @@ def energon(
 
         @stateless  # type: ignore[untyped-decorator]
         def batch(self, samples: list[Any]) -> Any:
-            return samples
+            return collate(samples)
 
     logging.disable(logging.WARNING)
     config = WorkerConfig(rank=rank, world_size=world_size, num_workers=workers)
