@@ -30,10 +30,10 @@ console = Console(width=130)
 
 def prepared(folder: Path, name: str) -> Path:
     """The folder of the data of this name, written first if it is not there."""
-    few = {"texts": FEW, "per_shard": FEW_PER_SHARD}
     makers: dict[str, Callable[[Path], None]] = {
         "json": _write_json, "images": _write_images, "blobs": _write_blobs, "parquet": _write_parquet,
-        "few-json": partial(_write_json, **few), "few-parquet": partial(_write_parquet, **few),
+        "few-json": partial(_write_json, texts=FEW, per_shard=FEW_PER_SHARD),
+        "few-parquet": partial(_write_parquet, texts=FEW, per_shard=FEW_PER_SHARD),
         "few-litdata": _write_litdata,
     }  # fmt: skip
     place = folder / name

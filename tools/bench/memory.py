@@ -16,19 +16,20 @@ more of it shared.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memory_peers import LOADERS
-
 from data import FOLDER, console, prepared
+from memory_peers import LOADERS
 from memory_runs import READY
 from rich.table import Table
 
@@ -44,6 +45,7 @@ class Held:
     pss: int
     threads: int
     descriptors: int
+    index: tuple[int, int, int]  # bytes of the index of a dataset: mapped, of these in memory, of these unshared
 
 
 def held(pid: int) -> Held:
@@ -51,14 +53,28 @@ def held(pid: int) -> Held:
     sums = rollup(Path(f"/proc/{pid}/smaps_rollup").read_text())
     threads = sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
     descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    unshared = sums["Private_Clean"] + sums["Private_Dirty"]
-    return Held(unshared, sums["Shared_Clean"] + sums["Shared_Dirty"], sums["Pss"], threads, descriptors)
+    unshared, shared = (sums[f"{kind}_Clean"] + sums[f"{kind}_Dirty"] for kind in ("Private", "Shared"))
+    mapped = mappings(Path(f"/proc/{pid}/smaps").read_text(), ".nv-meta")
+    index = (mapped["Size"], mapped["Rss"], mapped["Private_Clean"] + mapped["Private_Dirty"])
+    return Held(unshared, shared, sums["Pss"], threads, descriptors, index)
 
 
 def rollup(text: str) -> dict[str, int]:
-    """The bytes by name of a file of smaps."""
+    """The bytes by name of smaps_rollup."""
     lines = [line.split() for line in text.splitlines()[1:]]
     return {name.rstrip(":"): int(count) * 1024 for name, count, *_ in lines}
+
+
+def mappings(text: str, path: str) -> Counter[str]:
+    """The bytes by name of smaps, of the files whose paths hold these letters."""
+    sums, counts = Counter[str](), False
+    for line in text.splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            counts = path in line
+        elif counts and rest[-1] == "kB":
+            sums[name.rstrip(":")] += int(rest[0]) * 1024
+    return sums
 
 
 def below(pid: int) -> list[int]:
@@ -82,13 +98,10 @@ class Node:
         return sum(each.pss for each in (*self.trainers, *self.workers, *self.others))
 
 
-def run(
-    what: str, folder: Path, *, workers: int = 0, ranks: int = 1, batches: int = 100, method: str | None = None
-) -> Node:
+def run(what: str, folder: Path, args: argparse.Namespace, *, workers: int, ranks: int = 1) -> Node:
     """Start the trainers of a node, wait until each has its batches, and measure them."""
     words = [sys.executable, str(Path(__file__).with_name("memory_runs.py")), what, str(folder)]
-    words += ["--workers", str(workers), "--ranks", str(ranks), "--batches", str(batches)]
-    words += ["--method", method] if method else []
+    words += ["--workers", str(workers), "--ranks", str(ranks), "--batches", str(args.batches), "--method", args.method]
     started = [
         subprocess.Popen([*words, "--rank", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for rank in range(ranks)
@@ -97,18 +110,20 @@ def run(
         for process in started:
             assert process.stdout is not None
             if READY not in map(str.strip, process.stdout):
-                raise SystemExit(f"{what} gave no batches: {words}")
+                raise ChildProcessError(f"{what} ended before it had its batches")
         return measured([process.pid for process in started])
     finally:
         for pid in [pid for process in started for pid in (*below(process.pid), process.pid)]:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended when its parent did
+                os.kill(pid, signal.SIGKILL)
         for process in started:
             process.wait()
 
 
 def measured(trainers: list[int]) -> Node:
     """A worker is a process below a trainer that has none below it, and is no resource tracker."""
-    workers, others = [], []
+    workers: list[Held] = []
+    others: list[Held] = []
     for trainer in trainers:
         for pid in below(trainer):
             serves = below(pid) or b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -129,24 +144,30 @@ def loaders(args: argparse.Namespace) -> None:
             )  # fmt: skip
             for name in args.only or LOADERS:
                 data = prepared(args.data, LOADERS[name][0])
-                node = run(
-                    name, data, workers=workers, ranks=ranks, batches=args.batches, method=args.method
-                )  # fmt: skip
-                table.add_row(name, *pair(node.trainers), *pair(node.workers), others(node), megabytes(node.pss))
+                try:
+                    node = run(name, data, args, workers=workers, ranks=ranks)
+                except ChildProcessError as error:  # it said why
+                    console.print(error)
+                    continue
+                cells = *pair(node.trainers), *pair(node.workers), pair(node.others)[0], megabytes(node.pss)
+                table.add_row(name, *cells)
             console.print(table)
 
 
 def samples(args: argparse.Namespace) -> None:
     """Indexes of more and more samples: what a process holds must not grow with them."""
-    from many_shards import SAMPLES, make_dataset
+    from many_shards import make_dataset
 
-    table = Table("samples", "trainer, unshared", "shared", "worker, unshared", "shared", "others, unshared")
-    for shards in args.shards:
+    table = Table(
+        "samples, MB", "shards", "trainer, unshared", "shared", "worker, unshared", "shared", "others, unshared",
+        "index, mapped", "in memory of a worker", "of its unshared",
+    )  # fmt: skip
+    for shards, each in ((1_000, 1_000), (1_000, 100_000), (100_000, 1_000)):
         with tempfile.TemporaryDirectory(dir=args.data) as folder:
-            make_dataset(Path(folder) / "many", shards)
-            for _ in range(args.rounds):
-                node = run("samples", Path(folder) / "many", workers=2, batches=args.batches, method=args.method)
-                table.add_row(f"{shards * SAMPLES:,}", *pair(node.trainers), *pair(node.workers), others(node))
+            make_dataset(Path(folder) / "many", shards, each)
+            node = run("samples", Path(folder) / "many", args, workers=2)
+        cells = *pair(node.trainers), *pair(node.workers), pair(node.others)[0], *map(megabytes, node.workers[0].index)
+        table.add_row(f"{shards * each:,}", f"{shards:,}", *cells)
     console.print(table)
 
 
@@ -156,7 +177,7 @@ def blend(args: argparse.Namespace) -> None:
     table = Table("MB", "trainer, unshared", "threads", "descriptors", "worker, unshared", "threads", "descriptors")
     for workers in (0, 2):
         for sources in (1, 35):
-            node = run(f"blend of {sources}", data, workers=workers, batches=args.batches, method=args.method)
+            node = run(f"blend of {sources}", data, args, workers=workers)
             table.add_row(f"{sources} sources, {workers} workers", *busy(node.trainers), *busy(node.workers))
     console.print(table)
 
@@ -184,10 +205,6 @@ def busy(processes: list[Held]) -> tuple[str, str, str]:
     return pair(processes)[0], str(threads), str(descriptors)
 
 
-def others(node: Node) -> str:
-    return megabytes(sum(each.unshared for each in node.others)) if node.others else "–"
-
-
 def main() -> None:
     measures: dict[str, Callable[[argparse.Namespace], None]] = {"loaders": loaders, "samples": samples, "blend": blend}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -197,8 +214,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100, help="that each rank takes, so that every lane has begun")
     parser.add_argument("--method", default="fork", choices=["fork", "forkserver", "spawn"])
     parser.add_argument("--only", nargs="+", choices=LOADERS)
-    parser.add_argument("--shards", type=int, nargs="+", default=[1_000, 100_000], help="of 1,000 samples")
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--data", type=Path, default=FOLDER)
     args = parser.parse_args()
     console.print(f"Python {sys.version.split()[0]}, {os.cpu_count()} processors")

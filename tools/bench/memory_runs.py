@@ -27,17 +27,21 @@ def imported(place: Place) -> Iterator[Any]:
 
 
 def empty_samples(place: Place) -> Iterator[Any]:
-    """Samples of nothing out of the index in a folder: only order and index cost."""
-    from pipelines import FunctionEncoder, nothing, pipeline
+    """Samples that are only looked up in the index in a folder: order and index are all that costs."""
+    from pipelines import FunctionEncoder, pipeline
 
     import savable_pipeline as sp
 
-    run = partial(pipeline, str(place.folder), FunctionEncoder(nothing, itself), BATCH, 0)
+    run = partial(pipeline, str(place.folder), FunctionEncoder(_looked_up, itself), BATCH, 0)
     yield from sp.SavableLoader(run, seed=1, num_workers=place.workers, multiprocessing_context=place.method)
 
 
+def _looked_up(sample: Any) -> int:
+    return int(sample.offset)
+
+
 def blended(place: Place, sources: int) -> Iterator[Any]:
-    """A blend of the first shards of a folder, each a source with a reader and a shuffle buffer of its own."""
+    """A blend of the first shards of a folder, each a source with a reader of its own in each lane."""
     from pipelines import FunctionEncoder, decode_json
 
     import savable_pipeline as sp
@@ -50,9 +54,7 @@ def blended(place: Place, sources: int) -> Iterator[Any]:
 def _blend(tars: list[str], encoder: Any, lane: Any) -> Any:
     import savable_pipeline as sp
 
-    sources = {
-        Path(tar).stem: sp.ShuffleBuffer(sp.TarShardReader(tar, lane, window=16), size=8) for tar in tars
-    }
+    sources = {Path(tar).stem: sp.TarShardReader(tar, lane) for tar in tars}
     return sp.Batcher(sp.Encode(sp.Blend(sources), encoder), size=BATCH)
 
 
