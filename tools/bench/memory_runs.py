@@ -74,7 +74,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--method")
     args = parser.parse_args()
-    os.environ.update(RANK=str(args.rank), WORLD_SIZE=str(args.ranks), LOCAL_RANK=str(args.rank))
     batches = RUNS[args.what](Place(args.folder, args.workers, args.rank, args.ranks, args.method))
     for _ in range(args.batches):
         last = next(batches)
