@@ -1,0 +1,275 @@
+"""`Acknowledgements`: which rows of a rank's batches are in flight, given to the caller and not acknowledged yet.
+
+    loaded ──▶ to come again ──▶ out ──▶ done, or dropped
+                     ▲            │
+    given ───────────┼──────────▶ out
+                     └── again ───┘
+
+Batches leave the table when their last row has. One thread takes batches; any thread may acknowledge.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from threading import Condition
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.errors import SavableError
+from savable_pipeline.run.engine.messages import MadeOf
+from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.state.flights import MOST_ROWS, SLOTS, Flight, packed_acks, packed_flights
+
+Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
+Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by what and why
+_CANNOT_BE_MADE = "can no longer be made"
+
+
+class InFlight(NamedTuple):
+    """How many rows are given and not acknowledged, and the receipt (slot, row) of the oldest; None without any."""
+
+    rows: int
+    oldest: tuple[int, int] | None
+
+
+class Outstanding(msgspec.Struct, gc=False):
+    """A batch in flight: the rows that are open; of these, those that are out, and those to come again.
+
+    `number`: how many batches the rank was given before it; -1 if it was loaded. A filler has no rows.
+    """
+
+    batch: int
+    ref: bytes
+    rows: int
+    open: int
+    number: int = -1
+    out: int = 0
+    to_come: int = 0
+
+    def begin(self, rows: int) -> None:
+        """Give these of its rows."""
+        self.out |= rows
+        self.to_come &= ~rows
+
+
+class _LastGiven(NamedTuple):
+    number: int
+    flight: Outstanding
+    rows: int
+    again: bool
+
+
+class Acknowledgements:
+    """The table of a rank. `noting`: whether `noted` keeps what was acknowledged, for a ledger."""
+
+    def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
+        self._ranks, self._lanes, self._noting = ranks, lanes, noting
+        self._changed = Condition()
+        self._counts: Counter[str] = Counter()
+        self._noted: Noted = {}
+        self.load([], 0)
+
+    def load(self, flights: Iterable[Flight], coming: int) -> None:
+        """Begin with these batches, which come first; fillers follow until there are `coming`."""
+        loaded = [Outstanding(*flight, to_come=flight.open) for flight in flights]
+        with self._changed:
+            self._flights = {flight.batch: flight for flight in loaded}
+            self._waiting = deque(loaded)  # to come again, in this order
+            self._elsewhere: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
+            self._out = 0  # rows
+            self._last: _LastGiven | None = None
+        self.fill_up(coming)
+
+    def fill_up(self, coming: int) -> None:
+        """Let fillers follow until `coming` batches come again."""
+        self._waiting += [Outstanding(-1, b"", 0, 0) for _ in range(coming - len(self._waiting))]
+
+    # Giving.
+
+    @property
+    def waiting(self) -> list[Outstanding]:
+        """The batches to come again, in order."""
+        return list(self._waiting)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are any."""
+        return bool(self._waiting)
+
+    def settle(self, batches: int) -> None:
+        """Take the last batch back unless it is among the `batches` that the rank was given: that was broken off."""
+        last = self._last
+        if last is None or last.number < batches:
+            return
+        with self._changed:
+            self._last, flight = None, last.flight
+            self._out -= (flight.out & last.rows).bit_count()
+            if last.again:
+                flight.to_come |= flight.out & last.rows
+                flight.out &= ~last.rows
+                self._waiting.appendleft(flight)
+            else:
+                self._flights.pop(flight.batch, None)
+
+    def wait(self, rows: int, most: int, timeout_s: float) -> None:
+        """Wait until this many rows more are at most `most`. Raises `SavableError` after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._out and self._out + rows > most:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    raise SavableError(
+                        f"{self._out} rows are in flight, and the {rows} of the next batch would make that more than "
+                        f"max_in_flight={most}: too few were acknowledged here in {timeout_s:g} s. What another rank "
+                        "has acknowledged is known at the next global_state_dict() only"
+                    )
+
+    def give(self, number: int, batch: int, made_of: MadeOf) -> int:
+        """Note that a new batch is given, after `number` others. Returns its rows."""
+        rows = (1 << made_of.rows) - 1
+        flight = Outstanding(batch, made_of.ref, made_of.rows, rows, number, out=rows)
+        with self._changed:
+            if rows:
+                self._flights[batch] = flight
+            self._given(_LastGiven(number, flight, rows, again=False))
+        return rows
+
+    def give_again(self, number: int, lost: Iterable[int]) -> int:
+        """Note that the first of the waiting batches is given, without its `lost` rows. Returns its rows that come."""
+        with self._changed:
+            flight = self._waiting[0]
+            if gone := sum(1 << row for row in lost) & flight.open:
+                self._close(flight, gone)
+                self._note(flight.batch, gone, "dropped", _CANNOT_BE_MADE)
+            rows = flight.to_come & flight.open
+            flight.begin(rows)
+            self._given(_LastGiven(number, flight, rows, again=True))
+            self._waiting.popleft()
+            self._counts["acknowledged/given_again"] += rows.bit_count()
+        return rows
+
+    def _given(self, last: _LastGiven) -> None:
+        self._last = last
+        self._out += last.rows.bit_count()
+
+    # Acknowledging.
+
+    def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
+        """Note what became of the rows with these receipts. Raises ValueError for anything but receipts."""
+        found, odd = _by_batch(receipts)
+        with self._changed:
+            for batch, rows in found.items():
+                known = self._taken(batch, rows, kind)
+                odd += (rows ^ known).bit_count()
+                if known:
+                    self._note(batch, known, kind, reason)
+            if odd:
+                self._counts["acknowledged/unknown"] += odd
+            self._changed.notify_all()
+
+    def _taken(self, batch: int, rows: int, kind: Acknowledgement) -> int:
+        """Those of a batch's rows that can be acknowledged so; they are."""
+        flight = self._flights.get(batch)
+        if flight is None:
+            if kind == "again" or (batch & SLOTS) % self._lanes % self._ranks.world_size == self._ranks.rank:
+                return 0
+            known = rows & ~self._elsewhere.get(batch, 0)
+            self._elsewhere[batch] = self._elsewhere.get(batch, 0) | known
+            return known
+        if kind != "again":
+            known = rows & flight.open
+            self._close(flight, known)
+            return known
+        known = rows & flight.out
+        flight.out ^= known
+        self._out -= known.bit_count()
+        if known and not flight.to_come:
+            self._waiting.append(flight)
+        flight.to_come |= known
+        return known
+
+    def _close(self, flight: Outstanding, rows: int) -> None:
+        """Let go of these open rows, and of the batch if they are the last."""
+        self._out -= (flight.out & rows).bit_count()
+        flight.open &= ~rows
+        flight.out &= ~rows
+        if not flight.open:
+            del self._flights[flight.batch]
+
+    def _note(self, batch: int, rows: int, kind: Acknowledgement, reason: str) -> None:
+        self._counts[f"acknowledged/{kind}/{reason}" if reason else f"acknowledged/{kind}"] += rows.bit_count()
+        if self._noting:
+            noted = self._noted.setdefault((kind, reason), {})
+            noted[batch] = noted.get(batch, 0) | rows
+
+    def noted(self) -> Noted:
+        """What was acknowledged since this was last asked."""
+        with self._changed:
+            found, self._noted = self._noted, {}
+        return found
+
+    # Looking and saving.
+
+    def in_flight(self) -> InFlight:
+        """What is given and not acknowledged here."""
+        with self._changed:
+            oldest = next((flight for flight in self._flights.values() if flight.out), None)
+            if oldest is None:
+                return InFlight(0, None)
+            return InFlight(self._out, (oldest.batch, (oldest.out & -oldest.out).bit_length() - 1))
+
+    def numbers(self) -> dict[str, int]:
+        """Counters of rows, and how many are in flight; none before the first batch."""
+        with self._changed:
+            return {**self._counts, "in_flight": self._out}
+
+    def state(self, batches: int, place: int) -> dict[str, bytes]:
+        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`."""
+        with self._changed:
+            flights = [Flight(f.batch, f.ref, f.rows, f.open) for f in self._flights.values() if f.number < batches]
+            acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < place}
+        return packed_flights(flights, self._lanes) | packed_acks(self._ranks.rank, acks)
+
+    def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
+        """Let go of rows that other ranks have acknowledged, and of acknowledgements that their ranks know now.
+
+        `own` are the batches and `acks` the acknowledgements that this rank put into the state of all, `merged` those
+        that are left in it.
+        """
+        left = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
+        with self._changed:
+            for flight in (flight for of_lane in own.values() for flight in of_lane):
+                here = self._flights.get(flight.batch)
+                if here is not None:
+                    self._close(here, here.open & flight.open & ~left.get(flight.batch, 0))
+            for batch, rows in acks.items():
+                if not self._elsewhere[batch] & ~rows:
+                    del self._elsewhere[batch]
+                else:
+                    self._elsewhere[batch] &= ~rows
+            self._changed.notify_all()
+
+
+def _by_batch(receipts: Any) -> tuple[dict[int, int], int]:
+    """The rows of each batch that is named, and how many receipts are none that any batch has, or stand twice.
+
+    Receipts of -1, of rows that do not count, are passed over.
+    """
+    listed = np.asarray(receipts.cpu() if hasattr(receipts, "cpu") else receipts)
+    if listed.size and (listed.ndim not in (1, 2) or listed.shape[-1] != 2 or listed.dtype.kind not in "iu"):
+        raise ValueError(f"receipts are integers (rows, 2), slot and row of each, not {listed.dtype} {listed.shape}")
+    found: dict[int, int] = {}
+    odd = 0
+    for batch, row in listed.reshape(-1, 2).tolist():
+        if batch < 0:
+            continue
+        before = found.get(batch, 0)
+        if not 0 <= row < MOST_ROWS or before >> row & 1:
+            odd += 1
+        else:
+            found[batch] = before | 1 << row
+    return found, odd
