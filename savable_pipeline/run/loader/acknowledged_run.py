@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,14 @@ from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import (
     EPOCH_SHIFT,
     SLOTS,
+    Flight,
     read_acks,
     read_flights,
     without_flights,
 )
 from savable_pipeline.run.state.lane_state import LaneState
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, merge_states
-from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.batch_samples import BatchSamples, Integers
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +116,11 @@ class AcknowledgedRun(Run):
         at, made_of = self.position, delivery.made_of
         assert made_of is not None
         self._wait(made_of.rows, delivery)
-        with self._writing:
+        if self._ledger is None:
             batch = super()._prepare(delivery, after, started)
+        else:
+            with self._writing:
+                batch = super()._prepare(delivery, after, started)
         place = place_of(at.epoch, at.own_slot)
         rows = self.table.give(at.batches, place, made_of)
         self._write_noted()
@@ -181,7 +186,11 @@ class AcknowledgedRun(Run):
         """See `Run.global_state`. What ranks acknowledged for each other is known to all then. Collective."""
         ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
         own = self.state_at(self.position if position is None else position, lag)
-        merged = merge_states(ranks.gather(own))
+        return self.joined(own, ranks.gather(own))
+
+    def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of all ranks, of which this one has just saved `own`; it learns what the others acknowledged."""
+        merged = merge_states(states)
         if self.ranks.world_size > 1:
             self.table.agree(read_flights(own), read_flights(merged), read_acks(own))
         return merged
@@ -197,7 +206,7 @@ class AcknowledgedRun(Run):
             counts[lane % self.ranks.world_size] += len(of_lane)
         own = [flight for lane in self.position.lanes for flight in flights.get(lane, ())]
         self._is_agreed = len(lane_numbers(state)) == self.settings.lanes
-        self.table.load(sorted(own), max(counts) if self._is_agreed else 0)
+        self.table.load(sorted(own, key=_batch_of), max(counts) if self._is_agreed else 0)
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`: of a batch given again, as of any other."""
@@ -234,11 +243,10 @@ def _receipts(place: int, size: int, rows: int) -> torch.Tensor:
     """int64 (size, 2): slot and row; -1 for rows that are not among `rows`."""
     import torch
 
-    found = np.full((size, 2), -1)
-    at = np.arange(rows.bit_length())
-    if rows & (rows + 1):
-        at = at[[bool(rows >> row & 1) for row in at.tolist()]]
-    found[at, 0], found[at, 1] = place, at
+    found = _numbered(size).copy()
+    found[:, 0] = place
+    if rows + 1 != 1 << size:
+        found[[not rows >> row & 1 for row in range(size)]] = -1
     return torch.from_numpy(found)
 
 
@@ -246,3 +254,13 @@ def _none_of(size: int) -> torch.Tensor:
     import torch
 
     return torch.zeros(size, dtype=torch.bool)
+
+
+@lru_cache
+def _numbered(size: int) -> Integers:
+    """int64 (size, 2): the receipts of slot 0."""
+    return np.stack([np.zeros(size, np.int64), np.arange(size)], axis=1)
+
+
+def _batch_of(flight: Flight) -> int:
+    return flight.batch

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
-from threading import Condition
+from collections.abc import Iterable, Mapping
+from threading import Condition, Lock
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import MadeOf
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import MOST_ROWS, SLOTS, Flight, packed_acks, packed_flights
+from savable_pipeline.run.state.flights import MOST_ROWS, SLOTS, Flight, flights_name, packed_acks, packed_flights
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
 Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by what and why
@@ -36,16 +35,12 @@ class InFlight(NamedTuple):
     oldest: tuple[int, int] | None
 
 
-class Outstanding(msgspec.Struct, gc=False):
-    """A batch in flight: the rows that are open; of these, those that are out, and those to come again.
+class Outstanding(Flight, gc=False):
+    """A batch in flight here: of its open rows, those that are out, and those to come again.
 
     `number`: how many batches the rank was given before it; -1 if it was loaded. A filler has no rows.
     """
 
-    batch: int
-    ref: bytes
-    rows: int
-    open: int
     number: int = -1
     out: int = 0
     to_come: int = 0
@@ -68,21 +63,32 @@ class Acknowledgements:
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lanes, self._noting = ranks, lanes, noting
-        self._changed = Condition()
+        self._lock = Lock()
+        self._freed = Condition(self._lock)
+        self._is_awaited = False
         self._counts: Counter[str] = Counter()
         self._noted: Noted = {}
         self.load([], 0)
 
     def load(self, flights: Iterable[Flight], coming: int) -> None:
         """Begin with these batches, which come first; fillers follow until there are `coming`."""
-        loaded = [Outstanding(*flight, to_come=flight.open) for flight in flights]
-        with self._changed:
-            self._flights = {flight.batch: flight for flight in loaded}
+        loaded = [Outstanding(each.batch, each.ref, each.rows, each.open, to_come=each.open) for each in flights]
+        with self._lock:
+            self._flights: dict[int, dict[int, Outstanding]] = {}  # by lane
+            self._packed: dict[int, tuple[int, bytes]] = {}  # of lanes unchanged since, and their newest `number`
+            for flight in loaded:
+                self._of_lane(flight.batch)[flight.batch] = flight
             self._waiting = deque(loaded)  # to come again, in this order
             self._elsewhere: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
             self._out = 0  # rows
             self._last: _LastGiven | None = None
         self.fill_up(coming)
+
+    def _of_lane(self, batch: int) -> dict[int, Outstanding]:
+        """The batches of this one's lane, of which one will change."""
+        lane = (batch & SLOTS) % self._lanes
+        self._packed.pop(lane, None)
+        return self._flights.setdefault(lane, {})
 
     def fill_up(self, coming: int) -> None:
         """Let fillers follow until `coming` batches come again."""
@@ -105,7 +111,7 @@ class Acknowledgements:
         last = self._last
         if last is None or last.number < batches:
             return
-        with self._changed:
+        with self._lock:
             self._last, flight = None, last.flight
             self._out -= (flight.out & last.rows).bit_count()
             if last.again:
@@ -113,15 +119,16 @@ class Acknowledgements:
                 flight.out &= ~last.rows
                 self._waiting.appendleft(flight)
             else:
-                self._flights.pop(flight.batch, None)
+                self._of_lane(flight.batch).pop(flight.batch, None)
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
         """Wait until this many rows more are at most `most`. Raises `SavableError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
+            self._is_awaited = True
             while self._out and self._out + rows > most:
                 left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
+                if left <= 0 or not self._freed.wait(left):
                     raise SavableError(
                         f"{self._out} rows are in flight, and the {rows} of the next batch would make that more than "
                         f"max_in_flight={most}: too few were acknowledged here in {timeout_s:g} s. What another rank "
@@ -132,15 +139,15 @@ class Acknowledgements:
         """Note that a new batch is given, after `number` others. Returns its rows."""
         rows = (1 << made_of.rows) - 1
         flight = Outstanding(batch, made_of.ref, made_of.rows, rows, number, out=rows)
-        with self._changed:
+        with self._lock:
             if rows:
-                self._flights[batch] = flight
+                self._of_lane(batch)[batch] = flight
             self._given(_LastGiven(number, flight, rows, again=False))
         return rows
 
     def give_again(self, number: int, lost: Iterable[int]) -> int:
         """Note that the first of the waiting batches is given, without its `lost` rows. Returns its rows that come."""
-        with self._changed:
+        with self._lock:
             flight = self._waiting[0]
             if gone := sum(1 << row for row in lost) & flight.open:
                 self._close(flight, gone)
@@ -161,7 +168,7 @@ class Acknowledgements:
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
         """Note what became of the rows with these receipts. Raises ValueError for anything but receipts."""
         found, odd = _by_batch(receipts)
-        with self._changed:
+        with self._lock:
             for batch, rows in found.items():
                 known = self._taken(batch, rows, kind)
                 odd += (rows ^ known).bit_count()
@@ -169,13 +176,15 @@ class Acknowledgements:
                     self._note(batch, known, kind, reason)
             if odd:
                 self._counts["acknowledged/unknown"] += odd
-            self._changed.notify_all()
+            if self._is_awaited:
+                self._freed.notify_all()
 
     def _taken(self, batch: int, rows: int, kind: Acknowledgement) -> int:
         """Those of a batch's rows that can be acknowledged so; they are."""
-        flight = self._flights.get(batch)
+        lane = (batch & SLOTS) % self._lanes
+        flight = self._flights.get(lane, {}).get(batch)
         if flight is None:
-            if kind == "again" or (batch & SLOTS) % self._lanes % self._ranks.world_size == self._ranks.rank:
+            if kind == "again" or lane % self._ranks.world_size == self._ranks.rank:
                 return 0
             known = rows & ~self._elsewhere.get(batch, 0)
             self._elsewhere[batch] = self._elsewhere.get(batch, 0) | known
@@ -197,8 +206,9 @@ class Acknowledgements:
         self._out -= (flight.out & rows).bit_count()
         flight.open &= ~rows
         flight.out &= ~rows
+        of_lane = self._of_lane(flight.batch)
         if not flight.open:
-            del self._flights[flight.batch]
+            del of_lane[flight.batch]
 
     def _note(self, batch: int, rows: int, kind: Acknowledgement, reason: str) -> None:
         self._counts[f"acknowledged/{kind}/{reason}" if reason else f"acknowledged/{kind}"] += rows.bit_count()
@@ -208,7 +218,7 @@ class Acknowledgements:
 
     def noted(self) -> Noted:
         """What was acknowledged since this was last asked."""
-        with self._changed:
+        with self._lock:
             found, self._noted = self._noted, {}
         return found
 
@@ -216,23 +226,35 @@ class Acknowledgements:
 
     def in_flight(self) -> InFlight:
         """What is given and not acknowledged here."""
-        with self._changed:
-            oldest = next((flight for flight in self._flights.values() if flight.out), None)
-            if oldest is None:
+        with self._lock:
+            out = [flight for of_lane in self._flights.values() for flight in of_lane.values() if flight.out]
+            if not out:
                 return InFlight(0, None)
+            oldest = min(out, key=lambda flight: flight.batch)
             return InFlight(self._out, (oldest.batch, (oldest.out & -oldest.out).bit_length() - 1))
 
     def numbers(self) -> dict[str, int]:
         """Counters of rows, and how many are in flight; none before the first batch."""
-        with self._changed:
+        with self._lock:
             return {**self._counts, "in_flight": self._out}
 
     def state(self, batches: int, place: int) -> dict[str, bytes]:
         """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`."""
-        with self._changed:
-            flights = [Flight(f.batch, f.ref, f.rows, f.open) for f in self._flights.values() if f.number < batches]
+        with self._lock:
+            lanes = {lane: self._packed_lane(lane, of_lane, batches) for lane, of_lane in self._flights.items()}
             acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < place}
-        return packed_flights(flights, self._lanes) | packed_acks(self._ranks.rank, acks)
+        found = {flights_name(lane): lanes[lane] for lane in sorted(lanes) if lanes[lane]}
+        return found | packed_acks(self._ranks.rank, acks)
+
+    def _packed_lane(self, lane: int, of_lane: Mapping[int, Outstanding], batches: int) -> bytes:
+        newest, packed = self._packed.get(lane, (batches, b""))
+        if newest < batches:
+            return packed
+        given = [flight for flight in of_lane.values() if flight.number < batches]
+        packed = packed_flights(lane, given, self._lanes) if given else b""
+        if len(given) == len(of_lane):  # else one is being given
+            self._packed[lane] = given[-1].number if given else -1, packed
+        return packed
 
     def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
         """Let go of rows that other ranks have acknowledged, and of acknowledgements that their ranks know now.
@@ -241,9 +263,9 @@ class Acknowledgements:
         that are left in it.
         """
         left = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
-        with self._changed:
+        with self._lock:
             for flight in (flight for of_lane in own.values() for flight in of_lane):
-                here = self._flights.get(flight.batch)
+                here = self._of_lane(flight.batch).get(flight.batch)
                 if here is not None:
                     self._close(here, here.open & flight.open & ~left.get(flight.batch, 0))
             for batch, rows in acks.items():
@@ -251,7 +273,8 @@ class Acknowledgements:
                     del self._elsewhere[batch]
                 else:
                     self._elsewhere[batch] &= ~rows
-            self._changed.notify_all()
+            if self._is_awaited:
+                self._freed.notify_all()
 
 
 def _by_batch(receipts: Any) -> tuple[dict[int, int], int]:
@@ -260,16 +283,22 @@ def _by_batch(receipts: Any) -> tuple[dict[int, int], int]:
     Receipts of -1, of rows that do not count, are passed over.
     """
     listed = np.asarray(receipts.cpu() if hasattr(receipts, "cpu") else receipts)
-    if listed.size and (listed.ndim not in (1, 2) or listed.shape[-1] != 2 or listed.dtype.kind not in "iu"):
+    if listed.size and (listed.shape[-1] != 2 or listed.dtype.kind not in "iu"):
         raise ValueError(f"receipts are integers (rows, 2), slot and row of each, not {listed.dtype} {listed.shape}")
+    numbers = listed.ravel().tolist()
+    batches, rows = numbers[::2], numbers[1::2]
+    count = len(rows)
+    if count and batches.count(batches[0]) == count and rows == list(range(rows[0], rows[0] + count)):  # of one batch
+        if batches[0] >= 0 <= rows[0] and rows[-1] < MOST_ROWS:
+            return {batches[0]: ((1 << count) - 1) << rows[0]}, 0
     found: dict[int, int] = {}
     odd = 0
-    for batch, row in listed.reshape(-1, 2).tolist():
+    for batch, row in zip(batches, rows, strict=True):
+        before = found.get(batch, 0)
         if batch < 0:
             continue
-        before = found.get(batch, 0)
-        if not 0 <= row < MOST_ROWS or before >> row & 1:
-            odd += 1
-        else:
+        if 0 <= row < MOST_ROWS and not before >> row & 1:
             found[batch] = before | 1 << row
+        else:
+            odd += 1
     return found, odd

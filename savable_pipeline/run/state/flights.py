@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import msgspec
 
@@ -29,18 +30,13 @@ MOST_ROWS = 1 << 20  # of a batch
 _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,18}")
 
 
-class Flight(NamedTuple):
+class Flight(msgspec.Struct, gc=False):
     """A batch in flight: its ref in MessagePack, its number of rows, and those that are still open."""
 
     batch: int
     ref: bytes
     rows: int
     open: int
-
-    @property
-    def slot(self) -> int:
-        """Its slot in its epoch."""
-        return self.batch & SLOTS
 
 
 class _EpochFlights(msgspec.Struct, array_like=True):
@@ -69,26 +65,20 @@ def acks_name(rank: int) -> str:
     return f"acks_{rank:05d}"
 
 
-def packed_flights(flights: Iterable[Flight], lanes: int) -> dict[str, bytes]:
-    """Batches in flight, ascending, as entries of the flat dict of a run with this many lanes."""
-    by_lane: dict[int, dict[int, list[Flight]]] = {}
-    for flight in flights:
-        epochs = by_lane.setdefault((flight.batch & SLOTS) % lanes, {})
-        epochs.setdefault(flight.batch >> EPOCH_SHIFT, []).append(flight)
-    return {
-        flights_name(lane): pack_state(_LaneFlights(lane, [_epoch(*of_epoch, lanes) for of_epoch in epochs.items()]))
-        for lane, epochs in sorted(by_lane.items())
-    }
+def packed_flights(lane: int, flights: Iterable[Flight], lanes: int) -> bytes:
+    """A lane's batches in flight, ascending, in a run with this many lanes."""
+    found: list[_EpochFlights] = []
+    for epoch, group in groupby(flights, _epoch_of):
+        of_epoch = list(group)
+        done = [((1 << each.rows) - 1) ^ each.open for each in of_epoch]
+        rounds = [(each.batch & SLOTS) // lanes for each in of_epoch]
+        refs = [msgspec.Raw(each.ref) for each in of_epoch]
+        found.append(_EpochFlights(epoch, rounds, refs, [mask_bytes(mask) for mask in done] if any(done) else []))
+    return pack_state(_LaneFlights(lane, found))
 
 
-def _epoch(epoch: int, flights: list[Flight], lanes: int) -> _EpochFlights:
-    done = [((1 << rows) - 1) ^ still_open for _, _, rows, still_open in flights]
-    return _EpochFlights(
-        epoch,
-        [(batch & SLOTS) // lanes for batch, _, _, _ in flights],
-        [msgspec.Raw(ref) for _, ref, _, _ in flights],
-        [mask_bytes(mask) for mask in done] if any(done) else [],
-    )
+def _epoch_of(flight: Flight) -> int:
+    return flight.batch >> EPOCH_SHIFT
 
 
 def mask_bytes(mask: int) -> bytes:
@@ -198,8 +188,10 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
         for batch in [batch for batch in rows if f"lane_{(batch & SLOTS) % lanes:05d}" in state]:
             mask, flight = rows.pop(batch), by_batch.get(batch)
             if flight is not None:
-                by_batch[batch] = flight._replace(open=flight.open & ~mask)
+                flight.open &= ~mask
         if rows:
             kept[name] = _packed_rows(rows)
-    left = [flight for _, flight in sorted(by_batch.items()) if flight.open]
-    return kept | packed_flights(left, lanes)
+    for lane, of_lane in flights.items():
+        if left := [flight for flight in of_lane if flight.open]:
+            kept[flights_name(lane)] = packed_flights(lane, left, lanes)
+    return kept
