@@ -20,7 +20,7 @@ from data import FOLDER, console, prepared
 
 import savable_pipeline as sp
 
-ROWS, BATCH, ROUNDS, ROUND = 10_000, 32, 15, 200
+ROWS, BATCH, ROUNDS = 10_000, 32, 15
 
 
 class Texts(sp.TaskEncoder):
@@ -49,7 +49,7 @@ def loader_of(folder: Path, size: int, **settings: Any) -> sp.SavableLoader:
 
 def rows(folder: Path) -> dict[str, float]:
     """Microseconds of processor time for an acknowledged row, in batches and one by one."""
-    found = {}
+    found: dict[str, float] = {}
     for name, size in {"a batch of 32": BATCH, "one by one": 1}.items():
         with loader_of(folder, size, acknowledge=True) as loader:
             given = [(next(loader), loader.receipts())[1] for _ in range(ROWS // size)]
@@ -61,48 +61,59 @@ def rows(folder: Path) -> dict[str, float]:
 
 
 def state(folder: Path) -> dict[str, float]:
-    """Bytes and milliseconds of a state beyond those of one with nothing in flight, in batches of 32 and of 1."""
-    found = {}
+    """A state with 10,000 rows in flight beyond one with none: bytes, and milliseconds of the first and of others.
+
+    Between two others a batch is taken, as in training.
+    """
+    found: dict[str, float] = {}
     for size in (BATCH, 1):
-        with loader_of(folder, size, acknowledge=True) as loader:
-            given = [(next(loader), loader.receipts())[1] for _ in range(ROWS // size)]
-            full, took = _measured(loader)
-            for receipts in given:
-                loader.done(receipts)
-            bare, without = _measured(loader)
-        found |= {f"kB, batches of {size}": (full - bare) / 1e3, f"ms, batches of {size}": 1e3 * (took - without)}
+        with loader_of(folder, size, acknowledge=True) as loader, loader_of(folder, size, acknowledge=True) as other:
+            for _ in range(ROWS // size):
+                next(loader)
+                other.done((next(other), other.receipts())[1])
+            first, full = _measured(loader)
+            first_bare, bare = _measured(other)
+            found[f"kB, batches of {size}"] = (full - bare) / 1e3
+            found[f"ms, the first, batches of {size}"] = 1e3 * (first - first_bare)
+            times = [(next(loader), _measured(loader)[0], next(other), _measured(other)[0]) for _ in range(20)]
+            found[f"ms, others, batches of {size}"] = 1e3 * statistics.median(each[1] - each[3] for each in times)
     return found
 
 
-def _measured(loader: sp.SavableLoader) -> tuple[int, float]:
-    """Bytes of a state, and the seconds of processor time that the fastest of some takes."""
-    times = []
-    for _ in range(20):
-        began = time.process_time()
-        saved = loader.state_dict()
-        times.append(time.process_time() - began)
-    return sum(len(value) for value in saved.values() if isinstance(value, bytes)), min(times)
+def _measured(loader: sp.SavableLoader) -> tuple[float, int]:
+    """The seconds of processor time that a state takes, and its bytes."""
+    began = time.process_time()
+    saved = loader.state_dict()
+    return time.process_time() - began, sum(len(value) for value in saved.values() if isinstance(value, bytes))
 
 
 def loop(folder: Path) -> dict[str, float]:
     """Samples by second of processor time, in turn: the median of the ratios, and their quartiles."""
-    with loader_of(folder, BATCH) as plain, loader_of(folder, BATCH, acknowledge=True) as acknowledging:
+    found: dict[str, float] = {}
+    for size, batches in ((BATCH, 200), (8 * BATCH, 40)):
+        ratios, rate = _ratios(folder, size, batches)
+        quartiles = statistics.quantiles(ratios, n=4)
+        found[f"samples/s without, batches of {size}"] = rate
+        found |= {f"ratio, batches of {size}, quartile {number}": ratio for number, ratio in enumerate(quartiles, 1)}
+    return found
+
+
+def _ratios(folder: Path, size: int, batches: int) -> tuple[list[float], float]:
+    with loader_of(folder, size) as plain, loader_of(folder, size, acknowledge=True) as acknowledging:
         for loader in (plain, acknowledging):
-            _round(loader)
-        ratios, rates = [], []
+            _round(loader, batches)
+        times = []
         for number in range(ROUNDS):
             order = [plain, acknowledging] if number % 2 else [acknowledging, plain]
-            took = {id(loader): _round(loader) for loader in order}
-            ratios.append(took[id(plain)] / took[id(acknowledging)])
-            rates.append(ROUND * BATCH / took[id(plain)])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {"samples/s without": statistics.median(rates), "ratio": middle, "lower quartile": low, "upper": high}
+            took = {id(loader): _round(loader, batches) for loader in order}
+            times.append((took[id(plain)], took[id(acknowledging)]))
+    return [without / took for without, took in times], batches * size / statistics.median(each for each, _ in times)
 
 
-def _round(loader: sp.SavableLoader) -> float:
+def _round(loader: sp.SavableLoader, batches: int) -> float:
     """The seconds of processor time of some batches, acknowledged where the loader wants that."""
     began = time.process_time()
-    for _ in range(ROUND):
+    for _ in range(batches):
         batch = next(loader)
         if "receipts" in batch:
             loader.done(batch["receipts"])

@@ -134,8 +134,8 @@ class History:
                 if not came_again:
                     assert {each[0] for each in real} <= {place[0] << 40 | place[1]}
             for receipt in real:
-                self.oracle.give(receipt)  # type: ignore[arg-type]
-            self._passed[run.ranks.rank] += real  # type: ignore[arg-type]
+                self.oracle.give(receipt)
+            self._passed[run.ranks.rank] += real
             self.counts["batches"] += 1
 
     def _compare(self, place: tuple[int, int], batch: Any) -> None:

@@ -119,7 +119,7 @@ class MadeOf(msgspec.Struct, frozen=True):
     def of(cls, ref: ItemRef, stage: str, lost: tuple[int, ...] = ()) -> MadeOf:
         """Of the ref of a batch that this stage made. Raises `SavableError` if it does not show the batch's rows."""
         numbered = bool(ref) and type(ref[0]) is int  # a user's own batch may have no number
-        if not set(map(type, ref[numbered:])) <= {tuple}:
+        if len(ref) > numbered and not type(ref[numbered]) is type(ref[-1]) is tuple:
             raise SavableError(
                 f"acknowledge=True needs the rows of a batch, which the ref of {stage} does not show: {ref!r}; make it "
                 "(number of the batch, ref of each row)"

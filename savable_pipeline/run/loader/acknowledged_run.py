@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
 
@@ -20,7 +18,7 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.remaking import Remake
-from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding, whole_receipts
 from savable_pipeline.run.loader.epoch_end import Voting
 from savable_pipeline.run.loader.pin_memory import pinned
 from savable_pipeline.run.loader.position import Position
@@ -38,7 +36,7 @@ from savable_pipeline.run.state.flights import (
 )
 from savable_pipeline.run.state.lane_state import LaneState
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, merge_states
-from savable_pipeline.stages.batch_samples import BatchSamples, Integers
+from savable_pipeline.stages.batch_samples import BatchSamples
 
 if TYPE_CHECKING:
     import torch
@@ -243,8 +241,7 @@ def _receipts(place: int, size: int, rows: int) -> torch.Tensor:
     """int64 (size, 2): slot and row; -1 for rows that are not among `rows`."""
     import torch
 
-    found = _numbered(size).copy()
-    found[:, 0] = place
+    found = whole_receipts(place, size)
     if rows + 1 != 1 << size:
         found[[not rows >> row & 1 for row in range(size)]] = -1
     return torch.from_numpy(found)
@@ -254,12 +251,6 @@ def _none_of(size: int) -> torch.Tensor:
     import torch
 
     return torch.zeros(size, dtype=torch.bool)
-
-
-@lru_cache
-def _numbered(size: int) -> Integers:
-    """int64 (size, 2): the receipts of slot 0."""
-    return np.stack([np.zeros(size, np.int64), np.arange(size)], axis=1)
 
 
 def _batch_of(flight: Flight) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from threading import Condition, Lock
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -22,6 +23,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import MadeOf
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.flights import MOST_ROWS, SLOTS, Flight, flights_name, packed_acks, packed_flights
+from savable_pipeline.stages.batch_samples import Integers
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
 Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by what and why
@@ -282,15 +284,16 @@ def _by_batch(receipts: Any) -> tuple[dict[int, int], int]:
 
     Receipts of -1, of rows that do not count, are passed over.
     """
-    listed = np.asarray(receipts.cpu() if hasattr(receipts, "cpu") else receipts)
-    if listed.size and (listed.shape[-1] != 2 or listed.dtype.kind not in "iu"):
+    listed = np.asarray(receipts.numpy(force=True) if hasattr(receipts, "numpy") else receipts)
+    if listed.ndim == 1:  # one, or none
+        listed = listed.reshape(-1, 2)
+    if listed.size and (listed.ndim != 2 or listed.shape[1] != 2 or listed.dtype.kind not in "iu"):
         raise ValueError(f"receipts are integers (rows, 2), slot and row of each, not {listed.dtype} {listed.shape}")
     numbers = listed.ravel().tolist()
     batches, rows = numbers[::2], numbers[1::2]
     count = len(rows)
-    if count and batches.count(batches[0]) == count and rows == list(range(rows[0], rows[0] + count)):  # of one batch
-        if batches[0] >= 0 <= rows[0] and rows[-1] < MOST_ROWS:
-            return {batches[0]: ((1 << count) - 1) << rows[0]}, 0
+    if count and batches[0] >= 0 and batches.count(batches[0]) == count and rows == list(range(count)):
+        return {batches[0]: (1 << count) - 1}, 0  # a whole batch: the usual case, the short way
     found: dict[int, int] = {}
     odd = 0
     for batch, row in zip(batches, rows, strict=True):
@@ -302,3 +305,15 @@ def _by_batch(receipts: Any) -> tuple[dict[int, int], int]:
         else:
             odd += 1
     return found, odd
+
+
+def whole_receipts(batch: int, size: int) -> Integers:
+    """The receipts of all rows of a batch: int64 (size, 2)."""
+    found = _numbered(size).copy()
+    found[:, 0] = batch
+    return found
+
+
+@lru_cache
+def _numbered(size: int) -> Integers:
+    return np.stack([np.zeros(size, np.int64), np.arange(size)], axis=1)
