@@ -95,6 +95,11 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
         return self.epoch, self.slot
 
     @property
+    def came_again(self) -> int:
+        """Of a batch given again, the rows that came again, as bits; 0 of any other."""
+        return int.from_bytes(self.again, "little")
+
+    @property
     def samples(self) -> BatchSamples:
         """The samples of the batch."""
         columns = [unpack_column(column, self.items) for column in (self.indices, self.epochs, self.parts)]
