@@ -11,11 +11,11 @@ from typing import Any
 
 from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import TAG_SHIFT
+from savable_pipeline.data.dataset.sample import TAG_SHIFT, tag_of
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.capabilities import ref_alone
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import ItemRef, as_ref
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.stage import BatchStage, Stage
 from savable_pipeline.stages.stage_info import StageInfo
@@ -66,7 +66,7 @@ class EncoderBatches(BatchStage):
 
         Another item stands there; where batches are padded, such a row is not valid.
         """
-        items = [self.source.fetch(part) for part in ref[1:]]
+        items = [self._fetched(part) for part in ref[1:]]
         lost = tuple([row for row, item in enumerate(items) if type(item) is Skip])
         if lost:
             instead = next((item for item in items if type(item) is not Skip), None) or self._any_item()
@@ -75,6 +75,11 @@ class EncoderBatches(BatchStage):
         if lost and self.lane.pad:
             batch["valid"][list(lost)] = False
         return batch, lost
+
+    def _fetched(self, ref: ItemRef) -> Any:
+        """The item of the source, or a pack, with this ref; a `Skip` if its reader is no longer upstream."""
+        known = all(tag_of(index) in self.info.tags for index in sample_indices(ref))
+        return self.source.fetch(ref) if known else Skip("source removed")
 
     def _again(self, items: list[Any], number: int) -> Any:
         """The lane's batch `number`, made of these items, and filled up as it was where batches are padded."""

@@ -47,10 +47,10 @@ class Outstanding(Flight, gc=False):
     out: int = 0
     to_come: int = 0
 
-    def begin(self, rows: int) -> None:
-        """Give these of its rows."""
-        self.out |= rows
-        self.to_come &= ~rows
+    @property
+    def rows_out(self) -> int:
+        """The rows that are given and not acknowledged."""
+        return self.out & self.open
 
 
 class _LastGiven(NamedTuple):
@@ -82,7 +82,6 @@ class Acknowledgements:
                 self._of_lane(flight.batch)[flight.batch] = flight
             self._waiting = deque(loaded)  # to come again, in this order
             self._elsewhere: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
-            self._out = 0  # rows
             self._last: _LastGiven | None = None
         self.fill_up(coming)
 
@@ -115,24 +114,24 @@ class Acknowledgements:
             return
         with self._lock:
             self._last, flight = None, last.flight
-            self._out -= (flight.out & last.rows).bit_count()
-            if last.again:
-                flight.to_come |= flight.out & last.rows
-                flight.out &= ~last.rows
-                self._waiting.appendleft(flight)
-            else:
+            flight.out &= ~last.rows
+            if not last.again:
                 self._of_lane(flight.batch).pop(flight.batch, None)
+                return
+            flight.to_come |= last.rows
+            if not self._waiting or self._waiting[0] is not flight:
+                self._waiting.appendleft(flight)
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
         """Wait until this many rows more are at most `most`. Raises `SavableError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
-            while self._out and self._out + rows > most:
+            while (out := self._out()) and out + rows > most:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._freed.wait(left):
                     raise SavableError(
-                        f"{self._out} rows are in flight, and the {rows} of the next batch would make that more than "
+                        f"{out} rows are in flight, and the {rows} of the next batch would make that more than "
                         f"max_in_flight={most}: too few were acknowledged here in {timeout_s:g} s. What another rank "
                         "has acknowledged is known at the next global_state_dict() only"
                     )
@@ -142,9 +141,11 @@ class Acknowledgements:
         rows = (1 << made_of.rows) - 1
         flight = Outstanding(batch, made_of.ref, made_of.rows, rows, number, out=rows)
         with self._lock:
+            self._last = _LastGiven(
+                number, flight, rows, again=False
+            )  # first: whatever is broken off, it is taken back
             if rows:
                 self._of_lane(batch)[batch] = flight
-            self._given(_LastGiven(number, flight, rows, again=False))
         return rows
 
     def give_again(self, number: int, lost: Iterable[int]) -> int:
@@ -155,15 +156,16 @@ class Acknowledgements:
                 self._close(flight, gone)
                 self._note(flight.batch, gone, "dropped", _CANNOT_BE_MADE)
             rows = flight.to_come & flight.open
-            flight.begin(rows)
-            self._given(_LastGiven(number, flight, rows, again=True))
+            self._last = _LastGiven(number, flight, rows, again=True)
+            flight.out |= rows
+            flight.to_come = 0
             self._waiting.popleft()
             self._counts["acknowledged/given_again"] += rows.bit_count()
         return rows
 
-    def _given(self, last: _LastGiven) -> None:
-        self._last = last
-        self._out += last.rows.bit_count()
+    def _out(self) -> int:
+        """How many rows are given and not acknowledged."""
+        return sum(flight.rows_out.bit_count() for of_lane in self._flights.values() for flight in of_lane.values())
 
     # Acknowledging.
 
@@ -195,9 +197,8 @@ class Acknowledgements:
             known = rows & flight.open
             self._close(flight, known)
             return known
-        known = rows & flight.out
+        known = rows & flight.rows_out
         flight.out ^= known
-        self._out -= known.bit_count()
         if known and not flight.to_come:
             self._waiting.append(flight)
         flight.to_come |= known
@@ -205,9 +206,7 @@ class Acknowledgements:
 
     def _close(self, flight: Outstanding, rows: int) -> None:
         """Let go of these open rows, and of the batch if they are the last."""
-        self._out -= (flight.out & rows).bit_count()
         flight.open &= ~rows
-        flight.out &= ~rows
         of_lane = self._of_lane(flight.batch)
         if not flight.open:
             del of_lane[flight.batch]
@@ -229,16 +228,16 @@ class Acknowledgements:
     def in_flight(self) -> InFlight:
         """What is given and not acknowledged here."""
         with self._lock:
-            out = [flight for of_lane in self._flights.values() for flight in of_lane.values() if flight.out]
+            out = {f.batch: f.rows_out for of_lane in self._flights.values() for f in of_lane.values() if f.rows_out}
             if not out:
                 return InFlight(0, None)
-            oldest = min(out, key=lambda flight: flight.batch)
-            return InFlight(self._out, (oldest.batch, (oldest.out & -oldest.out).bit_length() - 1))
+            oldest = min(out)
+            return InFlight(self._out(), (oldest, (out[oldest] & -out[oldest]).bit_length() - 1))
 
     def numbers(self) -> dict[str, int]:
         """Counters of rows, and how many are in flight; none before the first batch."""
         with self._lock:
-            return {**self._counts, "in_flight": self._out}
+            return {**self._counts, "in_flight": self._out()}
 
     def state(self, batches: int, place: int) -> dict[str, bytes]:
         """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`."""
