@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -26,6 +30,7 @@ from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.elastic import complete_state
 from savable_pipeline.trainers.whole import Whole
 from tests.support.own_stages import Numbered
+from tests.support.processes import notice_deaths, workers
 from tests.support.signals import SignalAt, got
 from tests.support.streams import through_a_file
 from tests.support.toy_faults import number_pipeline
@@ -303,9 +308,9 @@ def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(s
                 state = own.state_dict()
                 own = loader(pipeline, lanes=2)
                 own.load_state_dict(state)
-            signal = SignalAt(at, modules)
-            count = got(own, 1, signal)
-            if signal.left > 0:
+            interrupt = SignalAt(at, modules)
+            count = got(own, 1, interrupt)
+            if interrupt.left > 0:
                 break
             assert own.receipts().tolist()[:1] == [[{"new": 2, "again": 1, "loaded": 0}[how], 0]] or not count
             assert _open(own.state_dict()) == before | ({2: [0, 1]} if count and how == "new" else {}), (how, at)
@@ -572,3 +577,34 @@ def test_a_forged_ref_that_names_no_sample_is_an_error_of_ours_when_its_batch_is
         own.load_state_dict(forged(own.state_dict(), change("refs", ref, at=0)))
         with pytest.raises(SavableError):
             next(own)
+
+
+# Workers.
+
+
+def test_workers_make_batches_again_and_a_killed_one_is_replaced_meanwhile(shards: str) -> None:
+    pipeline = partial(toy_pipeline, shards)
+    with loader(pipeline) as own, loader(pipeline, num_workers=2) as resumed:
+        given = [next(own) for _ in range(9)]
+        resumed.load_state_dict(own.state_dict())
+        came = [next(resumed)]
+        os.kill(workers(resumed)[0], signal.SIGKILL)
+        came += [next(resumed) for _ in range(8)]
+        assert list(map(bare, came)) == list(map(bare, given))
+        assert bare(next(resumed)) == bare(next(own))
+        resumed.again(given[4]["receipts"])
+        assert bare(next(resumed)) == bare(given[4])
+        assert through_a_file(resumed.state_dict()).keys() == own.state_dict().keys()
+        notice_deaths(resumed, 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_200_histories_on_real_ranks_with_workers_that_are_killed_are_those_of_a_list(
+    shards: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.support.forked_ranks", "tests.support.in_flight_ranks", "2,1,4,2"]
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join([str(root), str(root / "tools/soak")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([*command, shards, str(tmp_path), "50"], check=True, cwd=root, env=environment, timeout=1800)
