@@ -2,7 +2,7 @@
 
     take a step │ done, dropped, again, on any rank │ save, merged or by each rank │ kill │ resume on other ranks
 
-All ranks run in this process, at the level of `Run`. `python tools/soak/in_flight.py SHARDS` runs 10,000 of them.
+All ranks run in this process, at the level of `Run`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import logging
 import random
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
+from report import Row
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
@@ -85,7 +85,7 @@ class Oracle:
 
 
 class History:
-    """One random history. `acknowledge` and `settings` are those of all its loaders."""
+    """One random history, of as many slots; `settings` are those of all its loaders."""
 
     def __init__(self, draw: random.Random, settings: LoaderSettings, slots: int) -> None:
         self._draw, self._settings, self._slots = draw, settings, slots
@@ -254,18 +254,19 @@ def history(seed: int, shards: str, slots: int = 40) -> Counter[str]:
     return found.counts
 
 
-def main(
-    shards: Annotated[str, typer.Argument(help="A folder of shards with a json of an id each.")],
-    histories: Annotated[int, typer.Option(help="How many.")] = 10_000,
-    first: Annotated[int, typer.Option(help="The first seed.")] = 0,
-) -> None:
-    """Run random histories, and print what was compared."""
-    logging.disable(logging.WARNING)
-    began, total = time.process_time(), Counter[str]()
-    for seed in range(first, first + histories):
-        total += history(seed, shards)
-    print(f"{histories} histories: {dict(total)}, nothing lost or twice; {time.process_time() - began:.0f} s")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def in_flight(folder: Path, histories: int) -> Iterator[Row]:
+    """So many random histories, on shards of their own in this folder."""
+    with sp.ShardWriter(folder, max_samples=40) as writer:
+        for number in range(107):
+            writer.write({"__key__": f"{number:06d}", "json": {"id": number}})
+    total, wrong = Counter[str](), ""
+    logging.disable(logging.WARNING)  # of slots that an epoch's end leaves out
+    try:
+        for seed in range(histories):
+            total += history(seed, str(folder))
+    except AssertionError as error:
+        wrong = f"{error} {' '.join(error.__notes__)}"
+    finally:
+        logging.disable(logging.NOTSET)
+    done = f"{histories} histories, {total['kills']} kills"
+    yield Row("in_flight", "1, 2 and 4 ranks", done, f"{total['batches']} batches, {total['rows']} rows", wrong)
