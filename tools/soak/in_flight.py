@@ -93,6 +93,7 @@ class History:
         self.oracle, self._saved_oracle = Oracle(), Oracle()
         self._saved: dict[str, Any] | None = None
         self._files: list[dict[str, Any]] = []  # of each rank
+        self._own_files = False  # whether each rank has just loaded its own
         self._passed: dict[int, list[Receipt]] = {}  # receipts that each rank holds
         self._runs = self._started(1)
         self.counts: Counter[str] = Counter()
@@ -114,11 +115,16 @@ class History:
 
     def step(self) -> None:
         """Each rank takes a batch, those asked for again before."""
+        self._even()
+        self._take(self._runs)
+        self._own_files = False
+
+    def _even(self) -> None:
+        """Let ranks that were asked for rows again take these batches; not before ranks with their own files vote."""
         least = min(len(run.table.waiting) for run in self._runs)
         for run in self._runs:
-            while len(run.table.waiting) > least:
+            while not self._own_files and len(run.table.waiting) > least:
                 self._take([run])
-        self._take(self._runs)
 
     def _take(self, runs: Sequence[AcknowledgedRun]) -> None:
         places = [(run.position.epoch, run.position.own_slot) for run in runs]
@@ -164,9 +170,7 @@ class History:
 
     def save(self) -> None:
         """The state of all ranks, merged from files or gathered."""
-        for run in self._runs:
-            while len(run.table.waiting) > min(len(run.table.waiting) for run in self._runs):
-                self._take([run])
+        self._even()
         states = [copy.deepcopy(run.state_dict()) for run in self._runs]
         self._files, self._saved = states, sp.merge_states(self._draw.sample(states, len(states)))
         if self._draw.random() < 0.5:
@@ -181,6 +185,7 @@ class History:
         sizes = [size for size in WORLD_SIZES if slot % size == 0]  # else an epoch may leave its last slots to nobody
         self._runs = self._started(self._draw.choice(sizes))
         own = len(self._runs) == len(self._files) and not any("acks_" in "".join(state) for state in self._files)
+        self._own_files = own
         for run, state in zip(self._runs, self._files if own else [self._saved] * len(self._runs), strict=True):
             if state is not None:
                 run.load_state_dict(state)
