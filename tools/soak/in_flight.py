@@ -128,8 +128,8 @@ class History:
 
     def _take(self, runs: Sequence[AcknowledgedRun]) -> None:
         places = [(run.position.epoch, run.position.own_slot) for run in runs]
-        again = [bool(run.table.waiting) for run in runs]
         taken = voted_step(runs)
+        again = [place == (run.position.epoch, run.position.own_slot) for run, place in zip(runs, places, strict=True)]
         for run, batch, place, came_again in zip(runs, taken, places, again, strict=True):
             receipts = [tuple(each) for each in run.receipts.tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
