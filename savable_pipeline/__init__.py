@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.held_items import HeldItems
     from savable_pipeline.stages.item_ref import ItemRef, as_ref
     from savable_pipeline.stages.packing.balance import Balance
+    from savable_pipeline.stages.packing.item_packer import ItemPacker
     from savable_pipeline.stages.packing.packer import OnlinePacker
     from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
     from savable_pipeline.stages.readers.join import Join
@@ -73,6 +74,7 @@ __all__ = [
     "Encode",
     "EncodeError",
     "HeldItems",
+    "ItemPacker",
     "ItemRef",
     "ItemStage",
     "Join",
@@ -133,6 +135,7 @@ _PLACES = {
     "Encode": "stages.encode",
     "EncodeError": "errors",
     "HeldItems": "stages.held_items",
+    "ItemPacker": "stages.packing.item_packer",
     "ItemRef": "stages.item_ref",
     "ItemStage": "stages.stage",
     "Join": "stages.readers.join",

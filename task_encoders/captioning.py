@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.sample_parts import Field
+from task_encoders.parts.scaled_image import Decode
 from task_encoders.parts.square_crop import MEAN, STD, SquareCrop
 from task_encoders.parts.token_packing import (
     batch_documents,
@@ -39,6 +40,10 @@ class CaptioningEncoder(TaskEncoder):
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
         caption: The field of the `json` part, where there is no `txt`.
+        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where the image has fewer pixels than that;
+            "exact" always in full, as states of earlier releases need it.
+        crop_draws: 2; or 1 with `decode="exact"` to go on with a state of an earlier release, whose random crops
+            torchvision drew.
         multiple: Each caption of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
 
@@ -74,6 +79,8 @@ class CaptioningEncoder(TaskEncoder):
         ```
     """
 
+    absent_settings: ClassVar = {"decode": 'decode="exact"', "crop_draws": 'decode="exact", crop_draws=1'}
+
     def __init__(
         self,
         tokenizer: Tokenizer | Tokenize | None = None,
@@ -86,12 +93,14 @@ class CaptioningEncoder(TaskEncoder):
         mean: tuple[float, float, float] = MEAN,
         std: tuple[float, float, float] = STD,
         caption: str = "caption",
+        decode: Decode = "scaled",
+        crop_draws: Literal[1, 2] = 2,
         multiple: int = 1,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
         self.tokenizer = as_tokenizer(tokenizer)
-        self.crop = SquareCrop(image_size, augment=augment, scale=crop_scale, flip=flip, mean=mean, std=std)
+        self.crop = SquareCrop(image_size, augment, crop_scale, flip, mean, std, decode, crop_draws)
         self.global_rng = self.crop.global_rng
         check_multiple(multiple, None)
         self.multiple = multiple
@@ -100,7 +109,7 @@ class CaptioningEncoder(TaskEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
-        image = self.crop.image(sample)  # floats, four times as large, only in a batch
+        image = self.crop.image(sample, rng)  # floats, four times as large, only in a batch
         if image is None:
             return Skip("no image")
         tokens = self.tokenizer(self._caption(sample))

@@ -6,13 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from PIL import Image
-
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.parts.data_formats import Message, parse_conversation
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision
-from task_encoders.parts.sample_parts import SampleImages
+from task_encoders.parts.sample_parts import SampleImages, SeenImage
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
@@ -90,7 +88,8 @@ class ChatEncoder(MixedEncoder):
         """Return one item, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
-        messages = parse_conversation(sample.json(self.part), SampleImages(sample))
+        images_of = SampleImages(sample, self.vision.image) if self.vision else SampleImages(sample)
+        messages = parse_conversation(sample.json(self.part), images_of)
         learned = [number for number, message in enumerate(messages) if message.is_answer]
         if not learned:
             return Skip("no answer")
@@ -130,7 +129,7 @@ class ChatEncoder(MixedEncoder):
             done = len(answered)
         return spans
 
-    def _item(self, spans: Sequence[tuple[str, bool]], images: Sequence[Image.Image]) -> dict[str, Any]:
+    def _item(self, spans: Sequence[tuple[str, bool]], images: Sequence[SeenImage]) -> dict[str, Any]:
         mixed = MixedTokens(self.tokenizer, self.vision)
         place = self.vision.text if self.vision else None
         places = sum(text.count(place) for text, _ in spans) if place else 0

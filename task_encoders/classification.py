@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import one_hot
-from torchvision.transforms import v2
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.sample_parts import Field
-from task_encoders.parts.square_crop import SquareCrop
+from task_encoders.parts.square_crop import EARLIER_CROPS, SquareCrop
 
 
 class ClassificationEncoder(TaskEncoder):
@@ -45,6 +44,8 @@ class ClassificationEncoder(TaskEncoder):
         ```
     """
 
+    absent_settings = EARLIER_CROPS
+
     def __init__(
         self,
         classes: int,
@@ -65,13 +66,11 @@ class ClassificationEncoder(TaskEncoder):
         self.crop = crop or SquareCrop()
         self.alphas = {"mixup": mixup, "cutmix": cutmix}
         self.global_rng = ("torch",) if mixup or cutmix else self.crop.global_rng
-        chosen = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
-        chosen += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-        self._mix = v2.RandomChoice(chosen) if chosen else None
+        self._mix = _mix(classes, mixup, cutmix) if mixup or cutmix else None
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
-        image = self.crop.image(sample)
+        image = self.crop.image(sample, rng)
         if image is None:
             return Skip("no image")
         value = self.label.read(sample)
@@ -102,3 +101,12 @@ class ClassificationEncoder(TaskEncoder):
         if not isinstance(value, bool) and text.isdecimal() and int(text) < self.classes:
             return int(text)
         raise ValueError(f"{self.label.name}: expected a class from 0 to {self.classes - 1}, found {value!r}")
+
+
+def _mix(classes: int, mixup: float, cutmix: float) -> Any:
+    """MixUp, CutMix, or a random choice of the two for each batch."""
+    from torchvision.transforms import v2  # imported where a batch is to be mixed: it takes a second
+
+    chosen = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    chosen += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
+    return v2.RandomChoice(chosen)

@@ -8,7 +8,7 @@ import torch
 
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.sample_parts import Field
-from task_encoders.parts.square_crop import SquareCrop
+from task_encoders.parts.square_crop import EARLIER_CROPS, SquareCrop
 from task_encoders.parts.token_packing import pad_rows
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
@@ -46,6 +46,8 @@ class ContrastiveEncoder(TaskEncoder):
         ```
     """
 
+    absent_settings = EARLIER_CROPS
+
     def __init__(
         self,
         tokenizer: Tokenizer | Tokenize | None = None,
@@ -64,7 +66,7 @@ class ContrastiveEncoder(TaskEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
-        image = self.crop.image(sample)
+        image = self.crop.image(sample, rng)
         if image is None:
             return Skip("no image")
         tokens = self.tokenizer(self._text(sample, rng))

@@ -76,7 +76,7 @@ class InterleavedEncoder(MixedEncoder):
         """Return one item, an iterator of items for a long document, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
-        document = parse_document(sample.json(self.part), SampleImages(sample))
+        document = parse_document(sample.json(self.part), SampleImages(sample, self.vision.image))
         if not document:
             return Skip("empty")
         mixed = MixedTokens(self.tokenizer, self.vision)

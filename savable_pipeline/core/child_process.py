@@ -4,8 +4,8 @@
                  ◀── answers ───
 
 The child is started by exec, not by fork: a trainer with threads or CUDA can start it, and the main module needs no
-guard. It imports the package's modules without running the package's `__init__`, which takes 0.2 s and 40 MB. Ctrl-C
-does not reach it; it ends when it is closed or when this process has ended.
+guard. It finds the package where this process has found it, whatever became of `sys.path` since. Ctrl-C does not reach
+it; it ends when it is closed or when this process has ended.
 """
 
 from __future__ import annotations

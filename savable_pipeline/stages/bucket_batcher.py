@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar
 
 import msgspec
 
+from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.sample import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.bucket_sizes import BatchSize, BucketSizes, Group, plain_group
+from savable_pipeline.stages.bucket_rule import BucketRule
+from savable_pipeline.stages.bucket_sizes import BatchSize, Bucket, BucketSizes, Group
+from savable_pipeline.stages.capabilities import name_branch
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.held_items import HeldItems
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
-from savable_pipeline.stages.setting_rules import check_function, function_settings
+from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-_Key: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
+_ORDER = 1  # of the batches with `same_bucket`
 
 
 class _BucketState(msgspec.Struct):
@@ -30,6 +33,7 @@ class _BucketState(msgspec.Struct):
     source: dict[str, Any]
     keys: list[tuple[Any, int]] | None = None
     first: Any = None
+    came: list[tuple[Any, int, SavedCount]] | None = None
 
 
 class BucketBatcher(EncoderBatches):
@@ -38,6 +42,10 @@ class BucketBatcher(EncoderBatches):
     A bucket with enough items yields a batch; at the end of a finite source each bucket yields its rest, the shortest
     bucket first. With `SavableLoader(tail="pad")` a batch has all rows of its bucket and, beside the encoder's keys,
     "valid": bool (rows,), False for filler rows, which repeat an item.
+
+    With `same_bucket` a step's ranks mostly take batches of the same bucket, without an exchange. Each lane holds full
+    batches and gives one of the bucket that a random number, the same in all lanes, points at; where that has none,
+    one of the nearest shorter bucket, else of the nearest longer one.
 
     Args:
         source: A stage of items.
@@ -49,10 +57,12 @@ class BucketBatcher(EncoderBatches):
             that returns an int, a str, None or a tuple of these, and depends on the item alone. The fingerprint keeps
             the function's name, and `settings()` of an object.
         drop_last: Drop these rests. None: False.
+        same_bucket: Whether the ranks of a step take batches of the same bucket, as far as they have them.
+        hold: Full batches that a lane holds for that: 4 at first, then one more each batch.
         encoder: Measures items and makes the batches. None: the encoder upstream.
 
     Raises:
-        ValueError: A setting is wrong.
+        ValueError: A setting is wrong, or the stage has `same_bucket` and is in a branch of a `Blend`.
         EncodeError: `encoder.length`, `encoder.batch` or `group` raised, a group has no size, or very many items in a
             row were left out.
         CheckpointMismatchError: An item made again after a resume belongs to another bucket.
@@ -74,6 +84,11 @@ class BucketBatcher(EncoderBatches):
         (['', 'aa'], ['a', 'aaa', 'a'])
     """
 
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        "order": SettingRule(fixed=OTHER_ORDER, follows=("same_bucket",)),
+        "hold": SettingRule(follows=("same_bucket",)),
+    }
+
     def __init__(
         self,
         source: ItemStage,
@@ -83,8 +98,12 @@ class BucketBatcher(EncoderBatches):
         max_tokens: int | None = None,
         group: Callable[[Any], Group] | str | None = None,
         drop_last: bool | None = None,
+        same_bucket: bool = False,
+        hold: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> None:
+        if hold < 1:
+            raise ValueError(f"BucketBatcher: hold must be at least 1, not {hold}")
         self._sizes = BucketSizes(bounds, size, max_tokens, grouped=group is not None)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
@@ -93,9 +112,18 @@ class BucketBatcher(EncoderBatches):
         self.max_tokens = max_tokens
         self.group = group
         self._check_group(group)
-        self._buckets: dict[_Key, HeldItems] = {}  # those that hold items, in the order in which they began
+        self._buckets: dict[Bucket, HeldItems] = {}  # those that hold items, in the order in which they began
         self._taken = HeldItems(self)  # an item of the source that is in no bucket yet
         self._row_of_skips = 0
+        self.same_bucket, self.hold = same_bucket, hold
+        key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # of all lanes
+        self._rule = BucketRule(key=key, hold=hold, sizes=self._sizes) if same_bucket else None
+
+    def name_branch(self, name: str) -> None:
+        """Refuse to be in a branch of a Blend with `same_bucket`: its turns would part the lanes' batches."""
+        if self.same_bucket:
+            raise ValueError(f"BucketBatcher(same_bucket=True) stands after a Blend, not in its source {name!r}")
+        name_branch(self.source, name)
 
     def _check_group(self, group: Callable[[Any], Group] | str | None) -> None:
         if isinstance(group, str) and not callable(getattr(self._calls.encoder, group, None)):
@@ -119,7 +147,7 @@ class BucketBatcher(EncoderBatches):
         """Skip the next batch without calling `encoder.batch`. Raises StopIteration at the end."""
         self._let_go(self._due())
 
-    def _due(self) -> _Key:
+    def _due(self) -> Bucket:
         """The bucket of the next batch, whose items are made. Raises StopIteration if there is none."""
         key = self._next_bucket()
         if key is None:
@@ -131,44 +159,48 @@ class BucketBatcher(EncoderBatches):
         key = self._key(item)
         return 0 if key[1] == self._sizes.buckets else self._size(key)
 
-    def _next_bucket(self) -> _Key | None:
+    def _next_bucket(self) -> Bucket | None:
         while (key := self._fill()) is not None:
             if self._make_items(key):
                 return key
         return None
 
-    def _make_items(self, key: _Key) -> bool:
+    def _make_items(self, key: Bucket) -> bool:
         """Make the missing items of a bucket's next batch; False if one is in the bucket no more."""
         held = self._buckets[key]
         due = range(min(self._size(key), len(held)))
         return held.made == len(held) or all(self._make(key, i) for i in due)
 
-    def _let_go(self, key: _Key) -> None:
+    def _let_go(self, key: Bucket) -> None:
         held, size = self._buckets.pop(key), self._size(key)
         self._gave(held.refs()[:size])
         held.drop(size)
-        if held:  # of a state that was saved with a larger size
+        if held:
             self._buckets[key] = held
 
     def more(self) -> bool:
         """Whether another batch will come, found by filling a bucket."""
         return self._next_bucket() is not None
 
-    def _fill(self) -> _Key | None:
+    def _fill(self) -> Bucket | None:
         """The bucket of the next batch; None at the end."""
-        full = [key for key, held in self._buckets.items() if len(held) >= self._size(key)]
-        if full:
-            return min(full, key=_number)
-        while self._taken or self._taken.fill(1):
+        room = 1 if self._rule is None else self._rule.room(self._count)
+        full = {key: each for key, held in self._buckets.items() if (each := len(held) // self._size(key))}
+        count = sum(full.values())
+        while count < room and (self._taken or self._taken.fill(1)):
             placed = self._place()
-            if placed is not None and len(self._buckets[placed]) >= self._size(placed):
-                return placed
-        return None if self.drop_last else min(self._buckets, key=_number, default=None)
+            if placed is not None and len(self._buckets[placed]) % self._size(placed) == 0:
+                full[placed] = 1
+                count += 1
+        if full and self._rule is not None:
+            held_items = {key: len(held) for key, held in self._buckets.items()}
+            return self._rule.choose(self._count, held_items, full)
+        return min(full or ([] if self.drop_last else self._buckets), key=_number, default=None)
 
-    def _size(self, key: _Key) -> int:
+    def _size(self, key: Bucket) -> int:
         return self._sizes.of(*key)
 
-    def _place(self) -> _Key | None:
+    def _place(self) -> Bucket | None:
         """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
         item, ref = self._taken.look(0)
         key = None if type(item) is Skip else self._key(item)  # the stage upstream has counted a `Skip`
@@ -178,22 +210,19 @@ class BucketBatcher(EncoderBatches):
         elif key is not None:
             self._row_of_skips = 0
             self._put(key, item, ref)
+            if self._rule is not None:
+                self._rule.came(key)
         self._taken.drop(1)
         return key
 
-    def _key(self, item: Any) -> _Key:
+    def _key(self, item: Any) -> Bucket:
         """The group and bucket of an item; the bucket `len(self.bounds)` if it is too long.
 
         Raises `EncodeError` if the encoder or `group` does, or the group has no size.
         """
         bucket = bisect_left(self.bounds, self._calls.length(item, least=0)) if self.bounds else 0
-        group = None if self.group is None else self._calls.value(self.group, item, self._checked_group)
+        group = None if self.group is None else self._calls.value(self.group, item, self._sizes.checked_group)
         return group, bucket
-
-    def _checked_group(self, group: Any) -> Group:
-        plain = plain_group(group)
-        self._sizes.of(plain, 0)
-        return plain
 
     def _skipped(self, ref: ItemRef) -> None:
         self.counts.update(skip_counters("longer than the last bound", next(sample_indices(ref))))
@@ -204,7 +233,7 @@ class BucketBatcher(EncoderBatches):
                 "this data will never make a batch"
             )
 
-    def _make(self, key: _Key, i: int) -> bool:
+    def _make(self, key: Bucket, i: int) -> bool:
         """Make the item `i` of a bucket; False if it is lost, or a pack that lost an item and is of another bucket."""
         held = self._buckets[key]
         item, ref = held.look(i)
@@ -225,16 +254,17 @@ class BucketBatcher(EncoderBatches):
             self._put(found, item, ref)
         return False
 
-    def _put(self, key: _Key, item: Any, ref: ItemRef) -> None:
+    def _put(self, key: Bucket, item: Any, ref: ItemRef) -> None:
         self._buckets.setdefault(key, HeldItems(self)).add([item], [ref])
 
     def save_state(self) -> State:
         """`buckets`: the refs of the items in each bucket; `count`: batches given so far.
 
         `taken`: the ref of an item that an error kept from its bucket; else None. With groups `keys`: group and number
-        of each bucket; where batches are padded `first`: the ref of the first item.
+        of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`: group
+        and number of each bucket, and the items that came to it.
         """
-        keys: list[_Key] = [(None, number) for number in range(self._sizes.buckets)]
+        keys: list[Bucket] = [(None, number) for number in range(self._sizes.buckets)]
         if self.group is not None:
             keys = list(self._buckets)
         state: State = {
@@ -245,12 +275,15 @@ class BucketBatcher(EncoderBatches):
         }
         if self._first is not None:
             state["first"] = self._first
+        if self._rule is not None:
+            state["came"] = [(*key, count) for key, count in self._rule.counts()]
         return state if self.group is None else {**state, "keys": keys}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; held items are made again when they are needed."""
         saved = parse_state(self, state, _BucketState)
-        keys = self._saved_keys(saved)
+        keys = self._sizes.saved(saved.keys, len(saved.buckets))
+        came = [(self._sizes.saved_bucket(group, number), count) for group, number, count in saved.came or ()]
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
         self._buckets = {}
@@ -261,28 +294,14 @@ class BucketBatcher(EncoderBatches):
                 self._buckets[key] = held
         self._taken.restore([] if saved.taken is None else [saved.taken])
         self._count = saved.count
-
-    def _saved_keys(self, saved: _BucketState) -> list[_Key]:
-        """The group and the number of each bucket of a state. Raises `CheckpointMismatchError` if they are not ours."""
-        wrong = f"BucketBatcher(bounds={self.bounds}): the state has {len(saved.buckets)} buckets"
-        if self.group is None and saved.keys is None and len(saved.buckets) == self._sizes.buckets:
-            return [(None, number) for number in range(self._sizes.buckets)]
-        if self.group is None or saved.keys is None or len(saved.keys) != len(saved.buckets):
-            raise CheckpointMismatchError(f"{wrong}; was it saved with another group=?")
-        try:
-            keys = [(self._checked_group(group), number) for group, number in saved.keys]
-        except ValueError as error:
-            raise CheckpointMismatchError(f"{wrong}, and {error}") from error
-        if any(not 0 <= number < self._sizes.buckets for _, number in keys):
-            raise CheckpointMismatchError(f"{wrong} with other bounds")
-        return keys
+        if self._rule is not None:
+            self._rule.restore(came)
 
     def settings(self) -> dict[str, Any]:
         """Every argument; the encoder only if it is not the one upstream."""
-        size = self.size
-        own: dict[str, Any] = {"bounds": self.bounds, "size": size, "max_tokens": self.max_tokens}
-        if isinstance(size, Mapping):  # whose order does not matter, and whose keys need not be texts
-            own["size"] = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
+        own = self._sizes.settings()
+        if self.same_bucket:
+            own |= {"same_bucket": True, "hold": self.hold, "order": _ORDER}
         if isinstance(self.group, str):
             own["group"] = self.group
         elif self.group is not None:
@@ -290,9 +309,9 @@ class BucketBatcher(EncoderBatches):
         return {**own, **super().settings()}
 
 
-def _number(key: _Key) -> int:
+def _number(key: Bucket) -> int:
     return key[1]
 
 
-def _shown(key: _Key) -> str:
+def _shown(key: Bucket) -> str:
     return f"bucket {key[1]}" if key[0] is None else f"bucket {key[1]} of the group {key[0]!r}"

@@ -7,7 +7,10 @@ from itertools import pairwise
 from operator import index
 from typing import Any, TypeAlias
 
+from savable_pipeline.errors import CheckpointMismatchError
+
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
+Bucket: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
 BatchSize: TypeAlias = int | Sequence[int]  # items of a batch: of every bucket, or of each
 
 
@@ -25,6 +28,7 @@ class BucketSizes:
         *,
         grouped: bool,
     ) -> None:
+        self._given, self._max_tokens, self._grouped = size, max_tokens, grouped
         self.bounds = [index(bound) for bound in bounds]
         if any(a >= b for a, b in pairwise([0, *self.bounds])) or not (self.bounds or grouped):
             raise ValueError(f"BucketBatcher: bounds must be lengths in ascending order, not {bounds}")
@@ -65,6 +69,40 @@ class BucketSizes:
             known = ", ".join(map(repr, self._groups))
             raise ValueError(f"the group {group!r} has no size; there are sizes for {known}")
         return self._groups[group][bucket]
+
+    def checked_group(self, group: Any) -> Group:
+        """A group as a state returns it. Raises ValueError if it is none, or has no size."""
+        plain = plain_group(group)
+        self.of(plain, 0)
+        return plain
+
+    def settings(self) -> dict[str, Any]:
+        """What sets the sizes, for a fingerprint."""
+        size: Any = self._given
+        if isinstance(size, Mapping):  # whose order does not matter, and whose keys need not be texts
+            size = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
+        return {"bounds": self.bounds, "size": size, "max_tokens": self._max_tokens}
+
+    def saved(self, keys: Sequence[tuple[Any, int]] | None, count: int) -> list[Bucket]:
+        """The buckets of a state that has `count`. Raises `CheckpointMismatchError` if they are not ours."""
+        if not self._grouped and keys is None and count == self.buckets:
+            return [(None, number) for number in range(count)]
+        if not self._grouped or keys is None or len(keys) != count:
+            raise CheckpointMismatchError(
+                f"BucketBatcher(bounds={self.bounds}): the state has {count} buckets; was it saved with another group=?"
+            )
+        return [self.saved_bucket(group, number) for group, number in keys]
+
+    def saved_bucket(self, group: Any, number: int) -> Bucket:
+        """A bucket of a state. Raises `CheckpointMismatchError` if it is not one of ours."""
+        wrong = f"BucketBatcher(bounds={self.bounds}): the state has a bucket {number}"
+        try:
+            plain = self.checked_group(group)
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{wrong}, and {error}") from error
+        if not 0 <= number < self.buckets:
+            raise CheckpointMismatchError(f"{wrong}; was it saved with other bounds?")
+        return plain, number
 
 
 def plain_group(group: Any) -> Group:

@@ -31,7 +31,7 @@ from savable_pipeline.stages.skipped_samples import SkippedSamples
 from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_rules, encoder_settings
 
 _EXCLUDED = Skip(REASON)
 _AHEAD = 16  # the least number of refs to take from the source at a time
@@ -100,6 +100,7 @@ class Encode(TakesItems):
         self.on_error = on_error
         self.one_for_one = encoder.one_to_one
         self._encoder = encoder
+        self.setting_rules = encoder_rules(encoder)
         self.keyed = KeyedEncoder(encoder, source.lane.seed, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._given = 0  # items given since this stage was made

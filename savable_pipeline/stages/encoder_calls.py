@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError
+from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.setting_rules import function_name
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import TaskEncoder
+
+T = TypeVar("T")
 
 
 def check_encoder(stage: str, encoder: object) -> None:
@@ -63,17 +66,37 @@ class EncoderCalls:
 
     def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
         """The lane's pack or batch `number`, made of these items."""
-        status = info.lane.status
-        if status is not None:
-            status[0] = info.depth
-        rng = Rng(self.key(info), (number, 0, 0))
-        if self._seed_globals is not None:
-            self._seed_globals(rng.key)
+        rng = self._begun(self.key(info), number, info)
         try:
             return self._combined(items, rng)
         except Exception as error:
             which = f", {self._combine} {number} ({len(items)} items)"
             raise self._failed(self._combine, error, which) from from_user_code(error)
+
+    def selected(self, select: Callable[[list[Any], Rng], T], items: list[Any], number: int, info: StageInfo) -> T:
+        """What a function of the user's says about these items, in round `number` of the lane."""
+        rng = self._begun(info.key("select"), number, info)
+        try:
+            return select(items, rng)
+        except Exception as error:
+            which = f", round {number} ({len(items)} items)"
+            raise self._told("select", error, which) from from_user_code(error)
+
+    def _begun(self, key: int, number: int, info: StageInfo) -> Rng:
+        """The random numbers of a call, for which the global generators are seeded and the stage is reported."""
+        status = info.lane.status
+        if status is not None:
+            status[0] = info.depth
+        rng = Rng(key, (number, 0, 0))
+        if self._seed_globals is not None:
+            self._seed_globals(rng.key)
+        return rng
+
+    def sizes(self, items: Sequence[Any]) -> tuple[Size, ...] | None:
+        """Length and images of each item; None if the encoder does not say how to measure one."""
+        if getattr(self.encoder.length, "__func__", None) is TaskEncoder.length:
+            return None
+        return tuple((self.length(item, least=0), self.images(item)) for item in items)
 
     def length(self, item: Any, *, least: int) -> int:
         """The length of an item in tokens, which must be at least `least`."""

@@ -25,6 +25,8 @@ class SettingRule:
     """The name of another field: where `allow` has that, this one may differ too."""
     follows: tuple[str, ...] = ()
     """Settings of the same stage: where one of these differs and may, this one may as well."""
+    absent: str = ""
+    """What its absence from a state, or here, stands for: how to ask for it."""
     field: str = ""
     """Its name in states and in `allow`, which is else STAGE.SETTING."""
     shards: Callable[[Any], ShardList] | None = None

@@ -26,14 +26,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
-from task_encoders.parts.sample_parts import SampleImages
+from task_encoders.parts.sample_parts import SampleImages, SeenImage
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _PLACE = "<image>"  # in LLaVA's text
 
-Part = str | Image.Image
+Part = str | SeenImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Message:
 
     Args:
         role: "user", "assistant", "system", or another that the chat template knows.
-        parts: Texts (str) and images (PIL.Image.Image), in order.
+        parts: Texts (str) and images (PIL.Image.Image, or a `ScaledImage` as `Vision.image` decodes it), in order.
         trained: False for an answer that is context only (in OpenAI's format, "weight": 0).
         more: Further fields, for the chat template.
 
@@ -157,7 +155,7 @@ def _obelics(texts: list[Any], places: list[Any], images: SampleImages) -> list[
 def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:
     names = [place.get("image_name") if isinstance(place, dict) else None for place in places]
     named = all(name in images.names for name in names)
-    before: dict[int, list[Image.Image]] = {}
+    before: dict[int, list[SeenImage]] = {}
     for number, (place, name) in enumerate(zip(places, names, strict=True)):
         at = f"image_info[{number}]"
         index = place.get("matched_text_index") if isinstance(place, dict) else None
@@ -170,7 +168,7 @@ def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Par
     return parts
 
 
-def _image(name: str | None, at: str, images: SampleImages) -> Image.Image:
+def _image(name: str | None, at: str, images: SampleImages) -> SeenImage:
     return images.next(at) if name is None else images.named(name, at)
 
 

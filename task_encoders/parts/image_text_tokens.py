@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 
-from savable_pipeline import Rng, TaskEncoder
+from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.image_tiles import ImageTiles
+from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode, decode_setting
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 from task_encoders.parts.token_packing import (
     IGNORED,
@@ -50,9 +51,11 @@ class Vision:
         after: Text behind each image.
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
+        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its tiles have fewer pixels than that, the
+            same tiles of the same sizes; "exact" always in full, as states of earlier releases need it.
 
     Raises:
-        ValueError: `token` is no id, or `text` is empty.
+        ValueError: `token` is no id, `text` is empty, or `decode` is neither.
 
     Example:
         ```python
@@ -71,6 +74,7 @@ class Vision:
     after: str = ""
     mean: tuple[float, float, float] = MEAN
     std: tuple[float, float, float] = STD
+    decode: Decode = "scaled"
 
     def __post_init__(self) -> None:
         if not hasattr(self.token, "__index__"):
@@ -80,6 +84,29 @@ class Vision:
             )
         if not self.text:
             raise ValueError("Vision: text is what stands for an image in rendered text; it cannot be empty")
+        check_decode(self.decode)
+
+    def image(self, sample: Sample, part: str) -> Image.Image | ScaledImage:
+        """Decode an image of a sample as large as its tiles need it, for `tiles.cut`.
+
+        Args:
+            sample: The sample.
+            part: The name of the part.
+
+        Raises:
+            OSError: The image is damaged.
+        """
+        if self.decode == "exact":
+            return sample.image(part)
+        full = (0, 0)
+
+        def needed(width: int, height: int) -> tuple[float, float]:
+            nonlocal full
+            full = width, height
+            return self.tiles.at_least(width, height)
+
+        pixels = sample.image(part, at_least=needed)
+        return pixels if pixels.size == full else ScaledImage(*full, pixels)
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
         """Normalize patches: `mean` and `std` of each channel become 0 and 1.
@@ -94,8 +121,9 @@ class Vision:
 
     def settings(self) -> dict[str, Any]:
         """Every argument, for `TaskEncoder.settings`."""
-        own = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
-        return {**self.tiles.settings(), **own, "mean": list(self.mean), "std": list(self.std)}
+        own: dict[str, Any] = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
+        own |= {"mean": list(self.mean), "std": list(self.std)}
+        return {**self.tiles.settings(), **own, **decode_setting(self.decode)}
 
 
 class MixedTokens:
@@ -126,7 +154,7 @@ class MixedTokens:
         """Append a text, tokenized by itself."""
         self.add_ids(self._tokenizer.piece(text), target=target)
 
-    def add_image(self, image: Image.Image) -> None:
+    def add_image(self, image: Image.Image | ScaledImage) -> None:
         """Append an RGB image. Raises ValueError where there are no tiles for its shape."""
         assert self._vision is not None, "an image without vision"
         patches, grids = self._vision.tiles.cut(image)
@@ -241,6 +269,7 @@ class MixedEncoder(TaskEncoder):
     """
 
     global_rng = False  # draws nothing
+    absent_settings: ClassVar = {"decode": 'Vision(decode="exact")'}
 
     def __init__(
         self,

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL import Image
+
+from task_encoders.parts.scaled_image import ScaledImage
 
 _BICUBIC = Image.Resampling.BICUBIC
 
@@ -73,6 +75,15 @@ class ImageTiles(ABC):
             ValueError: There are no tiles for an image of this shape.
         """
 
+    def at_least(self, width: int, height: int) -> tuple[float, float]:
+        """Return the least size at which an image must be decoded, by default its own: `tiles` may get a `ScaledImage`.
+
+        Args:
+            width: Width of the full image, in pixels.
+            height: Its height.
+        """
+        return width, height
+
     def tokens(self, grids: torch.Tensor) -> int:
         """Return the number of tokens of some tiles.
 
@@ -81,7 +92,7 @@ class ImageTiles(ABC):
         """
         return int(grids.prod(1).sum()) // self.merge**2
 
-    def cut(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
+    def cut(self, image: Image.Image | ScaledImage) -> tuple[torch.Tensor, torch.Tensor]:
         """Cut an RGB image into patches.
 
         Args:
@@ -90,14 +101,18 @@ class ImageTiles(ABC):
         Returns:
             The patches, uint8 (n, 3, patch, patch), and the rows and columns of each tile, int64 (tiles, 2).
         """
-        tiles = self.tiles(image)
+        tiles = self.tiles(cast(Image.Image, image))  # a `ScaledImage` only where `at_least` says so
         grids = [(tile.height // self.patch, tile.width // self.patch) for tile in tiles]
-        patches = [_patches(tile, *grid) for tile, grid in zip(tiles, grids, strict=True)]
-        return torch.from_numpy(np.concatenate(patches)), torch.tensor(grids)
+        return torch.from_numpy(np.concatenate([self._patches(tile) for tile in tiles])), torch.tensor(grids)
 
     def settings(self) -> dict[str, Any]:
         """Return the class and every argument, for `TaskEncoder.settings`."""
         return {"tiles": type(self).__qualname__, **asdict(self)}
+
+    def _patches(self, tile: Image.Image) -> Any:
+        """A tile as uint8 (n, 3, patch, patch), row by row."""
+        pixels = np.asarray(tile).reshape(-1, self.patch, tile.width // self.patch, self.patch, 3)
+        return pixels.transpose(0, 2, 4, 1, 3).reshape(-1, 3, self.patch, self.patch)
 
 
 @dataclass(frozen=True)
@@ -135,9 +150,13 @@ class NativeSize(ImageTiles):
                 f"not {self.min_pixels} and {self.max_pixels}"
             )
 
-    def tiles(self, image: Image.Image) -> list[Image.Image]:
+    def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """The image, resized."""
         return [image.resize(self.size(image.width, image.height), _BICUBIC)]
+
+    def at_least(self, width: int, height: int) -> tuple[float, float]:
+        """The size to which it is resized."""
+        return self.size(width, height) if max(width, height) <= 200 * min(width, height) else (width, height)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image is resized.
@@ -212,15 +231,23 @@ class Buckets(ImageTiles):
                 found |= {(one, fitting[-1]), (fitting[-1], one)}
         return sorted(found)
 
-    def tiles(self, image: Image.Image) -> list[Image.Image]:
+    def at_least(self, width: int, height: int) -> tuple[float, float]:
+        """The size to which it is scaled."""
+        shrunk = min(full / side for full, side in zip((width, height), self._shape(width, height), strict=True))
+        return width / shrunk, height / shrunk
+
+    def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """The image, scaled and cropped to its bucket."""
-        aspect = math.log(image.width / image.height)
-        wide, high = min(self.shapes(), key=lambda shape: abs(math.log(shape[0] / shape[1]) - aspect))
+        wide, high = self._shape(image.width, image.height)
         scale = min(image.width / wide, image.height / high)
         left, upper = (image.width - wide * scale) / 2, (image.height - high * scale) / 2
         right, lower = min(image.width, left + wide * scale), min(image.height, upper + high * scale)
         box = (max(0.0, left), max(0.0, upper), right, lower)  # rounding must not leave the image
         return [image.resize((wide, high), _BICUBIC, box=box)]
+
+    def _shape(self, width: int, height: int) -> tuple[int, int]:
+        aspect = math.log(width / height)
+        return min(self.shapes(), key=lambda shape: abs(math.log(shape[0] / shape[1]) - aspect))
 
 
 @dataclass(frozen=True)
@@ -263,15 +290,19 @@ class Tiles(ImageTiles):
         if not 1 <= self.min_tiles <= self.max_tiles:
             raise ValueError(f"Tiles: expected 1 ≤ min_tiles ≤ max_tiles, not {self.min_tiles} and {self.max_tiles}")
 
-    def tiles(self, image: Image.Image) -> list[Image.Image]:
+    def at_least(self, width: int, height: int) -> tuple[float, float]:
+        """The size of all tiles together."""
+        columns, rows = self.grid(width, height)
+        return columns * self.side, rows * self.side
+
+    def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """The tiles, row by row, then the thumbnail."""
         columns, rows = self.grid(image.width, image.height)
         whole = image.resize((columns * self.side, rows * self.side), _BICUBIC)
         corners = [(column * self.side, row * self.side) for row in range(rows) for column in range(columns)]
         tiles = [whole.crop((left, upper, left + self.side, upper + self.side)) for left, upper in corners]
-        if self.thumbnail and len(tiles) > 1:
-            tiles.append(image.resize((self.side, self.side), _BICUBIC))
-        return tiles
+        more = [image.resize((self.side, self.side), _BICUBIC)] if self.thumbnail and len(tiles) > 1 else []
+        return tiles + more
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the columns and rows of tiles for an image.
@@ -281,15 +312,9 @@ class Tiles(ImageTiles):
             height: Height of the image, in pixels.
         """
         sides = range(1, self.max_tiles + 1)
-        grids = [(c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles]
-        grids.sort(key=lambda grid: grid[0] * grid[1])
+        fitting = ((c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles)
+        grids = sorted(fitting, key=lambda grid: grid[0] * grid[1])
         nearest = min(abs(width / height - columns / rows) for columns, rows in grids)
         first, *larger = [grid for grid in grids if abs(width / height - grid[0] / grid[1]) == nearest]
-        fitting = [(c, r) for c, r in larger if width * height > 0.5 * self.side**2 * c * r]
-        return fitting[-1] if fitting else first
-
-
-def _patches(tile: Image.Image, rows: int, columns: int) -> Any:
-    """A tile of `rows` by `columns` patches as uint8 (rows * columns, 3, patch, patch)."""
-    pixels = np.asarray(tile).reshape(rows, tile.height // rows, columns, tile.width // columns, 3)
-    return pixels.transpose(0, 2, 4, 1, 3).reshape(rows * columns, 3, tile.height // rows, tile.width // columns)
+        filled = [(c, r) for c, r in larger if width * height > 0.5 * self.side**2 * c * r]
+        return filled[-1] if filled else first

@@ -9,12 +9,15 @@ import base64
 import binascii
 import io
 import re
+from collections.abc import Callable
 from typing import Any
 
 from PIL import Image
 
 from savable_pipeline import IMAGE_PARTS, Sample
+from task_encoders.parts.scaled_image import ScaledImage
 
+SeenImage = Image.Image | ScaledImage
 _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
@@ -66,29 +69,30 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of an image i
 class SampleImages:
     """The image parts of a sample, `jpg` or `0.jpg`, `1.png`, …, sorted by the numbers in their names.
 
-    The text must use each at least once: `check_all_used` raises if one is left over.
+    The text must use each at least once: `check_all_used` raises if one is left over. `read` decodes one.
     """
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Sample, read: Callable[[Sample, str], SeenImage] = Sample.image) -> None:
         self._sample = sample
+        self._read = read
         self.names = sorted((name for name in sample if name.lower().rpartition(".")[2] in IMAGE_PARTS), key=_numbered)
         self._used: dict[str, None] = {}
 
-    def next(self, field: str) -> Image.Image:
+    def next(self, field: str) -> SeenImage:
         """The first image not yet used. Raises ValueError that names `field`, which asks for it."""
         for name in self.names:
             if name not in self._used:
                 return self.named(name, field)
         raise ValueError(f"{field}: a place for image {len(self._used) + 1}, but the sample has {self._described()}")
 
-    def named(self, name: str, field: str) -> Image.Image:
+    def named(self, name: str, field: str) -> SeenImage:
         """The image in this part; or in a `data:` URL. Raises ValueError that names `field`, and what Pillow raises."""
         if name.startswith("data:"):
             return _from_data_url(name, field)
         for known in self.names:
             if known.lower() == name.lower():
                 self._used[known] = None
-                return self._sample.image(known)
+                return self._read(self._sample, known)
         hint = "; nothing is downloaded: store the image beside the text" if "://" in name else ""
         raise ValueError(f"{field}: no image {name!r:.80}, the sample has {self._described()}{hint}")
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from torchvision.transforms import v2
+from PIL import Image
 
-from savable_pipeline import IMAGE_PARTS, Sample, empty
+from savable_pipeline import IMAGE_PARTS, Rng, Sample, empty
+from task_encoders.parts.random_box import random_box
+from task_encoders.parts.scaled_image import Decode, check_decode, decode_setting
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
+EARLIER_CROPS = {"decode": 'SquareCrop(decode="exact")', "crop_draws": 'SquareCrop(decode="exact", draws=1)'}
+"""What a state was made with that lacks a setting of crops, for `absent_settings` of an encoder."""
+_BILINEAR = Image.Resampling.BILINEAR
 
 
 @dataclass(frozen=True)
 class SquareCrop:
     """One square image of a sample, cropped at random or in the centre.
 
-    Random crops draw from torch's global generator, as torchvision's transforms do: an encoder sets its `global_rng` to
-    that of its crop.
+    Random crops are those of torchvision's `RandomResizedCrop`, drawn from `rng`; their pixels are those of its PIL
+    images.
 
     Args:
         size: Width and height of the result, in pixels.
@@ -28,15 +34,19 @@ class SquareCrop:
         flip: The probability that a random crop is mirrored.
         mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
         std: Their standard deviation.
+        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where the result has fewer pixels than that;
+            "exact" always in full, as states of earlier releases need it.
+        draws: 2; or 1 to go on with a state of an earlier release, whose random crops torchvision made, drawn from
+            torch's global generator: an encoder of your own then says `global_rng = crop.global_rng`.
 
     Raises:
-        ValueError: `size` is less than 1.
+        ValueError: A setting is out of its range, or `draws=1` goes without `decode="exact"`.
 
     Example:
         ```python
         from task_encoders import SquareCrop
-        crop = SquareCrop(32, augment=False)
-        image = crop.image(next(sp.TarShardReader("shards/", sp.Lane())))
+        crop = SquareCrop(32)
+        image = crop.image(next(sp.TarShardReader("shards/", sp.Lane())), sp.Rng(7))
         image.shape, image.dtype              # (torch.Size([3, 32, 32]), torch.uint8)
         crop.normalize(image[None]).dtype     # torch.float32
         ```
@@ -48,21 +58,31 @@ class SquareCrop:
     flip: float = 0.5
     mean: tuple[float, float, float] = MEAN
     std: tuple[float, float, float] = STD
+    decode: Decode = "scaled"
+    draws: Literal[1, 2] = 2
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"the size of an image is at least 1 pixel, not {self.size}")
+        check_decode(self.decode)
+        if self.draws not in (1, 2):
+            raise ValueError(f"draws is 2, or 1 for a state of an earlier release, not {self.draws!r}")
+        if self.draws == 1 and self.decode != "exact":
+            raise ValueError(
+                "draws=1 is for states of earlier releases, whose images were decoded in full: give decode='exact' too"
+            )
 
     @property
     def global_rng(self) -> bool | tuple[str, ...]:
-        """The global generators that a crop draws from."""
-        return ("torch",) if self.augment else False
+        """The global generators that a crop draws from: none, but torch's with `draws=1`."""
+        return ("torch",) if self.augment and self.draws == 1 else False
 
-    def image(self, sample: Sample) -> torch.Tensor | None:
+    def image(self, sample: Sample, rng: Rng) -> torch.Tensor | None:
         """Crop the first image of a sample.
 
         Args:
             sample: A sample, with an image part or without.
+            rng: The random numbers of the call of the encoder.
 
         Returns:
             uint8 (3, size, size), or None if the sample has no image.
@@ -71,7 +91,13 @@ class SquareCrop:
             OSError: The image is damaged.
         """
         part = next((known for known in IMAGE_PARTS if known in sample), None)
-        return None if part is None else self._transform(sample.image(part))
+        if part is None:
+            return None
+        if not self.augment:
+            return _pixels(self._central(sample, part))
+        if self.draws == 1:
+            return _pixels(self._earlier(sample.image(part)))
+        return _pixels(self._random(sample, part, rng))
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize images: `mean` and `std` of each channel become 0 and 1.
@@ -85,15 +111,47 @@ class SquareCrop:
         return normalized(images, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`."""
+        """Every argument, for `TaskEncoder.settings`; of `decode` and `draws` what earlier states do not have."""
         own = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        return {"image_size": own.pop("size"), "crop_scale": own.pop("scale"), **own}
+        del own["decode"], own["draws"]
+        drawn = {"crop_draws": self.draws} if self.augment and self.draws != 1 else {}
+        renamed = {"image_size": own.pop("size"), "crop_scale": own.pop("scale")}
+        return {**renamed, **own, **drawn, **decode_setting(self.decode)}
+
+    def _random(self, sample: Sample, part: str, rng: Rng) -> Image.Image:
+        size = (self.size, self.size)
+        needed = size if self.decode == "scaled" else None
+        cut = sample.image(part, at_least=needed, box=lambda *full: random_box(full, self.scale, rng))
+        image = cut.resize(size, _BILINEAR, box=cut.info["box"])
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < self.flip else image
+
+    def _central(self, sample: Sample, part: str) -> Image.Image:
+        """As torchvision's `Resize` and `CenterCrop`: the shorter side becomes `size`, then the middle is cut."""
+        resized = (0, 0)
+
+        def needed(width: int, height: int) -> tuple[int, int]:
+            nonlocal resized
+            short, long = sorted((width, height))
+            other = int(self.size * long / short)
+            resized = (self.size, other) if width <= height else (other, self.size)
+            return resized if self.decode == "scaled" else (width, height)
+
+        whole = sample.image(part, at_least=needed)
+        image = whole.resize(resized, _BILINEAR, box=whole.info["box"])
+        left, upper = (round((side - self.size) / 2) for side in resized)
+        return image.crop((left, upper, left + self.size, upper + self.size))
 
     @cached_property
-    def _transform(self) -> v2.Compose:
-        augmented = [v2.RandomResizedCrop(self.size, scale=self.scale), v2.RandomHorizontalFlip(self.flip)]
-        central = [v2.Resize(self.size), v2.CenterCrop(self.size)]
-        return v2.Compose([*(augmented if self.augment else central), v2.PILToTensor()])
+    def _earlier(self) -> Any:
+        """A random crop by torchvision."""
+        from torchvision.transforms import v2  # imported for states of earlier releases alone: it takes a second
+
+        return v2.Compose([v2.RandomResizedCrop(self.size, scale=self.scale), v2.RandomHorizontalFlip(self.flip)])
+
+
+def _pixels(image: Image.Image) -> torch.Tensor:
+    """An RGB image as uint8 (3, height, width)."""
+    return torch.from_numpy(np.array(np.asarray(image).transpose(2, 0, 1), order="C"))
 
 
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:

@@ -1,19 +1,161 @@
-"""What importing the library costs: who only reads samples loads neither torch nor Pillow."""
+"""What importing the library costs: nothing heavy is imported before something needs it, in any of its processes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import savable_pipeline
+from savable_pipeline.data.dataset.store_kinds import STORES
+from savable_pipeline.tools import convert
+from tests.support.toy_files import fill
+from tests.support.toy_server import s3_settings, serving
+from tests.support.toy_stores import WRITERS
+
+# A trainer, whose worker sends the modules that it has imported. `sp.StatefulDataset` is torch's, and looked at where
+# the encoders are: tests/task_encoders/test_public_names.py.
+PROGRAM = """
+import sys
+
+import savable_pipeline as sp
+
+HEAVY = {"torchvision", "torch._dynamo", "transformers", "pyarrow", "yaml", "rich", "typer", "jinja2"}
+STORES = {f"savable_pipeline.data.stores.{name}" for name in (
+    "arrow_file", "arrow_store", "columnar_store", "jsonl", "litdata", "mds", "parquet", "record_files", "tar_store",
+    "token_file", "token_store", "cached_blocks", "cached_files", "remote_indexing",
+)} | {"savable_pipeline.data.remote"}
 
 
-def test_a_reader_is_imported_without_torch_and_pillow() -> None:
-    program = "import sys, savable_pipeline as sp; sp.TarShardReader; print({'torch', 'PIL'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+def tell(step, imported, unwanted):
+    found = unwanted & set(imported)
+    if found:
+        print(f"{step}: {sorted(found)}")
+
+
+class Modules(sp.TaskEncoder):
+    global_rng = False  # else torch is imported to be seeded
+
+    def encode(self, sample, rng):
+        return sample["json"]
+
+    def batch(self, items, rng):
+        return list(sys.modules)
+
+
+def pipeline(lane):
+    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(sp.JsonlReader(sys.argv[1], lane), size=8), Modules()), size=4)
+
+
+if __name__ == "__main__":
+    for name in ("TarShardReader", "JsonlReader", "SavableLoader", "open_dataset"):
+        getattr(sp, name)
+        tell(name, sys.modules, HEAVY | STORES | {"torch", "PIL"})
+    for name in sp.__all__:
+        if name != "StatefulDataset":
+            getattr(sp, name)
+            tell(name, sys.modules, HEAVY | {"torch", "PIL"})
+    loader = sp.SavableLoader(pipeline, seed=0, lanes=2, num_workers=1, prefetch=1, multiprocessing_context="spawn")
+    batch = next(iter(loader))
+    loader.close()
+    unused = STORES - {"savable_pipeline.data.stores.jsonl"}
+    tell("worker", batch, HEAVY | unused | {"torch", "PIL", "savable_pipeline.run.loader", "savable_pipeline.tools"})
+    assert "savable_pipeline.data.stores.jsonl" in batch
+    tell("trainer", sys.modules, HEAVY | {"torch", "PIL"})
+    print("done")
+"""
+
+# Notes each unwanted import of a process and of all below it, and the functions that child processes are started for.
+WATCH = """
+import os, sys
+
+watched = {"torch", "torchvision", "transformers", "numpy", "yaml", "rich", "typer", "PIL", "webdataset"}
+child = next((word for word in sys.orig_argv if word.startswith("savable_pipeline.")), "command")
+
+
+def note(word):
+    with open(os.environ["NOTES"], "a") as notes:
+        notes.write(f"{child} {word}\\n")
+
+
+note("begins")
+sys.addaudithook(lambda event, told: note(told[0]) if event == "import" and told[0] in watched else None)
+"""
+
+COMMANDS = """
+import os, sys
+from savable_pipeline.tools.cli.main import app
+
+for line in sys.stdin.read().splitlines():
+    with open(os.environ["NOTES"], "a") as notes:
+        notes.write(f"> {line}\\n")
+    code = app(line.split(), standalone_mode=False)
+    assert not code, (line, code)
+"""
 
 
 def test_every_public_name_has_its_place() -> None:
     assert set(savable_pipeline.__all__) == set(savable_pipeline._PLACES)
     assert all(hasattr(savable_pipeline, name) for name in savable_pipeline.__all__)
+    assert set(convert.__all__) == set(convert._PLACES)
+    assert all(hasattr(convert, name) for name in convert.__all__)
+
+
+def test_every_kind_of_files_has_its_format_and_its_store() -> None:
+    for name, kind in STORES.items():
+        assert kind.form.name == name
+        assert kind.files is None or kind.files is kind.form.kind
+        assert (kind.files is None) == bool(kind.form.kind.listing)
+
+
+def test_names_and_a_run_with_a_worker_import_nothing_that_they_do_not_use(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines/0.jsonl").write_text('{"id": 1}\n' * 40)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "lines")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "done\n"
+
+
+def test_commands_on_datasets_and_their_child_processes_import_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    for kind, write in WRITERS.items():
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind, [10, 10])
+    fill(tmp_path / "photos", 8)
+    tars, page = tmp_path / "tars", tmp_path / "page.html"
+    lines = [
+        "--help",
+        f"convert {tmp_path}/photos {tars} --workers 2 --shard-samples 4",
+        f"convert {tmp_path}/photos {tmp_path}/same --workers 1",
+        f"index {tars}",
+        f"info {tars}",
+        f"check {tars} --workers 1",
+        f"preview {tars} -o {page}",
+        *(f"index {tmp_path}/{kind}" for kind in WRITERS),
+        *(f"info {tmp_path}/{kind}" for kind in WRITERS if kind != "tokens"),
+        *(f"preview {tmp_path}/{kind} -o {page}" for kind in ("jsonl", "parquet", "mds")),
+        f"check {tmp_path}/parquet --workers 1",
+        "info s3://jsonl/",
+        "info s3://tars/",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        "NOTES": str(tmp_path / "notes"),
+        "SAVABLE_CACHE": str(tmp_path / "cache"),
+    }
+    with serving(tmp_path) as server:
+        environment |= s3_settings(server)
+        command, told = [sys.executable, "-c", COMMANDS], "\n".join(lines)
+        subprocess.run(command, env=environment, input=told, capture_output=True, text=True, check=True)
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert not [note for note in notes if note.split()[1] in ("torch", "torchvision", "transformers", "webdataset")]
+    assert notes.index("command numpy") > notes.index(f"> {lines[1]}")  # not for the help
+    children = {tuple(note.split()) for note in notes if note.startswith("savable_pipeline.")}
+    assert not {child for child, word in children if word in ("yaml", "rich", "typer")}
+    by_child = {child: {word for name, word in children if name == child} for child, _ in children}
+    assert "PIL" not in by_child["savable_pipeline.data.remote.download_process:serve"]
+    assert "PIL" in by_child["savable_pipeline.data.shards.processes:serve"]  # that check
+    assert "PIL" in by_child["savable_pipeline.tools.convert.writer_processes:serve"]

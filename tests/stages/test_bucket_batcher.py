@@ -12,10 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.bucket_rule import BucketRule
+from savable_pipeline.stages.bucket_sizes import BucketSizes
 from savable_pipeline.testing import _take_step, assert_exact_resume
 from tests.conftest import write_numbered_shards
 from tests.stages.packing.test_packer import Items, Packs
@@ -265,6 +268,7 @@ def test_a_state_with_other_groups_is_a_mismatch() -> None:
         ({"bounds": [5, 5]}, "ascending"),
         ({"bounds": [0, 5]}, "ascending"),
         ({"size": 0}, "at least 1"),
+        ({"hold": 0}, "hold must be at least 1"),
         ({"size": 3, "max_tokens": 8}, "either size or max_tokens"),
         ({"max_tokens": 4}, "no room for one item of 5"),
     ],
@@ -387,3 +391,135 @@ def test_a_lane_without_an_item_fills_up_with_one_of_another_lane(make_shards: A
     filler = stage.filler()
     ids = filler["id"].tolist()
     assert ids == ids[:1] * stage._rows_of(ids[0]) and ids[0] in (0, 1, 2) and not filler["valid"].any()
+
+
+# The same bucket for the ranks of a step.
+
+
+@given(
+    st.lists(st.integers(1, 6), max_size=60),
+    st.sampled_from([None, "kind"]),
+    st.sampled_from([1, 2, 7]),
+    st.booleans(),
+    st.lists(st.sampled_from(["more", "next", "pass", "cut"]), max_size=40),
+)
+def test_cut_anywhere_lanes_that_choose_alike_go_on_as_they_would_have(
+    lengths: list[int], group: Any, hold: int, drop_last: bool, steps: list[str]
+) -> None:
+    def make() -> sp.BucketBatcher:
+        how: dict[str, Any] = {"group": group, "size": [3, 2], "drop_last": drop_last}
+        return batcher(lengths, encoder=Groups(), same_bucket=True, hold=hold, **how)
+
+    expected, stage, given_before = list(make()), make(), 0
+    for step in steps:
+        if step == "more":
+            assert stage.more() == (given_before < len(expected))
+        elif step == "cut":
+            state, stage = msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())), make()
+            stage.restore_state(state)
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())) == state
+        elif given_before < len(expected):
+            if step == "pass":
+                stage.pass_over()
+            else:
+                assert next(stage) == expected[given_before]
+            given_before += 1
+    assert list(stage) == expected[given_before:]
+    every = sorted(number for batch in expected for number, _ in batch[1:])
+    assert every == [number for number, length in enumerate(lengths) if length < 6] or drop_last
+
+
+def alike(shards: str, hold: int, lane: sp.Lane) -> sp.BucketBatcher:
+    items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), Marked())
+    same: dict[str, Any] = {"same_bucket": True, "hold": hold} if hold else {}
+    return sp.BucketBatcher(items, bounds=[3, 6, 12], size=[3, 2, 4], **same)
+
+
+def test_lanes_that_choose_alike_resume_exactly(make_shards: Any) -> None:
+    shards = str(make_shards([40, 40]))
+    assert_exact_resume(partial(alike, shards, 5), lanes=6, steps=12, workers=(0,), world_sizes=(1, 3), chains=2)
+
+
+def same_in_a_step(shards: str, hold: int) -> list[float]:
+    """The mean share of 2, 4 and 8 ranks that have the bucket that most of them have in a step."""
+    lanes = [alike(shards, hold, sp.Lane(index, 8, 3)) for index in range(8)]
+    rounds = [[len(next(lane)["id"]) for lane in lanes] for _ in range(120)][20:]  # the size tells the bucket
+    found = []
+    for ranks in (2, 4, 8):
+        steps = [each[first : first + ranks] for each in rounds for first in range(0, 8, ranks)]
+        found.append(sum(max(map(step.count, step)) for step in steps) / (ranks * len(steps)))
+    return found
+
+
+def test_the_ranks_of_a_step_mostly_have_the_same_bucket_whatever_their_number(make_shards: Any) -> None:
+    shards = str(make_shards([300, 100]))
+    assert all(share < 0.75 for share in same_in_a_step(shards, 0))
+    assert all(share > 0.93 for share in same_in_a_step(shards, 16))
+
+
+def test_lanes_that_choose_alike_hold_no_more_full_batches_than_they_may(make_shards: Any) -> None:
+    stage, full = alike(str(make_shards([300])), 6, sp.Lane(seed=3)), []
+    for _ in range(60):
+        assert stage.more()
+        refs = stage.save_state()["buckets"]
+        full.append(sum(len(bucket) // size for bucket, size in zip(refs, (3, 2, 4), strict=True)))
+        next(stage)
+    assert full == [4, 5] + [6] * 58
+
+
+def test_a_lane_without_the_bucket_takes_the_nearest_shorter_one_or_else_a_longer_one() -> None:
+    rule = BucketRule(key=1, hold=4, sizes=BucketSizes([1, 2, 3, 4], 1, None, grouped=False))
+    short, middle, long, longest = ((None, number) for number in range(4))
+    held = dict.fromkeys([short, middle, long, longest], 1)
+    rule.restore([(long, 10**6)])  # which every rank points at, nearly
+    chosen = [rule.choose(5, held, full) for full in ([long, short], [short, middle, longest], [longest])]
+    assert chosen == [long, middle, longest]
+
+
+def test_a_bucket_is_as_frequent_as_its_batches_and_what_came_is_forgotten_in_time() -> None:
+    rule = BucketRule(key=1, hold=1, sizes=BucketSizes([1, 2], [2, 8], None, grouped=False))
+    short, long = (None, 0), (None, 1)
+    for _ in range(60):
+        rule.came(short), rule.came(long), rule.came(long)
+    chosen = [rule.choose(n, {short: 2, long: 8}, [short, long]) for n in range(400)]
+    assert 250 < chosen.count(short) < 284  # two batches of three
+    for _ in range(20_000):
+        rule.came(long)
+    ((bucket, count),) = rule.counts()
+    assert bucket == long and 1024 <= count < 2048
+
+
+def test_a_state_of_the_other_way_is_refused_with_the_name_of_the_setting(make_shards: Any) -> None:
+    shards = str(make_shards([40]))
+    for before, after in [(0, 4), (4, 0)]:
+        with sp.SavableLoader(partial(alike, shards, before), seed=3, lanes=2) as loader:
+            next(iter(loader))
+            state = loader.state_dict()
+        with sp.SavableLoader(partial(alike, shards, after), seed=3, lanes=2) as loader:
+            with pytest.raises(sp.CheckpointMismatchError) as refused:
+                loader.load_state_dict(state)
+            named = [line.partition(":")[0].strip() for line in str(refused.value).splitlines()[1:-1]]
+            assert named == ["BucketBatcher.same_bucket"]
+            loader.load_state_dict(state, allow={"BucketBatcher.same_bucket"})
+            assert len(next(iter(loader))["id"])
+
+
+def test_without_same_bucket_neither_the_settings_nor_the_state_say_so(make_shards: Any) -> None:
+    shards = str(make_shards([40]))
+    plain, same = (alike(shards, hold, sp.Lane(seed=3)) for hold in (0, 4))
+    assert {"same_bucket": True, "hold": 4, "order": 1}.items() <= same.settings().items()
+    assert not {"same_bucket", "hold", "order"} & plain.settings().keys()
+    assert next(plain) and next(same)
+    assert same.save_state().keys() - plain.save_state().keys() == {"came"}
+
+
+def test_the_order_of_lanes_that_choose_alike_is_what_it_was() -> None:
+    lengths = [1 + number * number % 11 for number in range(900)]
+    stage = batcher(lengths, bounds=[2, 5, 12], size=[4, 3, 2], same_bucket=True, hold=6)
+    assert xxh3_64_hexdigest(repr(numbers(stage)).encode()) == "ccfbd3587110c906"
+
+
+def test_lanes_that_choose_alike_stand_after_a_blend() -> None:
+    with pytest.raises(ValueError, match="stands after a Blend, not in its source 'a'"):
+        sp.Blend({"a": batcher([1], same_bucket=True)}, weights={"a": 1})
+    assert next(sp.Blend({"a": batcher([1, 1])}, weights={"a": 1}))[1:] == [(0, 1), (1, 1)]

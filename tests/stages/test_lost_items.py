@@ -72,7 +72,8 @@ def pipeline(shards: str, encoder: sp.TaskEncoder, how: dict[str, Any], lane: sp
 
     packs = sp.Blend({"a": source("a"), "b": source("b")}) if how.get("blend") else source("")
     if how.get("buckets"):
-        return sp.BucketBatcher(packs, bounds=[3, 6, 9], size=3)
+        same: Any = {"same_bucket": True, "hold": how["hold"]} if how.get("hold") else {}
+        return sp.BucketBatcher(packs, bounds=[3, 6, 9], size=3, **same)
     if how.get("hold"):
         packs = sp.Balance(packs, hold=how["hold"], cost=sp.attention_cost(hidden=1), encoder=encoder)
     return sp.Batcher(packs, size=2, encoder=encoder)
@@ -161,6 +162,7 @@ HELD = [
     {"policy": None, "buffer": True},
     {"policy": None, "buckets": True},
     {"policy": None, "buckets": True, "blend": True},
+    {"policy": None, "buckets": True, "hold": 4},
 ]
 
 

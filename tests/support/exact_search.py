@@ -45,7 +45,7 @@ pipelines = st.fixed_dictionaries(
         "by": st.sampled_from(["samples", "tokens"]),
         "stride": st.sampled_from([1, 3, 8]),
         "point": st.sampled_from([1, 40, 150, 600]),
-        "pack": st.sampled_from([None, "buckets", "groups", "both", "function", *POLICIES]),
+        "pack": st.sampled_from([None, "buckets", "groups", "both", "function", "items", *POLICIES]),
         "max_length": st.integers(4, 40),
         "max_images": st.sampled_from([None, 2, 5]),
         "too_long": st.sampled_from(["truncate", "split"]),

@@ -110,6 +110,23 @@ class InPairs:
         return {"most": self.most}
 
 
+class AtRandom:
+    """Chooses packs of items at random, of different sizes, with generators of several kinds."""
+
+    def __init__(self, *, drops: bool) -> None:
+        self.drops = drops
+
+    def __call__(self, items: list[Any], rng: sp.Rng) -> list[list[Any]]:
+        random.shuffle(items)
+        items = [items[place] for place in rng.permutation(len(items))]
+        items = [items[int(place)] for place in np.random.permutation(len(items))]
+        groups = [items[start : start + 3 - start % 2] for start in range(0, len(items), 3)]
+        return groups if self.drops else [*groups, *([item] for item in items[5::6])]
+
+    def settings(self) -> dict[str, bool]:
+        return {"drops": self.drops}
+
+
 def toy_pipeline(
     shards: str,
     lane: sp.Lane,
@@ -149,9 +166,9 @@ def toy_pipeline(
 
     `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is how:
     "fixed", "none" given, one of them "zero", or a schedule by "step" or "linear", with changes at `point` samples and
-    twice that. `pack` is a policy, "function", or batches by "buckets", "groups" or "both". `hold` is that of a
-    `Balance`; `tells`: the encoder tells lengths without encoding. `own` names the kinds of stages, of "samples",
-    "items" and "batches", after which a user's own stage of that kind stands.
+    twice that. `pack` is a policy, "function", "items" (`ItemPacker`), or batches by "buckets", "groups" or "both".
+    `hold` is that of a `Balance`, or of buckets; `tells`: the encoder tells lengths without encoding. `own` names the
+    kinds of stages, of "samples", "items" and "batches", after which a user's own stage of that kind stands.
     """
     encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
@@ -190,8 +207,12 @@ def toy_pipeline(
         group: Any = {"buckets": None, "groups": by_parity, "both": "third"}[pack]
         bounds = [] if pack == "groups" else [2, 5, 9]
         sizes: Any = {"buckets": size, "groups": {("parity", 0): size, ("parity", 1): 3}, "both": [size, 2, 3]}[pack]
-        return batched(sp.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last))
-    if pack is not None:
+        same: Any = {} if hold is None else {"same_bucket": True, "hold": hold}
+        return batched(sp.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
+    if pack == "items":
+        select = AtRandom(drops=skip > 0)
+        stage = sp.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_held_bytes=max_held_bytes)
+    elif pack is not None:
         stage = sp.OnlinePacker(
             stage,
             max_length=max_length,

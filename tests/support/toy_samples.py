@@ -14,7 +14,8 @@ import tokenizers
 from PIL import Image
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import DetachedSample, Sample
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample_source import DetachedSample
 from savable_pipeline.stages.task_encoder import Skip
 from tests.support.shards import write_tar
 

@@ -14,7 +14,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import DetachedSample, Sample
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample_source import DetachedSample
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.parts.tokenizer import Tokenizer
@@ -57,9 +58,10 @@ def item(encoder: CaptioningEncoder, given: Sample) -> dict[str, Any]:
 
 
 def crop(encoder: CaptioningEncoder, seed: int) -> torch.Tensor:
-    """The image of one noisy sample when torch was seeded so."""
-    torch.manual_seed(seed)
-    image: torch.Tensor = item(encoder, sample(png=NOISE, txt=b"noise"))["image"]
+    """The image of one noisy sample in the call of this key."""
+    made = encoder.encode(sample(png=NOISE, txt=b"noise"), Rng(seed))
+    assert not isinstance(made, Skip)
+    image: torch.Tensor = made["image"]
     return image
 
 
@@ -76,23 +78,27 @@ def test_an_item_is_a_uint8_image_and_the_captions_tokens_labelled_with_the_next
     assert CaptioningEncoder().length(made) == 4
 
 
-def test_the_same_torch_seed_gives_the_same_crop_and_another_gives_another() -> None:
+def test_the_same_key_gives_the_same_crop_and_another_gives_another() -> None:
     encoder = CaptioningEncoder(image_size=16)
     assert torch.equal(crop(encoder, 1), crop(encoder, 1))
     assert not torch.equal(crop(encoder, 1), crop(encoder, 2))
 
 
-def test_augmentation_draws_from_torch_and_from_no_other_generator() -> None:
-    encoder = CaptioningEncoder(image_size=16)
-    assert encoder.global_rng == ("torch",)
-    before = random.getstate(), np.random.get_state(), RNG.draws
+@pytest.mark.parametrize("earlier", [False, True])
+def test_augmentation_draws_from_no_other_generator(earlier: bool) -> None:
+    """From the call's own, or with `crop_draws=1` from torch's."""
+    encoder = CaptioningEncoder(image_size=16, **({"decode": "exact", "crop_draws": 1} if earlier else {}))
+    assert encoder.global_rng == (("torch",) if earlier else False)
+    torch.manual_seed(7)
+    before = random.getstate(), np.random.get_state()
     crops = [crop(encoder, seed) for seed in range(20)]  # both ways of the flip
-    assert (random.getstate(), RNG.draws) == (before[0], before[2])
+    assert random.getstate() == before[0]
     for old, new in zip(before[1], np.random.get_state(), strict=True):
         np.testing.assert_array_equal(old, new)
     random.seed(99)
     np.random.seed(99)
-    assert all(torch.equal(crop(encoder, seed), old) for seed, old in enumerate(crops))
+    torch.manual_seed(7 if earlier else 99)
+    assert all(torch.equal(crop(encoder, seed if not earlier else 0), old) for seed, old in enumerate(crops))
 
 
 def test_without_augmentation_the_image_is_its_central_square_and_nothing_is_drawn() -> None:
@@ -216,6 +222,8 @@ def test_a_pickled_copy_makes_the_same() -> None:
         {"mean": (0.5, 0.5, 0.5)},
         {"std": (0.5, 0.5, 0.5)},
         {"caption": "alt"},
+        {"decode": "exact"},
+        {"decode": "exact", "crop_draws": 1},
     ],
 )
 def test_settings_change_with_every_argument_and_are_plain(changed: dict[str, Any]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
@@ -24,6 +25,7 @@ from task_encoders.parts.tokenizer import Tokenizer
 from tests.support.toy_samples import NAMES, digits, python_sources, trained_tokenizer, write_samples
 
 CROP = SquareCrop(12, scale=(0.6, 1.0))
+EXACT = SquareCrop(12, scale=(0.6, 1.0), decode="exact")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -31,23 +33,37 @@ TEMPLATE = (
 
 
 @cache
-def own_tokenizer() -> PreTrainedTokenizerFast:
+def own_tokenizer() -> Any:
     """A tokenizer of transformers with a chat template."""
+    from transformers import PreTrainedTokenizerFast  # takes a second
+
     made = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), eos_token="<|im_end|>")
     made.chat_template = TEMPLATE
     return made
 
 
-def vision(tiles: Any) -> Vision:
+def vision(tiles: Any, decode: Any = "scaled") -> Vision:
     """Image tokens are the tokenizer's `<|image_pad|>`."""
-    return Vision(tiles, trained_tokenizer().token_to_id("<|image_pad|>"), text="<|image_pad|>")
+    return Vision(tiles, trained_tokenizer().token_to_id("<|image_pad|>"), text="<|image_pad|>", decode=decode)
+
+
+@cache
+def photos() -> list[tuple[bytes, int]]:
+    """The digits as JPEGs of several sizes, of which crops and tiles need a half, a quarter or an eighth."""
+    made = []
+    for number, (image, n) in enumerate(digits()):
+        file = io.BytesIO()
+        size = (31 + number % 7 * 16, 37 + number % 5 * 14)
+        Image.open(io.BytesIO(image)).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG")
+        made.append((file.getvalue(), n))
+    return made
 
 
 def labelled() -> list[dict[str, Any]]:
     """Digits with their class, a caption, and three captions of which one is drawn."""
     return [
-        {"png": image, "cls": str(n), "txt": f"a scanned {NAMES[n]}", "json": {"texts": [NAMES[n], f"a {n}", f"{n}!"]}}
-        for image, n in digits()
+        {"jpg": image, "cls": str(n), "txt": f"a scanned {NAMES[n]}", "json": {"texts": [NAMES[n], f"a {n}", f"{n}!"]}}
+        for image, n in photos()
     ]
 
 
@@ -55,8 +71,8 @@ def conversations() -> list[dict[str, Any]]:
     """One to three digits in a conversation, LLaVA's and OpenAI's way in turns; every tenth has no answer."""
     samples: list[dict[str, Any]] = []
     for first in range(0, 117, 1):
-        shown = digits()[first : first + 1 + first % 3]
-        images = {f"{i}.png": image for i, (image, _) in enumerate(shown)}
+        shown = photos()[first : first + 1 + first % 3]
+        images = {f"{i}.jpg": image for i, (image, _) in enumerate(shown)}
         answer = "" if first % 10 == 0 else " and ".join(NAMES[n] for _, n in shown)
         if first % 2:
             asked = [{"type": "text", "text": "Which?"}, *[{"type": "image"}] * len(shown)]
@@ -72,7 +88,7 @@ def documents() -> list[dict[str, Any]]:
     """Pieces of Python's source with up to three digits between them."""
     samples = []
     for number, (name, text) in enumerate(python_sources()):
-        images = {f"{i}.png": digits()[number + i][0] for i in range(number % 4)}
+        images = {f"{i}.jpg": photos()[number + i][0] for i in range(number % 4)}
         texts: list[str | None] = [name]
         places: list[str | None] = [None]
         for i, image in enumerate(images):
@@ -89,8 +105,12 @@ def sources() -> list[dict[str, Any]]:
 
 CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, and the length of packs
     "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled, None),
-    "mixed classes": (lambda: ClassificationEncoder(10, crop=CROP, mixup=0.4, cutmix=1.0), labelled, None),
-    "captions": (lambda: CaptioningEncoder(trained_tokenizer(), image_size=12), labelled, None),
+    "mixed classes": (lambda: ClassificationEncoder(10, crop=EXACT, mixup=0.4, cutmix=1.0), labelled, None),
+    "captions, crops of earlier states": (
+        lambda: CaptioningEncoder(trained_tokenizer(), image_size=12, decode="exact", crop_draws=1),
+        labelled,
+        None,
+    ),
     "packed captions": (lambda: CaptioningEncoder(image_size=12), labelled, 80),
     "pairs": (lambda: ContrastiveEncoder(text="json[texts]", crop=CROP), labelled, None),
     "chat": (
@@ -102,7 +122,7 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
     ),
     "packed chat": (
         lambda: ChatEncoder(
-            own_tokenizer(), vision=vision(Tiles(patch=2, merge=2, side=8, max_tiles=2)), max_length=90
+            own_tokenizer(), vision=vision(Tiles(patch=2, merge=2, side=8, max_tiles=2), "exact"), max_length=90
         ),
         conversations,
         90,

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import DetachedSample, Sample
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample_source import DetachedSample
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.tokenizer import Tokenizer

@@ -2,37 +2,35 @@
 
     files ─ convert ─ shards ─ pipeline ─ SavableLoader ─ trainer, saving every 10 steps ─ SIGKILL ─ resume ─ compare
 
-    pip install 'savable_pipeline[quickstart]'; python tools/quickstart/quickstart.py   under three minutes on two cores
+    pip install 'savable_pipeline[quickstart]'; python tools/quickstart/quickstart.py
 
 Copy what you need: a pipeline for images with captions, one for packed text, and a trainer for both. The models are in
-models.py, the comparison with its table and picture in outcome.py: neither loads data.
+models.py, the processes that train in runs.py, the comparison and its picture in outcome.py: none of these loads data.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
-import signal
-import subprocess
-import sys
 import sysconfig
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.process import BaseProcess
+from importlib.metadata import distribution
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from bars import Bars
 from models import Captioner, Transformer
-from outcome import Row, Trial, draw, make_table, ranks_row, read_log, trial_row
+from outcome import Trial, draw, first_difference, verdict
 from PIL import Image
 from rich.console import Console
+from runs import Log, Run
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
@@ -42,19 +40,17 @@ SEED = 7
 LANES = 12  # each has 150 of the 1,797 digits; with the default of 96 none would have a whole batch
 CHECKPOINT_EVERY = 10
 PACK = 256  # tokens
-WORLD_SIZES = [1, 2, 4]  # divide the lanes
+WORLD_SIZES = [2, 4]  # divide the lanes
 
 # 1. Data that is there after installation, as files; `savable convert FILES SHARDS` is the same as `sp.convert` below.
 
 
 def write_digits(folder: Path) -> None:
     """The 1,797 scanned digits that come with scikit-learn, and captions: 0001.png beside 0001.txt."""
-    from sklearn.datasets import load_digits
-
     names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    digits = load_digits()
-    for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        gray = (image * (255 / 16)).astype("uint8")  # uint8 (8, 8)
+    table = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")  # its import takes seconds
+    for number, (*pixels, label) in enumerate(np.loadtxt(str(table), dtype=int, delimiter=",")):
+        gray = (np.array(pixels) * (255 / 16)).astype("uint8").reshape(8, 8)
         Image.fromarray(gray).save(folder / f"{number:04}.png")
         (folder / f"{number:04}.txt").write_text(f"a scanned {names[label]}")
 
@@ -110,7 +106,7 @@ class Recipe:
 
 
 CAPTIONER = partial(Captioner, image_size=16, longest_caption=24)
-TRANSFORMER = partial(Transformer, max_length=PACK)
+TRANSFORMER = partial(Transformer, max_length=PACK, width=64, heads=2)
 RECIPES = {
     "digits": Recipe("digits", "CNN, scanned digits", write_digits, digits_pipeline, CAPTIONER),
     "python": Recipe("python", "transformer, Python's library", write_python, python_pipeline, TRANSFORMER),
@@ -119,27 +115,28 @@ RECIPES = {
 # 3. The trainer: a process of its own, which may end at any moment.
 
 
-def train(recipe: Recipe, folder: Path, run: str, steps: int, num_workers: int, resume: str | None = None) -> None:
+def train(
+    log_path: Path, recipe: Recipe, folder: Path, steps: int, num_workers: int, resume: Path | None = None
+) -> None:
     """Train a recipe's model, from the start or from the checkpoint of another run, and log every step."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)  # sums in the same order, on any machine
     torch.use_deterministic_algorithms(True)
     model = recipe.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    first, began = 0, time.perf_counter()
-    with recipe.loader(folder, num_workers) as loader, (folder / f"{run}.jsonl").open("w") as log:
+    first = 0
+    with recipe.loader(folder, num_workers) as loader, log_path.open("w") as log:
         if resume:
-            first = restore(folder / f"{resume}.pt", model, optimizer, loader)
+            first = restore(resume, model, optimizer, loader)
         for step, batch in zip(range(first, steps), loader, strict=False):
-            seconds = time.perf_counter() - began
             loss = model(batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            entry = {"step": step, "loss": loss.item().hex(), "batch": digest(batch), "seconds": seconds}
+            entry = {"step": step, "batch": digest(batch), "loss": loss.item().hex()}
             print(json.dumps(entry), file=log, flush=True)
             if (step + 1) % CHECKPOINT_EVERY == 0:
-                save(folder / f"{run}.pt", step + 1, model, optimizer, loader)
+                save(log_path.with_suffix(".pt"), step + 1, model, optimizer, loader)
 
 
 def save(
@@ -170,35 +167,38 @@ def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 # 4. The experiment: this process starts trainers, kills one, and compares what they logged.
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
-@app.callback(invoke_without_command=True)
 def main(
-    context: typer.Context,
     out: Annotated[Path, typer.Option(help="For data, logs, checkpoints, the picture.")] = Path("quickstart_run"),
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RECIPES)}; both by default.")] = None,
     ranks: Annotated[list[int], typer.Option(help="World sizes to compare, repeatable.")] = WORLD_SIZES,
-    steps: Annotated[int, typer.Option(min=2 * CHECKPOINT_EVERY, help="Training steps of a run.")] = 120,
+    steps: Annotated[int, typer.Option(min=2 * CHECKPOINT_EVERY, help="Training steps of a run.")] = 100,
 ) -> None:
     """Train, kill, resume and compare; exits with 1 if a single bit differs."""
-    if context.invoked_subcommand is not None:
-        return
     if only is not None and only not in RECIPES:
         raise typer.BadParameter(f"--only {only}: expected one of {', '.join(RECIPES)}")
-    began = time.perf_counter()
-    names = [only] if only else list(RECIPES)
-    for name in names:
-        prepare(RECIPES[name], out / name)
-    trials = [killed_and_resumed(RECIPES[name], out / name, steps) for name in names]
-    slots = min(steps, 2 * LANES)
-    rows = [trial_row(trial) for trial in trials]
-    rows += [by_ranks(out, names, world_size, slots) for world_size in ranks]
+    torch.set_num_threads(1)  # what is forked must not miss the other threads
+    recipes = [RECIPES[only]] if only else list(RECIPES.values())
+    for recipe in recipes:
+        prepare(recipe, out / recipe.name)
+        show_batch(recipe, out / recipe.name)
+    dealt = {f"{recipe.name}, ranks": dealt_to_ranks(recipe, out / recipe.name, ranks) for recipe in recipes}
+    trials = [killed_and_resumed(recipe, out / recipe.name, steps) for recipe in recipes]
     draw(trials, out / "loss.png")
-    console.print(make_table(rows))
-    console.print(f"picture: {out / 'loss.png'}; {time.perf_counter() - began:.0f} s in all")
-    if not all(row.exact for row in rows):
+    conclude(dealt | {trial.name: trial.difference for trial in trials}, out / "loss.png")
+
+
+def conclude(differences: dict[str, str | None], picture: Path) -> None:
+    """Say in a sentence what was shown, or that it was not; then exit with 1."""
+    failed = "; ".join(f"{name}: {difference}" for name, difference in differences.items() if difference)
+    same = (
+        "Every batch and every loss of the runs that were killed and resumed equals, bit for bit, that of the runs "
+        "that never stopped."
+    )
+    console.print(f"\n{verdict(failed or None, same)}\npicture: {picture}")
+    if failed:
         raise typer.Exit(1)
 
 
@@ -212,76 +212,72 @@ def prepare(recipe: Recipe, folder: Path) -> None:
     console.print(f"{recipe.name}: {report.samples:,} samples in {report.shards} shards{left_out}")
 
 
+def show_batch(recipe: Recipe, folder: Path) -> None:
+    """Make a batch, for which no loader is needed."""
+    batch = next(recipe.pipeline(folder / "shards", sp.Lane(count=LANES, seed=SEED)))
+    shapes = ", ".join(f"{field} {tuple(batch[field].shape)}" for field in ("image", "tokens") if field in batch)
+    console.print(f"{recipe.name}: a batch has {shapes}")
+
+
 def killed_and_resumed(recipe: Recipe, folder: Path, steps: int) -> Trial:
-    """Train without an interruption; then with one, and with other numbers of workers."""
-    start = partial(start_training, recipe, folder)
-    console.print(f"{recipe.name}: {steps} steps, uninterrupted, no workers")
-    finish(start("uninterrupted", steps, 0))
-    console.print(f"{recipe.name}: again with 2 workers, until SIGKILL")
-    middle = steps // 2 // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-    kill(start("killed", steps, 2), folder / "killed.jsonl", middle + random.randrange(2, 8))
-    console.print(f"{recipe.name}: on from the last checkpoint, 1 worker")
-    finish(start("resumed", steps, 1, "killed"))
-    logs = (read_log(folder / f"{run}.jsonl") for run in ("uninterrupted", "killed", "resumed"))
-    return Trial(recipe.name, recipe.title, "1 worker", *logs)
+    """Train without an interruption; beside that until SIGKILL, and on with another number of workers."""
+    import torch._dynamo  # noqa: F401  torch's optimizers do at their first step; once here, not in each run
 
+    def start(title: str, run: str, *settings: object) -> Run:
+        started = processes.enter_context(Run(folder / f"{run}.jsonl", train, recipe, folder, steps, *settings))
+        bars.add(f"{recipe.name}: {title}", started)
+        return started
 
-def start_training(recipe: Recipe, folder: Path, run: str, *settings: Any) -> BaseProcess:
-    """A trainer in a process of its own, its log not there yet."""
-    (folder / f"{run}.jsonl").unlink(missing_ok=True)
-    processes = multiprocessing.get_context("forkserver")  # new ones, without the seconds that imports take
-    processes.set_forkserver_preload(["torch._dynamo", "models", "task_encoders.captioning"])
-    process = processes.Process(target=train, args=(recipe, folder, run, *settings))
-    process.start()
-    return process
-
-
-def finish(process: BaseProcess) -> None:
-    """Wait for a process that should end well."""
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"the trainer failed with exit code {process.exitcode}")
-
-
-def kill(process: BaseProcess, log: Path, step: int) -> None:
-    """Kill a trainer, which hears nothing of it, once it has logged this step."""
-    while process.is_alive() and not (log.exists() and step in read_log(log)):
-        time.sleep(0.005)
-    if process.pid is None or not process.is_alive():
-        raise SystemExit(f"the trainer ended with exit code {process.exitcode} before it could be killed")
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    middle = steps // 2 // CHECKPOINT_EVERY * CHECKPOINT_EVERY + random.randrange(2, 8)
+    with ExitStack() as processes, Bars(console, steps) as bars:
+        uninterrupted = start("never stopped, no workers", "uninterrupted", 0)
+        killed = start("2 workers, until SIGKILL", "killed", 2)
+        bars.follow(lambda: middle in killed.log or killed.has_ended())
+        killed.kill()
+        resumed = start("resumed with 1 worker", "resumed", 1, folder / "killed.pt")
+        bars.follow(lambda: uninterrupted.has_ended() and resumed.has_ended())
+    trial = Trial(recipe.name, recipe.title, steps, uninterrupted.log, killed.log, resumed.log)
+    console.print(str(trial))
+    return trial
 
 
 # 5. The same batches for any number of ranks.
 
 
-@app.command(hidden=True)
-def stream(out: Path, slots: int, names: list[str]) -> None:
-    """One of several ranks, under torchrun: log which batch each of its slots holds."""
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for name in names:
-        log_path = out / name / f"rank{rank}_of_{ranks}.jsonl"
-        with RECIPES[name].loader(out / name, num_workers=0) as loader, log_path.open("w") as log:
-            for slot, batch in zip(range(rank, slots, ranks), loader, strict=False):
-                print(json.dumps({"step": slot, "batch": digest(batch)}), file=log, flush=True)
+def dealt_to_ranks(recipe: Recipe, folder: Path, world_sizes: list[int]) -> str | None:
+    """Deal the first batches to one rank, and to several: the first difference, if there is one."""
+    slots = 2 * LANES
+    (one,) = ranks_of(recipe, folder, slots, 1)
+    found = {size: first_difference(one, ranks_of(recipe, folder, slots, size), slots) for size in world_sizes}
+    failed = "; ".join(f"{size} ranks: {difference}" for size, difference in found.items() if difference)
+    sizes = " and ".join(map(str, world_sizes))
+    same = f"the first {slots} batches are the same, dealt to {sizes} ranks as to one"
+    console.print(f"{recipe.name}: {verdict(failed or None, same)}")
+    return failed or None
+
+
+def ranks_of(recipe: Recipe, folder: Path, slots: int, world_size: int) -> list[Log]:
+    """What each rank was given."""
+    (folder / "rendezvous").unlink(missing_ok=True)
+    with ExitStack() as processes:
+        ranks = [
+            processes.enter_context(
+                Run(folder / f"rank{rank}_of_{world_size}.jsonl", stream, recipe, folder, slots, rank, world_size)
+            )
+            for rank in range(world_size)
+        ]
+        return [rank.finish() for rank in ranks]
+
+
+def stream(log_path: Path, recipe: Recipe, folder: Path, slots: int, rank: int, world_size: int) -> None:
+    """One of several ranks: log which batch each of its slots holds."""
+    meeting = f"file://{folder.absolute()}/rendezvous"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    with recipe.loader(folder, num_workers=0) as loader, log_path.open("w") as log:
+        for slot, batch in zip(range(rank, slots, world_size), loader, strict=False):
+            print(json.dumps({"step": slot, "batch": digest(batch)}), file=log, flush=True)
     dist.destroy_process_group()
 
 
-def by_ranks(out: Path, names: list[str], world_size: int, slots: int) -> Row:
-    """The same streams dealt over the ranks of a torchrun, against what the trainer, a single rank, was given."""
-    run = f"{world_size} rank{'s' * (world_size > 1)}"
-    console.print(f"{run} under torchrun: the first {slots} batches of {' and '.join(names)}")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # or torchrun sets it and warns
-    subprocess.run([*launcher, __file__, "stream", str(out), str(slots), *names], env=environment, check=True)
-    comparisons = {}
-    for name in names:
-        logs = [read_log(out / name / f"rank{rank}_of_{world_size}.jsonl") for rank in range(world_size)]
-        comparisons[name] = (read_log(out / name / "uninterrupted.jsonl"), logs)
-    return ranks_row(run, slots, comparisons)
-
-
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -25,7 +25,7 @@ def unpacked(extension: str, data: bytes) -> bytes:
 
     Raises ValueError for damage, and for more than `LARGEST_PACKED`.
     """
-    if part_type(extension) != "gz":
+    if extension[-2:].lower() != "gz" or part_type(extension) != "gz":  # of each part that is decoded: at once
         return data
     found = bytearray()
     while data:

@@ -25,7 +25,6 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.key_index import key_index
-from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.errors import SavableError
 
 log = logging.getLogger(__name__)
@@ -169,6 +168,8 @@ def _take_keys(dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set
     first = next(keys, None)
     if first is None:
         return
+    from savable_pipeline.data.stores.tar_store import TarStore  # here: few runs leave samples out
+
     # The index of keys is known by the shards: of tables, a setting of the reader says which column is the key.
     index = key_index(dataset) if isinstance(dataset.store, TarStore) else None
     if index is None or index.twice is not None:

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.dataset.sample import Sample, SampleSource
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import SavableError, ShardError
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,78 +12,24 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.remote.remote_files import names_behind, short_downloader
+from savable_pipeline.data.dataset.store_kinds import STORES, Kind
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import META, unused_settings
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by
-from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.arrow_file import ARROW
-from savable_pipeline.data.stores.arrow_store import ArrowStore
-from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
+from savable_pipeline.data.stores.file_kinds import kind_behind, kind_in
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
-from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
-from savable_pipeline.data.stores.litdata import LITDATA
-from savable_pipeline.data.stores.mds import MDS
-from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
-from savable_pipeline.data.stores.record_files import kind_behind, kind_in
-from savable_pipeline.data.stores.record_folder_store import LitDataStore, MdsStore
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.remote_indexing import index_remote
-from savable_pipeline.data.stores.saved_dataset import data_files
-from savable_pipeline.data.stores.tar_store import TarStore
-from savable_pipeline.data.stores.token_file import TOKENS
-from savable_pipeline.data.stores.token_store import TokenStore
 from savable_pipeline.errors import ShardError
 
 OpenStore: TypeAlias = Callable[[bool, Unlistable], RecordStore]  # tolerant of damage?; told of unlistable folders
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A format of files, the store that reads them, and the names of its settings.
-
-    `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
-    whoever reads all samples once, in their order. `named` tells which files of a folder are read, where another
-    program says so.
-    """
-
-    form: FileFormat
-    store: Callable[..., RecordStore]
-    settings: tuple[str, ...] = ()
-    seen_with: Mapping[str, Any] = field(default_factory=dict)
-    in_order: Callable[[], dict[str, Any]] = dict
-    named: Callable[[Shards], Shards] = lambda files: files
-
-
-def _partial() -> dict[str, Any]:
-    return {"partial": True}
-
-
-def _few_blocks() -> dict[str, Any]:
-    return {"blocks": DecodedBlocks(_FEW_BYTES)}
-
-
-_FEW_BYTES = 1 << 27  # that are kept unpacked
-_COLUMNS = ("columns", "key", "blocks", "partial")
-STORES = {
-    kind.form.name: kind
-    for kind in (
-        Kind(TARS, TarStore),
-        Kind(PARQUET, ParquetStore, _COLUMNS, in_order=_partial),
-        Kind(ARROW, ArrowStore, _COLUMNS, in_order=_partial, named=data_files),
-        Kind(JSONL, JsonlStore, ("key",)),
-        Kind(TOKENS, TokenStore, ("length", "stride", "dtype"), {"length": 1024}),
-        Kind(MDS, MdsStore, ("key", "blocks"), in_order=_few_blocks),
-        Kind(LITDATA, LitDataStore, ("key", "blocks"), in_order=_few_blocks),
-    )
-}
 
 
 def format_of(files: Shards) -> FileFormat:
@@ -137,8 +82,8 @@ def open_any(
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in kind.settings:
-            others = listed([each.form.name for each in STORES.values() if name in each.settings])
-            raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.form.name} files")
+            others = listed([each.name for each in STORES.values() if name in each.settings])
+            raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
 
     def open_it(tolerant: bool, unlistable: Unlistable) -> RecordStore:
         return seen(_indexed(kind, files, tolerant, unlistable, cache, cache_size), partial=partial, **given)
@@ -232,6 +177,8 @@ def index_any(
     """
     kind = STORES[kind_of(files)]
     if is_remote(files):
+        from savable_pipeline.data.stores.remote_indexing import index_remote
+
         return index_remote(files, kind.form, progress, engine)
     each = None if engine is None else each_shard_by(engine)
     return index_files(kind.named(files), kind.form, processes=processes, each=each, progress=progress)
@@ -255,27 +202,25 @@ def _kinds_at(spec: str) -> set[str]:
 def _of_parts(files: list[str]) -> set[str]:
     """{"tokens"} for a folder to convert: where each `.npy` and `.bin` is a picture's, by its name, or LitData's."""
     pictures = {name.partition(".")[0] for name in files if name.lower().rpartition(".")[2] in IMAGE_PARTS}
-    tokens = {name.partition(".")[0] for name in files if _kind_of_name(name) == TOKENS.name}
+    tokens = {name.partition(".")[0] for name in files if _kind_of_name(name) == "tokens"}
     chunked = "index.json" in files and all(name.startswith("chunk-") for name in tokens)
-    return {TOKENS.name} if chunked or tokens <= pictures else set()
+    return {"tokens"} if chunked or tokens <= pictures else set()
 
 
 def _kinds_behind(url: str) -> set[str]:
     """The kinds of what lies behind a URL, by its own name, or else by the names below it."""
+    from savable_pipeline.data.remote.remote_files import names_behind, short_downloader  # here, as in `file_kinds`
+
     if (kind := _kind_of_name(url)) or "*" in url:
         return {kind}
     with short_downloader() as downloader:
         if (found := kind_behind(url.rstrip("/"), downloader)) in STORES:
             return {found}
-    indexes = {each.form.index_name: name for name, each in STORES.items()}
+    indexes = {index_name(name): name for name in STORES}
     names = names_behind(url.rstrip("/"), list(indexes))
     return {indexes[name] for name in names if name in indexes} or {_kind_of_name(name) for name in names}
 
 
 def _kind_of_name(name: str) -> str:
-    return next((kind for kind, each in _told_by_name() if name.endswith(each.form.kind.endings)), "")
-
-
-def _told_by_name() -> Iterator[tuple[str, Kind]]:
-    """The kinds whose files a name tells: those of the others are named by a listing."""
-    return ((name, kind) for name, kind in STORES.items() if not kind.form.kind.listing)
+    told = ((kind, each.files) for kind, each in STORES.items() if each.files is not None)
+    return next((kind for kind, files in told if name.endswith(files.endings)), "")

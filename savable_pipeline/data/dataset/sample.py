@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.decoding import decoded_part, unpacked
+from savable_pipeline.data.dataset.image_region import Box, Size, image_region
+from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
 from savable_pipeline.data.dataset.transparency import Colour, converted
-from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS, find_part, open_image
+from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS, open_image
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from savable_pipeline.core.on_error import OnError, Quarantine
-    from savable_pipeline.data.shards.energon_metadata import FieldMap
 
 # A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
 REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
@@ -67,30 +66,6 @@ def skip_counters(reason: str, index: int) -> tuple[str, str]:
 def untagged(index: int) -> int:
     """The index of a ref in its own dataset."""
     return index & ((1 << TAG_SHIFT) - 1)
-
-
-class SampleSource(Protocol):
-    """Where a sample reads its parts from: a `Dataset`, or a `DetachedSample`."""
-
-    @property
-    def source(self) -> int: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def names(self) -> Mapping[int, str]: ...
-    @property
-    def field_map(self) -> FieldMap: ...
-    @property
-    def on_error(self) -> OnError: ...
-    @property
-    def quarantine(self) -> Quarantine | None: ...
-    def key(self, shard: int, row: int) -> str: ...
-    def shard_name(self, shard: int) -> str: ...
-    def offset(self, shard: int, row: int) -> int: ...
-    def extensions(self, shard: int, row: int) -> list[str]: ...
-    def read(self, shard: int, row: int, extension: str) -> bytes: ...
-    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]: ...
-    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]: ...
 
 
 class Sample(msgspec.Struct, gc=False, eq=False):
@@ -246,16 +221,38 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         part = extension or self._first(TEXT_PARTS)
         return unpacked(part, self[part]).decode()
 
-    def image(self, extension: str | None = None, mode: str = "RGB", *, background: Colour = "white") -> Image.Image:
-        """Decode a part as an image.
+    def image(
+        self,
+        part: str | None = None,
+        *,
+        mode: str = "RGB",
+        at_least: Size | Callable[[int, int], Size] | None = None,
+        box: Box | Callable[[int, int], Box] | None = None,
+        background: Colour = "white",
+    ) -> Image.Image:
+        """Decode a part as an image: all of it, or no more than is needed.
 
         Args:
-            extension: The name of the part. None: the first of `sp.IMAGE_PARTS` that the sample has.
+            part: The name of the part. None: the first of `sp.IMAGE_PARTS` that the sample has.
             mode: The mode of the image, as of Pillow.
+            at_least: Width and height that suffice for the box, or a function that returns them, given the width and
+                height of the full image. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size where that is as large.
+            box: The region wanted, (left, upper, right, lower) in pixels of the full image, or a function as above.
             background: The colour behind an image with alpha, unless the mode has alpha, as "RGBA" has.
+
+        Returns:
+            With `at_least` or `box` the smallest image of whole pixels that covers the box, whose place in it is
+            `image.info["box"]`: `image.resize(size, box=image.info["box"])`.
+
+        Raises:
+            ValueError: The box is empty or reaches beyond the image.
+            OSError: The image is damaged.
         """
-        part = extension or self._first(IMAGE_PARTS)
-        return converted(open_image(self[part], part), mode, background)
+        name = part or self._first(IMAGE_PARTS)
+        opened = open_image(self[name], name)
+        if at_least is None and box is None:
+            return converted(opened, mode, background)
+        return image_region(opened, mode, background, at_least=at_least, box=box)
 
     def decoded(self) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
@@ -298,40 +295,3 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
 
 Mapping.register(Sample)
-
-
-class DetachedSample(msgspec.Struct, eq=False):
-    """Replaces the dataset of a sample that was pickled: holds the parts themselves."""
-
-    source: int
-    _key: str
-    _shard: str
-    _offset: int
-    parts: dict[str, bytes]
-    field_map: FieldMap = {}
-    unit: str = "byte offset"
-    names: dict[int, str] = {}
-    on_error: ClassVar[Literal["raise"]] = "raise"
-    quarantine: ClassVar[Quarantine | None] = None
-
-    def key(self, shard: int, row: int) -> str:
-        return self._key
-
-    def shard_name(self, shard: int) -> str:
-        return self._shard
-
-    def offset(self, shard: int, row: int) -> int:
-        return self._offset
-
-    def extensions(self, shard: int, row: int) -> list[str]:
-        return list(self.parts)
-
-    def read(self, shard: int, row: int, extension: str) -> bytes:
-        return self.parts[find_part(extension, self.parts)]
-
-    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
-        return np.frombuffer(bytearray(self.read(shard, row, extension)), np.uint8)
-
-    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        data = self.read(shard, row, extension)
-        return data[:limit], len(data)

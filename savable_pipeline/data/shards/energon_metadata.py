@@ -23,7 +23,6 @@ import msgspec
 
 from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.paths import is_inside
-from savable_pipeline.data.shards.yaml_limits import load_yaml
 from savable_pipeline.errors import ShardError
 
 META = ".nv-meta"
@@ -184,7 +183,7 @@ def _load(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _LIMIT:
             raise ShardError(f"{path}: {path.stat().st_size} bytes; at most {_LIMIT} are read")
         raw = path.read_bytes()
-        loaded = msgspec.json.decode(raw) if path.suffix == ".json" else load_yaml(raw)
+        loaded = msgspec.json.decode(raw) if path.suffix == ".json" else _yaml(raw)
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -192,6 +191,12 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ShardError(f"{path}: expected names with values, found {type(loaded).__name__}")
     return loaded
+
+
+def _yaml(raw: bytes) -> Any:
+    from savable_pipeline.data.shards.yaml_limits import load_yaml  # here: most datasets have no such file
+
+    return load_yaml(raw)
 
 
 def _split_parts(path: Path, loaded: dict[str, Any]) -> dict[str, Any]:

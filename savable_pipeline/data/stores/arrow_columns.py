@@ -38,6 +38,11 @@ class Validity:
         bits = array.buffers()[0]
         self._first, self._bits = array.offset, None if bits is None else memoryview(bits)
 
+    @property
+    def has_nulls(self) -> bool:
+        """Whether a row may be null."""
+        return self._bits is not None
+
     def of(self, row: int) -> bool:
         """Whether a row is not null. Raises `BrokenColumnError`."""
         if self._bits is None:
@@ -85,6 +90,7 @@ class BytesColumn:
         kind = OFFSETS[str(array.type)]
         self._first = array.offset
         self.validity = Validity(array)
+        self._has_nulls = self.validity.has_nulls
         self._offsets = memoryview(b"" if offsets is None else offsets).cast("B")
         usable = len(self._offsets) // (4 if kind == "i" else 8) * (4 if kind == "i" else 8)
         self._offsets = self._offsets[:usable].cast(kind)  # type: ignore[call-overload]
@@ -94,7 +100,19 @@ class BytesColumn:
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
-        if not self.validity.of(row):
+        place = self._place(row)
+        if place is None:
+            return None
+        begin, end = place
+        return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
+
+    def has_part(self, row: int) -> bool:
+        """Whether `value` is not None, without its bytes. Raises `BrokenColumnError`."""
+        return self._place(row) is not None
+
+    def _place(self, row: int) -> tuple[int, int] | None:
+        """Where the bytes of a row begin and end; None for null. Raises `BrokenColumnError`."""
+        if self._has_nulls and not self.validity.of(row):
             return None
         row += self._first
         try:
@@ -103,7 +121,7 @@ class BytesColumn:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
         if not 0 <= begin <= end <= len(self._data):
             raise BrokenColumnError(f"row {row} is said to lie at the bytes {begin} to {end} of {len(self._data)}")
-        return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
+        return begin, end
 
 
 class NumberColumn:
@@ -113,19 +131,24 @@ class NumberColumn:
         _, data = array.buffers()
         kind = NUMBERS[str(array.type)]
         self._first, self._validity = array.offset, Validity(array)
+        self._has_nulls = self._validity.has_nulls
         usable = memoryview(b"" if data is None else data).cast("B")
         size = calcsize(kind)
         self._values = usable[: len(usable) // size * size].cast(kind)  # type: ignore[call-overload]
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON; None for null. Raises `BrokenColumnError`."""
-        if not self._validity.of(row):
+        if self._has_nulls and not self._validity.of(row):
             return None
         row += self._first
         try:
             return as_part(self._values[row])
         except IndexError:
             raise BrokenColumnError(f"row {row} lies outside of its column") from None
+
+    def has_part(self, row: int) -> bool:
+        """Whether `value` is not None. Raises `BrokenColumnError`."""
+        return self.value(row) is not None
 
 
 class ValueColumn:
@@ -146,6 +169,10 @@ class ValueColumn:
             return as_part(self._unread.rows(self._array, row, 1)[0].as_py())
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
+
+    def has_part(self, row: int) -> bool:
+        """Whether `value` is not None. Raises `BrokenColumnError`."""
+        return self.value(row) is not None
 
 
 def check_columns(place: str, wanted: tuple[str, ...], known: list[str]) -> None:

@@ -28,9 +28,9 @@ from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
-from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_footer import MAGIC, FooterError, read_footer
+from savable_pipeline.data.stores.file_kinds import ARROW_FILES
 from savable_pipeline.data.stores.flatbuffer import Flatbuffer
 
 _FEATHER_1 = b"FEA1"
@@ -269,7 +269,7 @@ def _places(found: _Found) -> Places:
 
 ARROW = FileFormat(
     "arrow",
-    ShardKind((".arrow", ".feather", ".ipc"), left_out=lambda name: name.startswith(("cache-", "tmp"))),
+    ARROW_FILES,
     "savable_pipeline.data.stores.arrow_file:ARROW",
     read_table,
     is_as_indexed,

@@ -76,7 +76,8 @@ class ArrowRows:
         if self._refuses:
             self._refuse(row)
         if extension in self._names:
-            found = self.value(row, extension)
+            one = row < self._firsts[1]  # as in `value`, without a call
+            found: bytes | None = self._batches[0][extension].value(row) if one else self.value(row, extension)
             if found is not None:
                 return found
         parts = dict(self.parts(row))
@@ -94,7 +95,8 @@ class ArrowRows:
     def parts(self, row: int) -> Iterator[tuple[str, Place]]:
         """The parts of a row, and the place of each."""
         for name in self._names:
-            if self.value(row, name) is not None:
+            column, place = self._column(row, name)
+            if column.has_part(place):
                 yield (self._media_name(row, name) if name in self._media else name), name
             elif name in self._lists:
                 yield from self._elements(row, name)
@@ -169,7 +171,7 @@ class ArrowRows:
         """`0.jpg`, `1.jpg`, … for what a list of images holds in a row, and the place of each."""
         column, places = self._list(row, name)
         for i, place in enumerate(places):
-            if column.items.value(place) is not None:
+            if column.items.has_part(place):
                 yield self._part_name(name, column.items.extension(place), i), (name, i)
 
     def _media_name(self, row: int, name: str) -> str:

@@ -95,7 +95,8 @@ class ColumnarStore(GroupedStore):
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`."""
-        rows, place = self.find(shard, row)
+        last = self._last
+        rows, place = last[2:] if last[1] == row and last[0] == shard else self.find(shard, row)
         try:
             found: bytes = rows.read(place, extension)
         except ValueError as error:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from savable_pipeline.data.shards.index_file import Places, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.local_files import LocalFiles
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 
 
 class FileStore(RecordStore):
@@ -27,12 +29,16 @@ class FileStore(RecordStore):
         self.root, self.address, self.entries = found.root, found.address, found.entries
         self.firsts, self.endings = found.firsts, found.form.kind.suffixes
         self.place = found.place
-        self.files: LocalFiles | CachedBlocks = (
-            LocalFiles(found)
-            if found.remote is None
-            else CachedBlocks(found.remote, found, all_used=self.all_used, downloader=found.downloader)
-        )
+        self.files = self._open_files()
         self.file = self.files.file
+
+    def _open_files(self) -> LocalFiles | CachedBlocks:
+        found = self.found
+        if found.remote is None:
+            return LocalFiles(found)
+        from savable_pipeline.data.stores.cached_blocks import CachedBlocks  # here: most files lie on a disk
+
+        return CachedBlocks(found.remote, found, all_used=self.all_used, downloader=found.downloader)
 
     def verify(self, slot: int) -> None:
         """See `RecordStore.verify`."""

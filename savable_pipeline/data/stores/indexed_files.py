@@ -6,20 +6,21 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
-from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.remote_files import RemotePlace
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.indexing import check_faults, open_files
 from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
-from savable_pipeline.data.stores.remote_indexing import open_remote
 from savable_pipeline.errors import ShardError
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.remote.downloader import Downloader
+    from savable_pipeline.data.remote.remote_files import RemotePlace
 
 
 class IndexedFiles:
@@ -113,6 +114,9 @@ def open_indexed(
     if not is_remote(files):
         found = open_files(files, form, tolerant=tolerant, unlistable=unlistable)
         return IndexedFiles(form, found.index, found.path, found.names, found.root, tolerant=tolerant)
+    from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder  # here: most files lie on a disk
+    from savable_pipeline.data.stores.remote_indexing import open_remote
+
     folder = cache_folder(cache)
     place, names = open_remote(files, form, folder, cache_bytes(cache_size, folder), tolerant=tolerant)
     check_faults(place.url, place.index, names, tolerant)

@@ -19,8 +19,8 @@ from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
-from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.data.stores.file_kinds import JSONL_FILES
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.plain_values import as_part
@@ -132,15 +132,9 @@ def without_mark(line: bytes, begin: int) -> bytes:
     return line if begin else line.removeprefix(_MARK)
 
 
-_PACKED = tuple(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2"))
 JSONL = FileFormat(
     "jsonl",
-    ShardKind(
-        (".jsonl", ".ndjson"),
-        _PACKED,
-        ("a compressed JSONL file", "compressed JSONL files"),
-        "`gzip -dk` or `zstd -d` unpacks",
-    ),
+    JSONL_FILES,
     "savable_pipeline.data.stores.jsonl:JSONL",
     read_table,
     is_as_indexed,

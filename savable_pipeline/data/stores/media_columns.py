@@ -59,6 +59,10 @@ class MediaColumn:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
         return self._bytes.value(row) if self._validity.of(row) else None
 
+    def has_part(self, row: int) -> bool:
+        """Whether `value` is not None, without its bytes. Raises `BrokenColumnError`."""
+        return self._validity.of(row) and self._bytes.has_part(row)
+
     def is_null(self, row: int) -> bool:
         """Whether a row has no bytes. Raises `BrokenColumnError`."""
         return not (self._validity.of(row) and self._bytes.validity.of(row))
@@ -112,6 +116,10 @@ class MediaListColumn:
 
     def value(self, row: int) -> None:
         """None: a list is no part by itself."""
+
+    def has_part(self, row: int) -> bool:
+        """False, for that."""
+        return False
 
     def places(self, row: int) -> range:
         """Where the elements of a row lie in `items`; none for null."""

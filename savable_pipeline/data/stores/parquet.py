@@ -16,9 +16,9 @@ from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
-from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
+from savable_pipeline.data.stores.file_kinds import PARQUET_FILES
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.positioned_file import PositionedFile
 from savable_pipeline.errors import SavableError
@@ -121,7 +121,7 @@ def _first_line(error: Exception) -> str:
 
 PARQUET = FileFormat(
     "parquet",
-    ShardKind((".parquet", ".pq", ".parq")),
+    PARQUET_FILES,
     "savable_pipeline.data.stores.parquet:PARQUET",
     read_table,
     is_as_indexed,

@@ -26,20 +26,17 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.remote.downloader import Downloader
-from savable_pipeline.data.remote.urls import listing_behind
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places, ShardIndex, ShardTable
 from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.file_kinds import INDEX, LARGEST_INDEX
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value
 
-INDEX = "index.json"
 INSTEAD = "iterate over it with its own library, and write its samples again in others, or with sp.ShardWriter"
 RECORDS, FRAMES, ROWS, WHOLE = range(4)
 PACKED = ("", "gz", "bz2", "zst", "br", "snappy")
-_LARGEST_INDEX = 1 << 30  # bytes
 _MOST_RECORDS = 1 << 32
 _FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"
 _PREFIX = struct.Struct("<8sHHIII")
@@ -118,37 +115,6 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
         raise ValueError(f"not an index of {name} that can be read: {error}") from error
 
 
-def folder_kind(index: bytes) -> str:
-    """What an index.json says its folder holds: mds, another format of Mosaic Streaming, litdata; "" for none."""
-    try:
-        found: Any = msgspec.json.decode(index)
-    except (msgspec.DecodeError, RecursionError):
-        return ""
-    if not isinstance(found, dict):
-        return ""
-    if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
-        return "litdata"
-    shards = found.get("shards")
-    if isinstance(shards, list) and all(isinstance(shard, dict) and "format" in shard for shard in shards):
-        return str(shards[0]["format"]) if shards else "mds"
-    return ""
-
-
-def kind_in(folder: Path) -> str:
-    """The kind that the index.json in a folder says, if one is there; else ""."""
-    index = folder / INDEX
-    try:
-        return folder_kind(index.read_bytes()) if index.stat().st_size <= _LARGEST_INDEX else ""
-    except OSError:
-        return ""
-
-
-def kind_behind(url: str, downloader: Downloader) -> str:
-    """The kind that the index.json below a URL says; "" without one. Raises `RemoteError`."""
-    index = listing_behind(url, INDEX, downloader)
-    return "" if index is None else folder_kind(index)
-
-
 def read_listed(kind: RecordKind, file: FileBytes, name: str) -> ShardTable:
     """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
     try:
@@ -185,8 +151,8 @@ def _said(kind: RecordKind, file: FileBytes, name: str) -> ListedFile | None:
 
 @functools.lru_cache(maxsize=1)
 def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: int) -> dict[str, ListedFile]:
-    if size > _LARGEST_INDEX:
-        raise ValueError(f"{INDEX} has {size} bytes; at most {_LARGEST_INDEX} are read")
+    if size > LARGEST_INDEX:
+        raise ValueError(f"{INDEX} has {size} bytes; at most {LARGEST_INDEX} are read")
     return {each.name: each for several in listed(index.read_bytes()) for each in several}
 
 

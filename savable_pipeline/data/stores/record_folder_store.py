@@ -16,6 +16,7 @@ from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.decompressed import NEEDED, DamagedError, decompressed, needed_package
+from savable_pipeline.data.stores.file_kinds import INDEX
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.litdata import RECORDS_OF_LITDATA
@@ -24,7 +25,6 @@ from savable_pipeline.data.stores.plain_values import as_part
 from savable_pipeline.data.stores.record_fields import Blob, RecordError, Stretch, Value, parts_of
 from savable_pipeline.data.stores.record_files import (
     FRAMES,
-    INDEX,
     PACKED,
     RECORDS,
     ROWS,

@@ -23,7 +23,6 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
 from savable_pipeline.data.shards.tar_index import Layout, TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
-from savable_pipeline.data.stores.cached_files import CachedFiles
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.local_files import LocalFiles
 from savable_pipeline.data.stores.readahead import readahead
@@ -140,6 +139,14 @@ class TarParts:
         return key_at(path, self._files[shard], self._starts[row])
 
 
+def _files_of(found: IndexedFiles) -> ShardFiles:
+    if found.remote is None:
+        return LocalFiles(found)
+    from savable_pipeline.data.stores.cached_files import CachedFiles  # here: most shards lie on a disk
+
+    return CachedFiles(found)
+
+
 class TarStore:
     """A `RecordStore`: located by an index, read by `TarParts` from `files`; `root` holds the metadata. Its rows are
     those of the index.
@@ -157,8 +164,7 @@ class TarStore:
         self.entries: Sequence[ShardEntry] = found.entries
         self.endings: Sequence[str] = found.form.kind.suffixes
         self._rows = rows = TarRows(found)
-        files: ShardFiles = LocalFiles(found) if found.remote is None else CachedFiles(found)
-        self.files = files
+        self.files = files = _files_of(found)
         self.rows = files.located(rows.rows)
         self.offset, self.extensions, self.sizes = rows.offset, rows.extensions, rows.sizes
         self.request, self.verify, self.verify_given = files.request, files.verify, files.verify_given

@@ -23,8 +23,8 @@ from xxhash import xxh3_64
 from savable_pipeline.data.shards.file_bytes import FileBytes, opened
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
-from savable_pipeline.data.shards.paths import ShardKind
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.file_kinds import TOKEN_FILES
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
@@ -185,7 +185,7 @@ def _check(idx: str, found: Documents, size: int) -> None:
 
 TOKENS = FileFormat(
     "tokens",
-    ShardKind((".bin", ".npy")),
+    TOKEN_FILES,
     "savable_pipeline.data.stores.token_file:TOKENS",
     read_table,
     is_as_indexed,

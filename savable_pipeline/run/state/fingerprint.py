@@ -329,7 +329,8 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
         shards = here.shards[name]
         cause = f" ({_JOINING})" if begin_with(shards, saved or []) else cause
         return difference(saved or [], shards) + cause
-    return f"saved {saved!r}, here {value!r}{cause}"
+    shown = [repr(side[name]) if name in side else _rule(name, here).absent or "None" for side in (before, after)]
+    return f"saved {shown[0]}, here {shown[1]}{cause}"
 
 
 def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:

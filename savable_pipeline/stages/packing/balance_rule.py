@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from savable_pipeline.core.keyed_random import derive_key, permutation
+from savable_pipeline.core.shared_ranks import SharedRanks
 
 PAST = 16  # times `hold`: packs given last that count
 WEIGHT = 8  # a held pack counts as much as this many given ones
@@ -38,9 +38,7 @@ class RankRule:
         self.count = 0  # packs given
         self.past = array("q")  # the costs of the packs given last, int64, the newest at the end
         self._sorted: list[int] = []
-        self._key = key
-        self._block = -1
-        self._steps: list[int] = []
+        self._ranks = SharedRanks(key=key, steps=hold)
 
     @property
     def room(self) -> int:
@@ -56,7 +54,7 @@ class RankRule:
         total = 2 * (WEIGHT * len(ranked) + len(past))
         # the distance from u less the bonus, |rank / total - u| - waited / (AGE · hold), times AGE · hold · total
         scale = AGE * self.hold
-        wanted = AGE // 2 * (2 * self._step(now) + 1) * total  # of u = (2 · step + 1) / (2 · hold)
+        wanted = AGE // 2 * (2 * self._ranks.step(now) + 1) * total  # of u = (2 · step + 1) / (2 · hold)
         best, least = 0, None
         for i, (cost, arrival) in enumerate(held):
             rank = WEIGHT * (bisect_left(ranked, cost) + bisect_right(ranked, cost))
@@ -72,14 +70,6 @@ class RankRule:
         if now - held[0].arrival <= longest - len(held):
             return False
         return any(now - waiting.arrival + i >= longest for i, waiting in enumerate(held))
-
-    def _step(self, n: int) -> int:
-        """The step of slot n, 0 … hold - 1: each block of `hold` slots has every one once, in random order."""
-        block, i = divmod(n, self.hold)
-        if block != self._block:
-            self._block = block
-            self._steps = permutation(derive_key(self._key, block), self.hold).tolist()
-        return self._steps[i]
 
     def gave(self, cost: int) -> None:
         """Count a pack of this cost as given."""

@@ -9,7 +9,6 @@ from typing import Any, Unpack
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.shards.paths import Shards, as_names
-from savable_pipeline.data.stores.token_store import check_token_settings
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
 
@@ -148,6 +147,8 @@ class TokenReader(RecordReader):
         dtype: str | None = None,
         **settings: Unpack[ReaderSettings],
     ) -> None:
+        from savable_pipeline.data.stores.token_store import check_token_settings  # here: the other readers need none
+
         check_token_settings(length, stride, dtype)
         self.files = as_names(files)
         self.windows: dict[str, Any] = {"length": length, "stride": stride, "dtype": dtype}

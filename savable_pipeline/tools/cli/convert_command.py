@@ -22,13 +22,11 @@ from savable_pipeline.tools.cli.console import (
     printable,
     progress_of,
 )
-from savable_pipeline.tools.convert import REJECTED, Options, Report, recognize, run_conversion
-from savable_pipeline.tools.convert.jsonl import FILE_FIELDS
-from savable_pipeline.tools.convert.run import check_reshard
-from savable_pipeline.tools.convert.sources import WORDS
+from savable_pipeline.tools.convert.source_words import FILE_FIELDS, WORDS
 
 if TYPE_CHECKING:
     from savable_pipeline.core.job_engine import Engine
+    from savable_pipeline.tools.convert import Report
 
 
 def convert(
@@ -116,6 +114,9 @@ def convert(
     With --engine ray the nodes of a Ray cluster write, each shard a task: the same bytes. SRC and DST must each be
     storage that all nodes share, or a URL; RAY_ADDRESS names the cluster, unless it runs on this machine too.
     """
+    from savable_pipeline.tools.convert import REJECTED, Options, recognize, run_conversion
+    from savable_pipeline.tools.convert.run import check_reshard
+
     with errors_as_lines():
         if no_files and file_field:
             raise ValueError("--no-files and --file-field exclude each other")

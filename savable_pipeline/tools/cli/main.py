@@ -7,7 +7,7 @@ fault, 2 if the command failed, 130 after Ctrl-C.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,9 +20,6 @@ from savable_pipeline.tools.cli.ledger_command import ledger_app
 from savable_pipeline.tools.cli.output import print_check, print_differences, print_index, print_info, print_state
 from savable_pipeline.tools.cli.plan_command import plan
 from savable_pipeline.tools.cli.verify_command import verify_resume
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     help="Make and inspect datasets for savable_pipeline.",
@@ -143,12 +140,14 @@ def preview(
     too, if a batch cannot be made; then the exit code is 1.
     """
     from savable_pipeline.core.named_object import names_object
-    from savable_pipeline.stages.pipeline import named_pipeline
-    from savable_pipeline.tools.preview import preview_dataset, preview_pipeline  # with torch, which takes seconds
+    from savable_pipeline.tools.preview.dataset_page import preview_dataset
 
     with errors_as_lines():
         check_output(output)
         if names_object(source):
+            from savable_pipeline.stages.pipeline import named_pipeline
+            from savable_pipeline.tools.preview.pipeline_page import preview_pipeline
+
             pipeline = named_pipeline(source)
             page, fault = preview_pipeline(pipeline, source, batches=batches, seed=seed, lane=lane, lanes=lanes)
         else:

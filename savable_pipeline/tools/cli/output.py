@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +30,8 @@ def print_index(console: Console, place: Path, entries: list[ShardEntry]) -> Non
 def print_check(console: Console, report: CheckReport, *, as_json: bool) -> None:
     """The problems by reason, then one by one; or all as one JSON object."""
     if as_json:
+        import msgspec
+
         console.print_json(msgspec.json.encode(report, enc_hook=str).decode(), highlight=False, ensure_ascii=True)
         return
     console.print(

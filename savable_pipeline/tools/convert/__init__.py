@@ -11,10 +11,32 @@ describe                the index, and metadata for Energon       run       the 
 conversion              `sp.convert`                              shard_writer  `sp.ShardWriter`
 """
 
-from savable_pipeline.tools.convert.conversion import convert
-from savable_pipeline.tools.convert.model import Options, Report
-from savable_pipeline.tools.convert.plan import REJECTED
-from savable_pipeline.tools.convert.run import run_conversion
-from savable_pipeline.tools.convert.sources import Source, recognize
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from savable_pipeline.tools.convert.conversion import convert
+    from savable_pipeline.tools.convert.model import Options, Report
+    from savable_pipeline.tools.convert.plan import REJECTED
+    from savable_pipeline.tools.convert.run import run_conversion
+    from savable_pipeline.tools.convert.sources import Source, recognize
 
 __all__ = ["REJECTED", "Options", "Report", "Source", "convert", "recognize", "run_conversion"]
+
+# Where each name lies: `savable --help` and `sp.ShardWriter` import little of this folder.
+_PLACES = {
+    "REJECTED": "plan",
+    "Options": "model",
+    "Report": "model",
+    "Source": "sources",
+    "convert": "conversion",
+    "recognize": "sources",
+    "run_conversion": "run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name at its first use."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -19,8 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
 
 from savable_pipeline.core.wording import counted
-from savable_pipeline.tools.convert.jsonl import FILE_FIELDS, is_url
+from savable_pipeline.tools.convert.jsonl import is_url
 from savable_pipeline.tools.convert.model import Reject
+from savable_pipeline.tools.convert.source_words import FILE_FIELDS
 
 _SEPARATORS = ",;\t|"
 _LOOKED_AT = 1000  # rows by which columns that name files are told

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from savable_pipeline.data.stores.record_files import kind_in
+from savable_pipeline.data.stores.file_kinds import kind_in
 from savable_pipeline.tools.convert.names import is_tar
 
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools

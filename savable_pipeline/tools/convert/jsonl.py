@@ -23,9 +23,9 @@ from savable_pipeline.tools.convert.folder import add_sample
 from savable_pipeline.tools.convert.model import Input, Options, Part, Reject
 from savable_pipeline.tools.convert.names import outside, printable
 from savable_pipeline.tools.convert.source_file import open_source, stamp_of
+from savable_pipeline.tools.convert.source_words import FILE_FIELDS
 from savable_pipeline.tools.convert.stretches import RecordFile
 
-FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 TEXT_FIELDS = ("caption", "text")
 BOM = b"\xef\xbb\xbf"
 _URL = "a URL, not a file"

@@ -34,27 +34,14 @@ from savable_pipeline.data.shards.braces import expand_braces
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, is_remote
 from savable_pipeline.data.stores.decompressed import DamagedError
-from savable_pipeline.data.stores.record_files import INDEX, kind_behind
+from savable_pipeline.data.stores.file_kinds import INDEX, kind_behind
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
 from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
 from savable_pipeline.tools.convert.jsonl import BOM
 from savable_pipeline.tools.convert.names import PACKED, TAR_ENDINGS, is_tar
 from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of
+from savable_pipeline.tools.convert.source_words import WORDS
 
-WORDS = {
-    "folder": "a folder of files",
-    "jsonl": "JSONL",
-    "json": "a JSON array",
-    "csv": "a table (CSV or TSV)",
-    "mds": "an MDS folder of Mosaic Streaming",
-    "litdata": "a folder of LitData",
-    "packed": "compressed tars",
-    "tars": "tars",
-    "parquet": "Parquet",
-    "arrow": "Arrow",
-    "hf": "a folder that `save_to_disk` of HF datasets wrote",
-    "hub": "a clone of a dataset of the HF hub, in Parquet",
-}
 BEHIND_URLS = ("jsonl", "json", "csv", "mds", "litdata", "tars", "parquet", "arrow")
 STORED = ("tars", "parquet", "arrow", "hf", "hub")  # read in place by a store
 ROWS = ("parquet", "arrow", "hf", "hub")  # those of them whose rows may name files

@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import io
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
@@ -31,9 +31,14 @@ _LISTED = 16  # values shown one by one
 
 def as_array(value: Any) -> NDArray[Any] | None:
     """An array or a dense tensor of numbers as an array; None for anything else."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex():
+    torch = sys.modules.get("torch")  # if nothing has imported torch, no value is a tensor
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_complex():
+            return None
         plain = value.detach().cpu()
-        return (plain.float() if plain.is_floating_point() and plain.dtype != torch.float64 else plain).numpy()
+        plain = plain.float() if plain.is_floating_point() and plain.dtype != torch.float64 else plain
+        array: NDArray[Any] = plain.numpy()
+        return array
     return value if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else None
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
+from savable_pipeline.core.shared_ranks import SharedRanks
 from savable_pipeline.stages.packing.balance_rule import RankRule, WaitingPack
 
 
@@ -89,7 +90,7 @@ def test_costs_of_any_size_keep_their_order() -> None:
 
 
 def test_the_oldest_is_given_in_time_for_those_that_came_with_it() -> None:
-    rule = RankRule(key=next(key for key in range(99) if RankRule(key=key, hold=8)._step(100) == 0), hold=8)
+    rule = RankRule(key=next(key for key in range(99) if SharedRanks(key=key, steps=8).step(100) == 0), hold=8)
     rule.restore(100, [])  # the cheapest is wanted
     young = [WaitingPack(cost, 99) for cost in range(5)]
     assert [rule.choose([WaitingPack(10**6, arrival), *young]) for arrival in (99, 80, 53)] == [1, 1, 1]
@@ -97,14 +98,6 @@ def test_the_oldest_is_given_in_time_for_those_that_came_with_it() -> None:
     assert (
         rule.choose([WaitingPack(10**6, 53), WaitingPack(10**6, 53), *young]) == 0
     )  # the second is due in the next slot
-
-
-def test_each_block_has_every_rank_once_in_an_order_of_its_own() -> None:
-    rule = RankRule(key=1, hold=8)
-    steps = [rule._step(n) for n in range(24)]
-    blocks = [steps[i : i + 8] for i in (0, 8, 16)]
-    assert all(sorted(block) == list(range(8)) for block in blocks)
-    assert blocks[0] != blocks[1] != blocks[2]
 
 
 def test_a_few_packs_are_held_at_first_then_one_more_each_slot() -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
@@ -16,7 +13,6 @@ from webdataset.writer import TarWriter
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.tools.convert.names import name_fault
-from tests.support.toy_files import fill
 
 Sample = tuple[str, dict[str, bytes]]  # key, and bytes by extension
 
@@ -58,17 +54,3 @@ def by_webdataset(given: list[Sample]) -> bytes:
 @example([(f"{'d' * 120}/{'k' * 200}", {"json": b"{}"}), ("é/日本", {"txt": b"z"})])
 def test_the_bytes_are_those_of_webdatasets_writer(given: list[Sample]) -> None:
     assert by_us(given) == by_webdataset(given)
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_conversion_imports_neither_webdataset_nor_torch(tmp_path: Path, workers: str) -> None:
-    source = fill(tmp_path / "in", 4)
-    code = (
-        "import sys\n"
-        "from savable_pipeline.tools.cli.main import app\n"
-        "app(sys.argv[1:], standalone_mode=False)\n"
-        "assert not {'torch', 'webdataset', 'torchvision'} & set(sys.modules)\n"
-    )
-    options = ["convert", source, tmp_path / "out", "--shard-samples", "2", "--workers", workers]
-    done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,0 +1,68 @@
+"""A region of an image, decoded no larger than is needed: a JPEG at 1/2, 1/4 or 1/8 of its size, by its DCT.
+
+full image     1001 × 701, of which the box (0, 0, 1001, 701) is wanted, at least 400 × 300
+decoded        501 × 351 by a half, where the full image takes the box (0, 0, 500.5, 350.5)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from savable_pipeline.data.dataset.transparency import Colour, converted
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Size: TypeAlias = tuple[float, float]
+"""Width and height, in pixels."""
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, upper, right and lower, in pixels of the full image."""
+
+_SCALES = (8, 4, 2)  # the parts of a JPEG's size that Pillow's `draft` decodes
+
+
+def image_region(
+    image: Image.Image,
+    mode: str,
+    background: Colour,
+    *,
+    at_least: Size | Callable[[int, int], Size] | None,
+    box: Box | Callable[[int, int], Box] | None,
+) -> Image.Image:
+    """The smallest image of whole pixels that covers the box, of an image not decoded yet; `info["box"]` is its place.
+
+    It has at least `at_least` pixels over the box, unless the full image has fewer. Sizes and boxes are of the full
+    image, as its header says. Raises ValueError for a box that is empty or reaches beyond the image.
+    """
+    width, height = image.size
+    wanted = box(width, height) if callable(box) else box or (0, 0, width, height)
+    left, upper, right, lower = wanted
+    if not (0 <= left < right <= width and 0 <= upper < lower <= height):
+        raise ValueError(f"box={wanted} is empty or reaches beyond the image of {width} × {height} pixels")
+    needed = at_least(width, height) if callable(at_least) else at_least
+    if needed is not None:
+        across, down = _drafted(image, _scale((right - left, lower - upper), needed))
+        left, upper, right, lower = left * across, upper * down, right * across, lower * down
+    first, top = math.floor(left), math.floor(upper)
+    covering = (first, top, min(math.ceil(right), image.width), min(math.ceil(lower), image.height))
+    region = image if covering == (0, 0, *image.size) else image.crop(covering)
+    found = converted(region, mode, background)
+    found.info["box"] = (left - first, upper - top, right - first, lower - top)
+    return found
+
+
+def _scale(size: Size, needed: Size) -> int:
+    """The strongest scale at which a region of this size has the needed pixels still."""
+    return next((scale for scale in _SCALES if size[0] >= scale * needed[0] and size[1] >= scale * needed[1]), 1)
+
+
+def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
+    """Have an image decoded at this part of its size, if its format can; pixels decoded for one of the full image."""
+    if scale == 1:
+        return 1.0, 1.0
+    width, height = image.size
+    drafted = image.draft(image.mode, (width // scale, height // scale))
+    return (drafted[1][2] / width, drafted[1][3] / height) if drafted else (1.0, 1.0)

@@ -1,0 +1,77 @@
+"""`SampleSource`: where a sample reads its parts from; `DetachedSample` is that of a pickled one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.data.shards.part_types import find_part
+
+if TYPE_CHECKING:
+    from savable_pipeline.core.on_error import OnError, Quarantine
+    from savable_pipeline.data.shards.energon_metadata import FieldMap
+
+
+class SampleSource(Protocol):
+    """Where a sample reads its parts from: a `Dataset`, or a `DetachedSample`."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def names(self) -> Mapping[int, str]: ...
+    @property
+    def field_map(self) -> FieldMap: ...
+    @property
+    def on_error(self) -> OnError: ...
+    @property
+    def quarantine(self) -> Quarantine | None: ...
+    def key(self, shard: int, row: int) -> str: ...
+    def shard_name(self, shard: int) -> str: ...
+    def offset(self, shard: int, row: int) -> int: ...
+    def extensions(self, shard: int, row: int) -> list[str]: ...
+    def read(self, shard: int, row: int, extension: str) -> bytes: ...
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]: ...
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]: ...
+
+
+class DetachedSample(msgspec.Struct, eq=False):
+    """Replaces the dataset of a sample that was pickled: holds the parts themselves."""
+
+    source: int
+    _key: str
+    _shard: str
+    _offset: int
+    parts: dict[str, bytes]
+    field_map: FieldMap = {}
+    unit: str = "byte offset"
+    names: dict[int, str] = {}
+    on_error: ClassVar[Literal["raise"]] = "raise"
+    quarantine: ClassVar[Quarantine | None] = None
+
+    def key(self, shard: int, row: int) -> str:
+        return self._key
+
+    def shard_name(self, shard: int) -> str:
+        return self._shard
+
+    def offset(self, shard: int, row: int) -> int:
+        return self._offset
+
+    def extensions(self, shard: int, row: int) -> list[str]:
+        return list(self.parts)
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        return self.parts[find_part(extension, self.parts)]
+
+    def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
+        return np.frombuffer(bytearray(self.read(shard, row, extension)), np.uint8)
+
+    def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
+        data = self.read(shard, row, extension)
+        return data[:limit], len(data)

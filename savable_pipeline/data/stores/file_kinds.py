@@ -1,0 +1,60 @@
+"""Which kind files are of, by their names, or by an index.json: known before what reads them is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from savable_pipeline.data.shards.paths import ShardKind
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.remote.downloader import Downloader
+
+INDEX = "index.json"
+LARGEST_INDEX = 1 << 30  # bytes
+_PACKED = tuple(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2"))
+
+ARROW_FILES = ShardKind((".arrow", ".feather", ".ipc"), left_out=lambda name: name.startswith(("cache-", "tmp")))
+JSONL_FILES = ShardKind(
+    (".jsonl", ".ndjson"),
+    _PACKED,
+    ("a compressed JSONL file", "compressed JSONL files"),
+    "`gzip -dk` or `zstd -d` unpacks",
+)
+PARQUET_FILES = ShardKind((".parquet", ".pq", ".parq"))
+TOKEN_FILES = ShardKind((".bin", ".npy"))
+
+
+def folder_kind(index: bytes) -> str:
+    """What an index.json says its folder holds: mds, another format of Mosaic Streaming, litdata; "" for none."""
+    try:
+        found: Any = msgspec.json.decode(index)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    if not isinstance(found, dict):
+        return ""
+    if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
+        return "litdata"
+    shards = found.get("shards")
+    if isinstance(shards, list) and all(isinstance(shard, dict) and "format" in shard for shard in shards):
+        return str(shards[0]["format"]) if shards else "mds"
+    return ""
+
+
+def kind_in(folder: Path) -> str:
+    """The kind that the index.json in a folder says, if one is there; else ""."""
+    index = folder / INDEX
+    try:
+        return folder_kind(index.read_bytes()) if index.stat().st_size <= LARGEST_INDEX else ""
+    except OSError:
+        return ""
+
+
+def kind_behind(url: str, downloader: Downloader) -> str:
+    """The kind that the index.json below a URL says; "" without one. Raises `RemoteError`."""
+    from savable_pipeline.data.remote.urls import listing_behind  # here: most files lie on a disk
+
+    index = listing_behind(url, INDEX, downloader)
+    return "" if index is None else folder_kind(index)

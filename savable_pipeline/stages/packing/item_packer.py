@@ -1,0 +1,205 @@
+"""`ItemPacker`: the stage that lets a function of the user's look at items, and choose which share a pack.
+
+    held      a  b  c  d  e      a round of `size` items
+    select    [[d, a], [e, b]]   c is left out
+    pending   r3 r0 │ r4 r1      refs of packs not given yet, and their items as far as memory allows
+
+A resumed run does not ask again about packs already chosen: asked about the items that are left, of which one may be
+lost since, a function could give others twice or never. Nor does a pack that is held downstream need more than the refs
+of its items. The price: what the function wrote into an item would be lost, so that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import msgspec
+
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.data.dataset.sample import skip_counters
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.encoder_calls import EncoderCalls
+from savable_pipeline.stages.held_items import HeldItems, known_refs, left_of
+from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.packing.item_selection import Select, select_places
+from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+
+
+class _ItemPackerState(msgspec.Struct):
+    held: list[Any]
+    groups: list[list[Any]]
+    rounds: SavedCount
+    count: SavedCount
+    source: dict[str, Any]
+
+
+class ItemPacker(ItemStage):
+    """Yields packs: `encoder.pack(items, rng)` of the groups that a function of yours chose from `size` items.
+
+    When the packs of one round are given, the next `size` items are taken; at a finite source's end, fewer.
+
+    Args:
+        source: A stage of items.
+        size: Items of a round, all in memory while `select` looks at them.
+        select: `select(items, rng)` returns the packs in their order, as lists of these very objects. Items in none
+            are counted as skipped, "not selected". It may draw, as the encoder may, and sort its list, but not change
+            an item. A state keeps its name, and `settings()` of an object.
+        encoder: Packs. None: the one upstream.
+        max_held_bytes: Most bytes of items of packs not given yet, in a process; others are made again.
+
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: `select` or the encoder raised, or `select` returned other objects or changed one.
+
+    Example:
+        >>> class Captions(sp.TaskEncoder):
+        ...     def encode(self, sample, rng):
+        ...         return sample.text()
+        ...     def pack(self, items, rng):
+        ...         return "|".join(items)
+        >>> def last_two(items, rng):
+        ...     return [sorted(items)[-2:]]
+        >>> texts = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Captions())
+        >>> packs = sp.ItemPacker(texts, size=4, select=last_two)
+        >>> next(packs), packs.counts["skipped/not selected"]
+        ('picture 2|picture 3', 2)
+    """
+
+    source: ItemStage
+    ref: ItemRef = ()
+    """The last pack's number in the lane, then the refs of its items."""
+    sizes: tuple[Size, ...] | None = None
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"order": SettingRule(fixed=OTHER_ORDER)}
+
+    def __init__(
+        self,
+        source: ItemStage,
+        *,
+        size: int,
+        select: Select,
+        encoder: TaskEncoder | None = None,
+        max_held_bytes: int = 1 << 30,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"ItemPacker: size must be at least 1, not {size}")
+        check_function("ItemPacker", "select", select)
+        self._check_source(source, ItemStage)
+        super().__init__(source)
+        self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
+        self.size, self.select, self.max_held_bytes = size, select, max_held_bytes
+        self._held = HeldItems(self, max_bytes=max_held_bytes)  # of pending packs, or of a round before they are chosen
+        self._groups: list[int] = []  # how many of them are in each pending pack
+        self._rounds, self._count = 0, 0  # rounds chosen; packs given, or skipped
+
+    def describe(self) -> StageInfo:
+        """The source's, one deeper, with the encoder whose `pack` is used."""
+        return replace(super().describe(), encoder=self._calls.encoder)
+
+    def ref_alone(self, ref: ItemRef) -> ItemRef:
+        """The ref of a first pack that holds this item alone."""
+        return (0, ref)
+
+    @property
+    def held_items(self) -> int:
+        """Made items in pending packs."""
+        return self._held.made
+
+    def __next__(self) -> Any:
+        while self._groups or self._choose():
+            packed, refs, sizes = self._pack([self._held.look(at) for at in range(self._groups[0])], self._count)
+            self._held.drop(self._groups.pop(0))
+            self._count += bool(refs)
+            if type(packed) is not Skip:
+                self.ref, self.sizes = (self._count - 1, *refs), sizes
+                self.counts.update(packs=1, items=len(refs), tokens=sum(length for length, _ in sizes or ()))
+                return packed
+        raise StopIteration
+
+    def _choose(self) -> bool:
+        """Take rounds of items until one has packs; False at the end.
+
+        After an error the items are still held, to be made again: the function is shown no object twice.
+        """
+        while not self._groups:
+            made = [self._held.look(at) for at in range(len(self._held))]
+            while len(self._held) < self.size:
+                more, refs = self.source.take(self.size - len(self._held))
+                if not more:
+                    break
+                made += zip(more, refs, strict=True)
+                self._held.hold_refs(refs)
+            if not self._held:
+                return False
+            items, refs = _left(made)
+            select = partial(select_places, self.select)
+            groups = self._calls.selected(select, items, self._rounds, self.info) if items else []
+            self._rounds += 1
+            self._groups = list(map(len, groups))
+            chosen = [place for group in groups for place in group]
+            self._held.drop(len(self._held))
+            self._held.add([items[place] for place in chosen], [refs[place] for place in chosen])
+            for place in set(range(len(refs))).difference(chosen):
+                self.counts.update(skip_counters("not selected", next(sample_indices(refs[place]))))
+        return True
+
+    def _pack(self, made: list[tuple[Any, ItemRef]], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
+        """Pack `number` of what is left of these items, and its refs and sizes; a `Skip` is counted."""
+        items, refs = _left(made)
+        if not items:  # each was counted where it was found to be lost
+            return Skip("a pack of nothing"), [], None
+        sizes = self._calls.sizes(items)
+        packed = self._calls.combined(items, number, self.info)
+        if type(packed) is Skip:
+            self.counts.update(skip_counters(packed.reason, next(sample_indices(refs[0]))))
+        return packed, refs, sizes
+
+    def fetch(self, ref: ItemRef) -> Any:
+        """Make the pack with this ref again, without the items that can no longer be made; a `Skip` if none can."""
+        return self.fetch_left(ref)[0]
+
+    def fetch_left(self, ref: ItemRef) -> tuple[Any, ItemRef]:
+        """What `fetch(ref)` makes, and the ref without those items; () if none is left."""
+        number, *parts = as_ref(ref)
+        if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
+            raise CheckpointMismatchError(f"ItemPacker: {ref} is not the ref of a pack")
+        pack, refs, _ = self._pack([left_of(self.source, part) for part in parts], number)
+        return pack, (number, *refs) if refs else ()
+
+    def save_state(self) -> State:
+        """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""
+        refs = iter(self._held.refs())
+        return {
+            "groups": [[next(refs) for _ in range(items)] for items in self._groups],
+            "held": list(refs),
+            "rounds": self._rounds,
+            "count": self._count,
+            "source": self.source.save_state(),
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; items of pending packs are made again when they are given."""
+        saved = parse_state(self, state, _ItemPackerState)
+        self.source.restore_state(saved.source)
+        self._rounds, self._count = saved.rounds, saved.count
+        self._held.restore([])
+        left = [known_refs(self, list(map(as_ref, group))) for group in [*saved.groups, saved.held]]
+        self._held.hold_refs([ref for group in left for ref in group])
+        self._groups = [len(group) for group in left[:-1] if group]
+
+    def settings(self) -> dict[str, Any]:
+        """`size`, the function, and the encoder only if it is not the one upstream."""
+        own = encoder_settings(self._calls.encoder, upstream=self.source.info.encoder)
+        return {"size": self.size, **function_settings("select", self.select), "order": 1, **own}
+
+
+def _left(made: list[tuple[Any, ItemRef]]) -> tuple[list[Any], list[ItemRef]]:
+    """The items that could be made, and their refs."""
+    left = [(item, ref) for item, ref in made if type(item) is not Skip]
+    return [item for item, _ in left], [ref for _, ref in left]

@@ -1,0 +1,53 @@
+"""`ScaledImage`: an image that was decoded smaller than it is; and the setting of encoders that says whether any is.
+
+A JPEG of 4000 × 3000 that becomes 500 × 375 or less is decoded at an eighth, in a third of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from PIL import Image
+
+Decode = Literal["scaled", "exact"]
+
+
+@dataclass(frozen=True)
+class ScaledImage:
+    """An image of `width` × `height` pixels, of which `pixels` has fewer: resized by boxes of its full size.
+
+    Args:
+        width: Width of the full image, in pixels.
+        height: Its height.
+        pixels: RGB; the full image takes the place `info["box"]` in it, as `Sample.image` says.
+    """
+
+    width: int
+    height: int
+    pixels: Image.Image
+
+    def resize(
+        self,
+        size: tuple[int, int],
+        resample: Image.Resampling,
+        box: tuple[float, float, float, float] | None = None,
+    ) -> Image.Image:
+        """The region `box` of the full image, None for all of it, as an image of this size; as of Pillow."""
+        whole = self.pixels.info["box"]
+        if box is None:
+            return self.pixels.resize(size, resample, box=whole)
+        across, down = whole[2] / self.width, whole[3] / self.height
+        left, upper, right, lower = box
+        return self.pixels.resize(size, resample, box=(left * across, upper * down, right * across, lower * down))
+
+
+def check_decode(decode: str) -> None:
+    """Raises ValueError unless this is one of the two settings."""
+    if decode not in ("scaled", "exact"):
+        raise ValueError(f"decode is 'scaled' or 'exact', not {decode!r}")
+
+
+def decode_setting(decode: Decode) -> dict[str, Any]:
+    """The setting for a fingerprint: none for "exact", as in states that were saved before there was another."""
+    return {} if decode == "exact" else {"decode": decode}
