@@ -76,6 +76,7 @@ def listed(batch: Any) -> list[list[int]]:
     [
         {"pack": None},
         {"pack": None, "size": 3, "drop_last": True},
+        {"pack": "items"},
         {"pack": "buckets"},
         {"pack": "groups"},
         {"hold": 3},
