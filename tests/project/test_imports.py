@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import savable_pipeline
-from savable_pipeline.data.dataset.kinds import STORES
+from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.tools import convert
 from tests.support.toy_files import fill
 from tests.support.toy_server import s3_settings, serving
@@ -152,8 +152,7 @@ def test_commands_on_datasets_and_their_child_processes_import_no_torch(tmp_path
         subprocess.run(command, env=environment, input=told, capture_output=True, text=True, check=True)
     notes = (tmp_path / "notes").read_text().splitlines()
     assert not [note for note in notes if note.split()[1] in ("torch", "torchvision", "transformers", "webdataset")]
-    assert "command numpy" in notes[notes.index("> --help") :]
-    assert "command numpy" not in notes[: notes.index(f"> {lines[1]}")]
+    assert notes.index("command numpy") > notes.index(f"> {lines[1]}")  # not for the help
     children = {tuple(note.split()) for note in notes if note.startswith("savable_pipeline.")}
     assert not {child for child, word in children if word in ("yaml", "rich", "typer")}
     by_child = {child: {word for name, word in children if name == child} for child, _ in children}

@@ -13,7 +13,8 @@ import msgspec
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.kinds import STORES, format_of_file, seen
+from savable_pipeline.data.dataset.kinds import format_of_file, seen
+from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.dataset.transparency import image_has_alpha
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader

@@ -108,7 +108,8 @@ def close_part() -> None:
 
 def _dataset(reader: PartReader, folder: Path, downloader: Downloader) -> Dataset:
     from savable_pipeline.data.dataset.dataset import Dataset  # imported here: other sources do without
-    from savable_pipeline.data.dataset.kinds import STORES, seen
+    from savable_pipeline.data.dataset.kinds import seen
+    from savable_pipeline.data.dataset.store_kinds import STORES
     from savable_pipeline.data.stores.indexed_files import IndexedFiles
 
     found = stamps_of(reader.url, [file.name for file in reader.files], downloader)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import STORES, open_any
+from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.remote import index_parts
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.index_file import ShardTable

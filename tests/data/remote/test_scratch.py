@@ -11,7 +11,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.dataset.kinds import STORES, format_of, open_any
+from savable_pipeline.data.dataset.kinds import format_of, open_any
+from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.remote.scratch import close_scratch
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.remote_indexing import index_remote

@@ -17,7 +17,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.kinds import STORES, kind_of, open_any
+from savable_pipeline.data.dataset.kinds import kind_of, open_any
+from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores import jsonl
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks

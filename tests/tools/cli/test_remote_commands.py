@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.kinds import STORES, open_any
+from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion

@@ -57,6 +57,7 @@ def undisturbed(tmp_path: Path) -> dict[str, str]:
     return snapshot(tmp_path / "calm")
 
 
+@pytest.mark.landing
 def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
@@ -250,6 +251,7 @@ app(sys.argv[4:])
 """
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
     ("place", "line"),
