@@ -1,4 +1,4 @@
-"""The data that the benchmarks read: tars of JSON of 1 kB, of images of 25 kB and of blobs of 1 MB, written once."""
+"""The data that the benchmarks read: tars of JSON of 1 kB, of images of 25 kB to 4 MB, of blobs of 1 MB, written once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ console = Console(width=130)
 
 
 def prepared(folder: Path, name: str) -> Path:
-    """The folder of the data called `json`, `images`, `blobs` or `parquet`, written first if it is not there."""
+    """The folder of the data of this name, written first if it is not there."""
     makers: dict[str, Callable[[Path], None]] = {
         "json": _write_json, "images": _write_images, "blobs": _write_blobs, "parquet": _write_parquet,
+        "photos": lambda place: _write_photos(place, 500, 375, 32, 256),
+        "large-photos": lambda place: _write_photos(place, 4000, 3000, 4, 16),
     }  # fmt: skip
     place = folder / name
     if not (place / "done").exists():
@@ -78,6 +80,15 @@ def _write_images(folder: Path) -> None:
     for shard in range(IMAGES // IMAGES_PER_SHARD):
         samples = ({"jpg": images[i % 64], "txt": b"a picture"} for i in range(IMAGES_PER_SHARD))
         _write_tar(folder / f"{shard:06d}.tar", samples)
+
+
+def _write_photos(folder: Path, width: int, height: int, different: int, samples: int) -> None:
+    """Four shards of JPEGs with the spectrum of photographs."""
+    from photos import jpeg_of, scene
+
+    jpegs = [jpeg_of(scene(width, height, seed)) for seed in range(different)]
+    for shard in range(4):
+        _write_tar(folder / f"{shard:06d}.tar", ({"jpg": jpegs[i % different]} for i in range(samples)))
 
 
 def _jpeg(pixels: np.ndarray[Any, Any]) -> bytes:

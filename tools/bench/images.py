@@ -3,6 +3,7 @@
 python tools/bench/images.py            all of it, about two minutes of processor time
 python tools/bench/images.py scaled     random crops and tiles of JPEGs, decode="scaled" against "exact"
 python tools/bench/images.py quality    PSNR of scaled against exact crops; the accuracy of a small model of each
+python tools/bench/images.py peers      crops and whole images with two workers, beside other loaders (spdl needs FFmpeg)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import PIL
 import torch
 from data import console
+from image_peers import peers_of_images
 from photos import digits_in_scenes, jpeg_of, photographs, sample_of, scene
 from rich.table import Table
 from rounds import spread
@@ -204,13 +206,16 @@ def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch
 
 
 def main() -> None:
-    measures = {"scaled": scaled, "quality": quality}
+    measures: dict[str, Callable[[str], Any]] = {
+        "scaled": lambda _: scaled(), "quality": lambda _: quality(), "peers": peers_of_images,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="*", choices=[*measures, []], default=[])
+    parser.add_argument("--only", default="", help="of `peers`: what has this in its title")
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     args = parser.parse_args()
     console.print(f"Python {sys.version.split()[0]}, Pillow {PIL.__version__}, torch {torch.__version__}")
-    numbers = {name: measures[name]() for name in args.what or measures}
+    numbers = {name: measures[name](args.only) for name in args.what or measures}
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=2))
 
