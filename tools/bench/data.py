@@ -1,4 +1,4 @@
-"""The data that the benchmarks read: tars of JSON of 1 kB, of images of 25 kB to 4 MB, of blobs of 1 MB, written once."""
+"""The data that the benchmarks read, written once: tars of JSON of 1 kB, images of 25 kB to 4 MB and blobs of 1 MB."""
 
 from __future__ import annotations
 

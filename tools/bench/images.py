@@ -3,7 +3,7 @@
 python tools/bench/images.py            all of it, about two minutes of processor time
 python tools/bench/images.py scaled     random crops and tiles of JPEGs, decode="scaled" against "exact"
 python tools/bench/images.py quality    PSNR of scaled against exact crops; the accuracy of a small model of each
-python tools/bench/images.py peers      crops and whole images with two workers, beside other loaders (spdl needs FFmpeg)
+python tools/bench/images.py peers      crops and whole images with two workers; other loaders (spdl needs FFmpeg)
 """
 
 from __future__ import annotations
