@@ -23,6 +23,8 @@ from savable_pipeline.tools.convert.writer_processes import claimed, locked
 from tests.support import processes
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 
+pytestmark = pytest.mark.usefixtures("own_interpreters")  # found by their command lines
+
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 40, **{"bad.jpg": b"x", "nodot": b"x", "b/worse.png": b""})
