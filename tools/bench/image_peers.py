@@ -39,7 +39,7 @@ from task_encoders import SquareCrop
 from task_encoders.parts.random_box import random_box
 
 ROUNDS, WORKERS, SIDE, SCALE = 5, 2, 224, (0.08, 1.0)
-WARM, CALM_S, CALM = 4, 0.2, 0.015  # batches first; at rest is who uses so few processor seconds in this time, twice
+WARM, CALM_S, CALM = 2, 0.2, 0.015  # batches first; at rest is who uses so few processor seconds in this time, twice
 Maker = Callable[[], Loader]
 
 _crop = v2.Compose([v2.RandomResizedCrop(SIDE, SCALE, antialias=True), v2.RandomHorizontalFlip()])
@@ -63,9 +63,9 @@ def peers_of_images(only: str = "") -> dict[str, Any]:
     small, large = (prepared(FOLDER, name) for name in ("photos", "large-photos"))
     cells = {  # what each takes, in batches of how many, and how many batches of them
         "crops of 500 × 375": (crops, small, 32, 12),
-        "crops of 4000 × 3000": (crops, large, 4, 8),
+        "crops of 4000 × 3000": (crops, large, 2, 8),
         "whole 500 × 375": (whole, small, 16, 24),
-        "whole 4000 × 3000": (whole, large, 2, 8),
+        "whole 4000 × 3000": (whole, large, 2, 5),
     }
     chosen = {title: cell for title, cell in cells.items() if only in title}
     return {title: _in_turn(title, make(at, size), count) for title, (make, at, size, count) in chosen.items()}
@@ -118,11 +118,14 @@ def by_pillow(sample: Mapping[str, bytes]) -> Image.Image:
 
 
 def cropped(sample: Mapping[str, bytes]) -> torch.Tensor:
-    return functional.pil_to_tensor(_crop(by_pillow(sample)))
+    tensor: torch.Tensor = functional.pil_to_tensor(_crop(by_pillow(sample)))
+    return tensor
 
 
 def by_torchvision(sample: Mapping[str, bytes]) -> torch.Tensor:
-    return decode_jpeg(torch.frombuffer(bytearray(sample["jpg"]), dtype=torch.uint8), ImageReadMode.RGB)
+    raw = torch.frombuffer(bytearray(sample["jpg"]), dtype=torch.uint8)
+    pixels: torch.Tensor = decode_jpeg(raw, ImageReadMode.RGB)
+    return pixels
 
 
 def decoded(sample: Any) -> torch.Tensor:
@@ -187,7 +190,7 @@ def dali(folder: Path, size: int, *, crop: bool) -> Loader:
         else:
             pipe.set_outputs(fn.decoders.image(jpegs))
     pipe.build()
-    return Loader((torch.from_dlpack(pipe.run()[0].as_tensor()) for _ in itertools.count()), len)
+    return Loader((torch.utils.dlpack.from_dlpack(pipe.run()[0].as_tensor()) for _ in itertools.count()), len)
 
 
 def _in_turn(title: str, makers: dict[str, Maker], batches: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 python tools/bench/images.py            all of it, about two minutes of processor time
 python tools/bench/images.py scaled     random crops and tiles of JPEGs, decode="scaled" against "exact"
 python tools/bench/images.py quality    PSNR of scaled against exact crops; the accuracy of a small model of each
+python tools/bench/images.py arrays     whole JPEGs as arrays by simplejpeg (the extra `fast`) against Pillow
 python tools/bench/images.py peers      crops and whole images with two workers; other loaders (spdl needs FFmpeg)
 """
 
@@ -59,6 +60,30 @@ def scaled() -> dict[str, Any]:
             cells = [cell for way in ("exact", "earlier") for cell in ratio_cells(ratios.get(way))]
             console.print(f"{size[0]} × {size[1]}, {name}: {ratios['exact']}")
             table.add_row(f"{size[0]} × {size[1]}", name, f"{ms['exact']:.2f}", f"{ms['scaled']:.2f}", *cells)
+    console.print(table)
+    return found
+
+
+def arrays() -> dict[str, Any]:
+    """How much sooner whole JPEGs are arrays by simplejpeg than by Pillow, and whether the pixels are the same."""
+    table = Table(
+        "whole JPEG, uint8 (height, width, 3)", "Pillow, ms", "simplejpeg, ms", "Pillow / simplejpeg", "spread"
+    )
+    found = {}
+    for size, calls in CALLS.items():
+        for subsampling in ("4:4:4", "4:2:0"):
+            images = [sample_of(jpeg_of(scene(*size, seed), subsampling=subsampling)) for seed in range(2)]
+            ways: dict[str, Call] = {
+                "simplejpeg": lambda sample, _: sample.decoded()["jpg"],
+                "Pillow": lambda sample, _: np.array(sample.image("jpg")),
+            }
+            assert all(np.array_equal(*(way(image, 0) for way in ways.values())) for image in images)
+            took = in_turns(ways, images, calls)
+            ratio = spread([its / own for its, own in zip(took["Pillow"], took["simplejpeg"], strict=True)])
+            ms = {way: statistics.median(times) * 1e3 for way, times in took.items()}
+            name = f"{size[0]} × {size[1]}, {subsampling}"
+            found[name] = {"ms": ms, "ratio": ratio}
+            table.add_row(name, f"{ms['Pillow']:.2f}", f"{ms['simplejpeg']:.2f}", *ratio_cells(ratio))
     console.print(table)
     return found
 
@@ -207,7 +232,7 @@ def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch
 
 def main() -> None:
     measures: dict[str, Callable[[str], Any]] = {
-        "scaled": lambda _: scaled(), "quality": lambda _: quality(), "peers": peers_of_images,
+        "scaled": lambda _: scaled(), "quality": lambda _: quality(), "arrays": lambda _: arrays(), "peers": peers_of_images,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="*", choices=[*measures, []], default=[])
