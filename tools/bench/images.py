@@ -232,8 +232,11 @@ def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch
 
 def main() -> None:
     measures: dict[str, Callable[[str], Any]] = {
-        "scaled": lambda _: scaled(), "quality": lambda _: quality(), "arrays": lambda _: arrays(), "peers": peers_of_images,
-    }  # fmt: skip
+        "scaled": lambda _: scaled(),
+        "quality": lambda _: quality(),
+        "arrays": lambda _: arrays(),
+        "peers": peers_of_images,
+    }
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="*", choices=[*measures, []], default=[])
     parser.add_argument("--only", default="", help="of `peers`: what has this in its title")
