@@ -204,6 +204,7 @@ def _in_turn(title: str, makers: dict[str, Maker], batches: int) -> dict[str, An
                 del rounds[name]
             else:
                 rounds[name].append(told)
+                console.print(f"{title}, {name}: {told[0]:.1f} images/s, {told[1]:.2f} ms of processor time")
     first = next(iter(rounds.values()))
     table = Table(title, "images/s", "the first / it", "spread", "processor ms", "it / the first", "spread")
     result = {}
