@@ -240,18 +240,20 @@ def _measured(make: Maker, batches: int, sender: Any) -> None:
         return
     for _ in range(WARM):
         next(loader.batches)
-    before, start = _at_rest(), time.perf_counter()
+    before, _ = _at_rest()
+    start = time.perf_counter()
     images = sum(loader.use(next(loader.batches)) for _ in range(batches))
-    took = time.perf_counter() - start
-    sender.send((images / took, (_at_rest() - before) / images * 1e3))
+    after, end = _at_rest()
+    sender.send((images / (end - start), (after - before) / images * 1e3))
     loader.close()
 
 
-def _at_rest() -> float:
-    """Processor seconds, once all queues are full."""
-    calm, last = 0, processor_s(os.getpid())
+def _at_rest() -> tuple[float, float]:
+    """Processor seconds, once all queues are full, and when they became so."""
+    calm, last, since = 0, processor_s(os.getpid()), time.perf_counter()
     while calm < 2:
         time.sleep(CALM_S)
         now = processor_s(os.getpid())
-        calm, last = calm + 1 if now - last <= CALM else 0, now
-    return last
+        calm = calm + 1 if now - last <= CALM else 0
+        last, since = now, since if calm else time.perf_counter()
+    return last, since
