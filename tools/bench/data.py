@@ -1,4 +1,4 @@
-"""The data that the benchmarks read: tars of JSON of 1 kB, of images of 25 kB and of blobs of 1 MB, written once.
+"""The data that the benchmarks read: written once: tars of JSON of 1 kB, images of 25 kB to 4 MB and blobs of 1 MB.
 
 `few-json`, `few-parquet` and `few-litdata` are the same 64,000 records in 64 files, for up to 32 processes that read.
 """
@@ -35,6 +35,8 @@ def prepared(folder: Path, name: str) -> Path:
         "few-json": partial(_write_json, texts=FEW, per_shard=FEW_PER_SHARD),
         "few-parquet": partial(_write_parquet, texts=FEW, per_shard=FEW_PER_SHARD),
         "few-litdata": _write_litdata,
+        "photos": lambda place: _write_photos(place, 500, 375, 32, 256),
+        "large-photos": lambda place: _write_photos(place, 4000, 3000, 4, 16),
     }  # fmt: skip
     place = folder / name
     if not (place / "done").exists():
@@ -98,6 +100,15 @@ def few_jpegs() -> list[bytes]:
     """64 different images, 256 pixels wide and high."""
     draw = np.random.default_rng(0)
     return [_jpeg(draw.integers(0, 256, (24, 24, 3), dtype=np.uint8)) for _ in range(64)]
+
+
+def _write_photos(folder: Path, width: int, height: int, different: int, samples: int) -> None:
+    """Four shards of JPEGs with the spectrum of photographs."""
+    from photos import jpeg_of, scene
+
+    jpegs = [jpeg_of(scene(width, height, seed)) for seed in range(different)]
+    for shard in range(4):
+        _write_tar(folder / f"{shard:06d}.tar", ({"jpg": jpegs[i % different]} for i in range(samples)))
 
 
 def _jpeg(pixels: np.ndarray[Any, Any]) -> bytes:

@@ -3,6 +3,8 @@
 python tools/bench/images.py            all of it, about two minutes of processor time
 python tools/bench/images.py scaled     random crops and tiles of JPEGs, decode="scaled" against "exact"
 python tools/bench/images.py quality    PSNR of scaled against exact crops; the accuracy of a small model of each
+python tools/bench/images.py arrays     whole JPEGs as arrays by simplejpeg (the extra `fast`) against Pillow
+python tools/bench/images.py peers      crops and whole images with two workers; other loaders (spdl needs FFmpeg)
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 import PIL
 import torch
 from data import console
+from image_peers import peers_of_images
 from photos import digits_in_scenes, jpeg_of, photographs, sample_of, scene
 from rich.table import Table
 from rounds import spread
@@ -57,6 +60,31 @@ def scaled() -> dict[str, Any]:
             cells = [cell for way in ("exact", "earlier") for cell in ratio_cells(ratios.get(way))]
             console.print(f"{size[0]} × {size[1]}, {name}: {ratios['exact']}")
             table.add_row(f"{size[0]} × {size[1]}", name, f"{ms['exact']:.2f}", f"{ms['scaled']:.2f}", *cells)
+    console.print(table)
+    return found
+
+
+def arrays() -> dict[str, Any]:
+    """How much sooner whole JPEGs are arrays by simplejpeg than by Pillow, and whether the pixels are the same."""
+    table = Table(
+        "whole JPEG, uint8 (height, width, 3)", "Pillow, ms", "simplejpeg, ms", "Pillow / simplejpeg", "spread"
+    )
+    found = {}
+    for size, calls in CALLS.items():
+        drawn = scene(*size, 0)
+        for subsampling in ("4:4:4", "4:2:0"):
+            images = [sample_of(jpeg_of(drawn, subsampling=subsampling))]
+            ways: dict[str, Call] = {
+                "simplejpeg": lambda sample, _: sample.decoded()["jpg"],
+                "Pillow": lambda sample, _: np.array(sample.image("jpg")),
+            }
+            assert all(np.array_equal(*(way(image, 0) for way in ways.values())) for image in images)
+            took = in_turns(ways, images, calls)
+            ratio = spread([its / own for its, own in zip(took["Pillow"], took["simplejpeg"], strict=True)])
+            ms = {way: statistics.median(times) * 1e3 for way, times in took.items()}
+            name = f"{size[0]} × {size[1]}, {subsampling}"
+            found[name] = {"ms": ms, "ratio": ratio}
+            table.add_row(name, f"{ms['Pillow']:.2f}", f"{ms['simplejpeg']:.2f}", *ratio_cells(ratio))
     console.print(table)
     return found
 
@@ -204,13 +232,19 @@ def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch
 
 
 def main() -> None:
-    measures = {"scaled": scaled, "quality": quality}
+    measures: dict[str, Callable[[str], Any]] = {
+        "scaled": lambda _: scaled(),
+        "quality": lambda _: quality(),
+        "arrays": lambda _: arrays(),
+        "peers": peers_of_images,
+    }
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="*", choices=[*measures, []], default=[])
+    parser.add_argument("--only", default="", help="of `peers`: what has this in its title")
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     args = parser.parse_args()
     console.print(f"Python {sys.version.split()[0]}, Pillow {PIL.__version__}, torch {torch.__version__}")
-    numbers = {name: measures[name]() for name in args.what or measures}
+    numbers = {name: measures[name](args.only) for name in args.what or measures}
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=2))
 

@@ -21,10 +21,10 @@ def sample_of(jpeg: bytes) -> sp.Sample:
     return Sample(DetachedSample(1, "a", "0.tar", 0, {"jpg": jpeg}), 0, 0, 0, 0)
 
 
-def jpeg_of(image: Image.Image, quality: int = 90) -> bytes:
+def jpeg_of(image: Image.Image, quality: int = 90, subsampling: str = "4:2:0") -> bytes:
     """A JPEG as cameras write them."""
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=quality)
+    image.save(file, "JPEG", quality=quality, subsampling=subsampling)
     return file.getvalue()
 
 

@@ -13,6 +13,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
+from savable_pipeline.data.dataset.jpeg_pixels import jpeg_pixels
 from savable_pipeline.data.dataset.transparency import converted
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, JSON_PARTS, TEXT_PARTS, open_image, part_type
 
@@ -50,7 +51,9 @@ def decoded_part(extension: str, data: bytes) -> Any:
     if kind in TEXT_PARTS:
         return data.decode()
     if kind in IMAGE_PARTS:
-        return np.array(converted(open_image(data, extension), "RGB", "white"))
+        opened = open_image(data, extension)
+        pixels = jpeg_pixels(opened, data)
+        return np.array(converted(opened, "RGB", "white")) if pixels is None else pixels
     if kind == "npy":
         return _array(data)
     return _arrays(data) if kind == "npz" else data

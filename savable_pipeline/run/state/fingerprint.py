@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _OURS = __name__.split(".")[0] + "."
 _OF_THE_RUN = {"lanes", "seed", "stages"}
 _PIXEL_LIBRARIES = ("numpy", "torch", "torchvision", "pillow")
+_OPTIONAL_LIBRARIES = ("simplejpeg",)  # written where it is installed
 _SUBSET_ORDER = "subset_order"  # of readers with a subset; its first number was not written
 _FIXED = {
     "lanes": SettingRule(fixed="the number of lanes is a setting of the run: pass the saved one"),
@@ -217,7 +218,7 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
             _difference(name, before, after, here),
         )
     for name in saved.environment.keys() | here.environment.keys():
-        old, new = saved.environment.get(name), here.environment.get(name)
+        old, new = saved.environment.get(name, "none"), here.environment.get(name, "none")
         if old != new:
             log.warning("the state was saved with %s %s, here is %s: pixels may differ", name, old, new)
     return differing
@@ -343,11 +344,12 @@ def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
 
 def _environment() -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
-    for name in _PIXEL_LIBRARIES:
+    for name in (*_PIXEL_LIBRARIES, *_OPTIONAL_LIBRARIES):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
+            if name in _PIXEL_LIBRARIES:
+                found[name] = "none"
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline.data.dataset.transparency import converted
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_file
 from tests.conftest import write_tar
 
@@ -72,3 +73,11 @@ def test_a_preview_shows_the_same(tmp_path: Any) -> None:
     assert about == "4 × 2 PNG RGBA, with alpha, on white"
     shown = Image.open(io.BytesIO(base64.b64decode(thumbnail.uri.partition(",")[2]))).convert("RGB")
     assert shown.tobytes() == sample.image().tobytes()
+
+
+def test_an_image_that_has_the_mode_already_is_decoded_and_not_copied() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 2), RED).save(file, "JPEG")
+    opened = Image.open(file)
+    assert converted(opened, "RGB", "white") is opened
+    assert converted(opened, "L", "white").mode == "L"

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,25 @@ def test_other_libraries_or_processors_are_a_warning_and_no_error(
         "the state was saved with pillow 0.1",
     ]
     assert all(line.endswith("pixels may differ") for line in told)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_library_that_need_not_be_there_is_a_warning_where_it_came_or_went(
+    installed: bool, shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = fingerprint(toy_pipeline(str(shards), sp.Lane()), seed=3, lanes=12)
+    without = {name: version for name, version in here.environment.items() if name != "simplejpeg"}
+    here = msgspec.structs.replace(here, environment={**without, "simplejpeg": "1.9.0"} if installed else without)
+    before = msgspec.structs.replace(here, environment=without)
+    with caplog.at_level(logging.WARNING):
+        compare(before, here)
+    told = ["the state was saved with simplejpeg none, here is 1.9.0: pixels may differ"]
+    assert [record.getMessage() for record in caplog.records] == (told if installed else [])
+
+
+def test_an_installed_library_of_pixels_is_recorded(shards: Path) -> None:
+    environment = fingerprint(toy_pipeline(str(shards), sp.Lane()), seed=3, lanes=12).environment
+    assert environment["simplejpeg"] == version("simplejpeg")
 
 
 # The bytes.
