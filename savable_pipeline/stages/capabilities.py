@@ -108,6 +108,13 @@ class LosesParts(Protocol):
         """Make the element again, and return it with the ref of the parts that are in it."""
 
 
+class FetchesRows(Protocol):
+    """Makes batches again with each row in its place."""
+
+    def fetch_rows(self, ref: ItemRef) -> tuple[Any, tuple[int, ...]]:
+        """Make the batch again, and return the rows that can no longer be made, which something else fills."""
+
+
 def map_sources(stage: Stage, change: Callable[[Stage], Stage]) -> None:
     """Replace each source of a stage by `change(source)`."""
     if hasattr(stage, "map_sources"):
@@ -139,6 +146,15 @@ def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
     if hasattr(stage, "count_of"):
         return cast(Counted, stage).count_of(lane, epoch)
     return count_of(stage.source, lane, epoch) if getattr(stage, "one_for_one", False) else None
+
+
+def fetch_rows(stage: Stage, ref: ItemRef) -> tuple[Any, tuple[int, ...]]:
+    """Make a batch again, and return its rows that can no longer be made, in whose place something else stands."""
+    if hasattr(stage, "fetch_rows"):
+        return cast(FetchesRows, stage).fetch_rows(ref)
+    if stage.__class__.fetch is Stage.fetch:
+        return fetch_rows(stage.source, ref)
+    return stage.fetch(ref), ()
 
 
 def ref_alone(stage: Stage, ref: ItemRef) -> ItemRef:

@@ -135,6 +135,22 @@ class MoveCheck:
             )
 
 
+def refuse_acknowledging(loader: Any) -> None:
+    """Check that a loader keeps no account of rows in flight, which no trainer acknowledges.
+
+    Args:
+        loader: What a trainer is to take batches from.
+
+    Raises:
+        ValueError: It does.
+    """
+    if isinstance(loader, SavableLoader) and settings_of(loader).acknowledge:
+        raise ValueError(
+            "this loader was made with acknowledge=True, for a loop of your own that says which rows are done: a "
+            "trainer's integration counts batches, so leave it out here"
+        )
+
+
 def each(made: Any) -> list[Any]:
     """Return the loaders in a dict, list or tuple, or a single one, as a list.
 

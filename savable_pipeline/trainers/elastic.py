@@ -30,6 +30,7 @@ from savable_pipeline.run.state.state_dict import (
     merge_states,
     read_lanes,
 )
+from savable_pipeline.trainers.checks import refuse_acknowledging
 
 
 def complete_state(
@@ -75,6 +76,7 @@ def complete_state(
         >>> state["slot"], bool(next(alone)[0].key == next(ranks[0])[0].key)
         (2, True)
     """
+    refuse_acknowledging(loader)
     state = merge_states(survivors)
     check_flat(last)
     if last["lanes"] != state["lanes"] or not are_of_one_run(last["fingerprint"], state["fingerprint"]):

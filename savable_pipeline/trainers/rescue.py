@@ -11,6 +11,7 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.state_dict import check_flat, common_growth, lane_name, lane_numbers
+from savable_pipeline.trainers.checks import refuse_acknowledging
 
 
 def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def rescue(loader: SavableLoader, state: Mapping[str, Any]) -> dict[str, Any]:
         True
     """
     check_flat(state)
+    refuse_acknowledging(loader)
     fresh = loader.state_dict()
     missing = state["lanes"] - len(lane_numbers(fresh))
     if missing > 0:

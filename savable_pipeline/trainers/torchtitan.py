@@ -15,6 +15,7 @@ import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
 from savable_pipeline.run.loader.savable_loader import SavableLoader
+from savable_pipeline.trainers.checks import refuse_acknowledging
 
 
 def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -103,6 +104,7 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **given)
         if not isinstance(self.loader, SavableLoader):
             raise TypeError(f"make must give a SavableLoader, not {type(self.loader).__name__}")
+        refuse_acknowledging(self.loader)
         self._convert = config.convert
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:

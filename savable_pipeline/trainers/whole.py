@@ -28,7 +28,7 @@ from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_fetching_ahead
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
-from savable_pipeline.trainers.checks import Ahead, MoveCheck
+from savable_pipeline.trainers.checks import Ahead, MoveCheck, refuse_acknowledging
 
 
 class Whole:
@@ -81,6 +81,7 @@ class Whole:
             raise TypeError(
                 f"Whole takes a SavableLoader, not {type(loader).__name__}: it, or the trainer, moves batches itself"
             )
+        refuse_acknowledging(loader)
         self._loader = loader
         self._run = run_of(loader)
         self._ahead = Ahead(trained, most_ahead, begun)

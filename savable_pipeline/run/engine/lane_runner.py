@@ -13,7 +13,7 @@ from msgspec import UNSET
 from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
 from savable_pipeline.data.dataset.sample import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.run.engine.messages import Delivery, RequestKind
+from savable_pipeline.run.engine.messages import Delivery, MadeOf, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
@@ -48,7 +48,7 @@ class LaneRunner:
 
     A lane is dropped when its stages raise: the next request, with the lane's last state, tries the same batch again.
     Stages record what they work on in `status`, the words of a `StatusPage`, if it is given. `pinned` are the shards of
-    the run; those of a dataset opened for the first time are added.
+    the run; those of a dataset opened for the first time are added. With `refs`, batches come with their refs.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class LaneRunner:
         shared: dict[Any, Any],
         status: memoryview | None = None,
         pad: bool = False,
+        refs: bool = False,
         pinned: PinnedShards | None = None,
     ) -> None:
         self._pipeline = pipeline
@@ -68,6 +69,7 @@ class LaneRunner:
         self._shared = shared
         self._status = status
         self._pad = pad
+        self._refs = refs
         self._pinned: PinnedShards = {} if pinned is None else pinned
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
@@ -126,10 +128,7 @@ class LaneRunner:
         if state is not None and (live is None or live.state is not state):
             live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
         assert live is not None
-        for index, epoch in avoid:
-            for stage in live.stages:
-                if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
-                    stage.avoid(index, epoch, "its worker died")
+        _avoid(live.stages, avoid)
         if self._made % EVERY:
             batch, ref, more, spent, seen = *self._make(live, want), {}, None
         else:
@@ -144,7 +143,14 @@ class LaneRunner:
         assert live.state is not None
         dry = batch is _DRY
         given = None if dry or want == "skip" else batch
-        return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen)
+        made_of = MadeOf.of(ref, type(live.stage).__name__) if self._refs and want == "batch" else None
+        return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
+
+    def fresh(self, at: LaneState, avoid: Iterable[tuple[int, int]]) -> list[Stage]:
+        """The stages of a lane beside the one that may run here, at its first batch."""
+        stages = self._restore(at).stages
+        _avoid(stages, avoid)
+        return stages
 
     def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
         """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
@@ -244,6 +250,14 @@ class LaneRunner:
 
 
 _DRY = object()
+
+
+def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
+    """Leave these samples, by index and epoch, out of a lane from now on."""
+    for index, epoch in samples:
+        for stage in stages:
+            if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
+                stage.avoid(index, epoch, "its worker died")
 
 
 def _pass_over(stage: Stage) -> Any:

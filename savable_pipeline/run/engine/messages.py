@@ -21,8 +21,10 @@ from savable_pipeline.stages.pipeline import Pipeline
 STARTED = 0  # the ticket of a worker's first message
 LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
 
-RequestKind: TypeAlias = Literal["batch", "peek", "skip"]
-""""batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it."""
+RequestKind: TypeAlias = Literal["batch", "peek", "skip", "again"]
+""""batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it. "again": make an
+earlier batch again; the state is that of a `remaking.Remake`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class LaneJob:
     seed: int
     lanes: int
     pad: bool = False
+    refs: bool = False  # whether a batch comes with its ref
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -102,6 +105,28 @@ def _unpickled(raw: bytes) -> Exception | None:
     return None
 
 
+class MadeOf(msgspec.Struct, frozen=True):
+    """The ref of a batch in MessagePack, and its number of rows.
+
+    `lost`: rows of a batch made again that can no longer be made.
+    """
+
+    rows: int
+    ref: bytes
+    lost: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, ref: ItemRef, stage: str, lost: tuple[int, ...] = ()) -> MadeOf:
+        """Of the ref of a batch that this stage made. Raises `SavableError` if it does not show the batch's rows."""
+        numbered = bool(ref) and type(ref[0]) is int  # a user's own batch may have no number
+        if len(ref) > numbered and not type(ref[numbered]) is type(ref[-1]) is tuple:
+            raise SavableError(
+                f"acknowledge=True needs the rows of a batch, which the ref of {stage} does not show: {ref!r}; make it "
+                "(number of the batch, ref of each row)"
+            )
+        return cls(len(ref) - numbered, msgspec.msgpack.encode(ref), lost)
+
+
 class Delivery(msgspec.Struct, frozen=True):
     """A batch, with the state of its lane after it.
 
@@ -109,6 +134,7 @@ class Delivery(msgspec.Struct, frozen=True):
     estimated time to make the lane's held items again if it moved to another worker. `counts`: the event counters of
     its stages, by `STAGE/NAME`. `samples`: what the batch was made of, as a ref or, from a worker, as arrays.
     `timed`: whether the time of each stage is among the counts. `watched`: what was seen of its samples, if they were.
+    `made_of`: the ref itself, if the job asks for it.
     """
 
     batch: Any
@@ -121,3 +147,4 @@ class Delivery(msgspec.Struct, frozen=True):
     samples: ItemRef | BatchSamples = ()
     timed: bool = False
     watched: WatchedSamples | None = None
+    made_of: MadeOf | None = None

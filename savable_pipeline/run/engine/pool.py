@@ -277,6 +277,8 @@ class Pool:
             self._ready[ticket] = found
             lane = self._lanes[request.lane]
             lane.sent -= 1
+            if request.want == "again":  # each has a lane of its own
+                del self._lanes[request.lane]
             if isinstance(found, Delivery):
                 lane.state, lane.rebuild_s = found.state, found.rebuild_s
                 lane.avoid.clear()

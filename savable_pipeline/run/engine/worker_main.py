@@ -33,6 +33,7 @@ from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.last_look import LastLook
 from savable_pipeline.run.engine.messages import LOOK, STARTED, Delivery, Failure, Request
+from savable_pipeline.run.engine.remaking import remade
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.channel import Channel
@@ -84,6 +85,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
             seed=job.seed,
             lanes=job.lanes,
             pad=job.pad,
+            refs=job.refs,
             shared=opened.usable(pinned) if opened else {},
             status=status.words,
             pinned=pinned,
@@ -105,7 +107,10 @@ def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
     try:
         for lane in request.forget:
             runner.forget(lane)
-        found = runner.deliver(request.lane, request.state, request.want, request.avoid)
+        if request.want == "again" and request.state is not None:
+            found = remade(runner, request.state, request.avoid)
+        else:
+            found = runner.deliver(request.lane, request.state, request.want, request.avoid)
         return replace(found, samples=BatchSamples.of(found.samples))  # arrays pickle fast, nested tuples do not
     except Exception as error:
         return Failure.of(error)

@@ -20,6 +20,7 @@ from savable_pipeline.data.dataset.sample import TAG_SHIFT, untagged
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.records import (
     SUFFIX,
+    Acknowledged,
     Batch,
     LaneAt,
     LedgerSource,
@@ -28,6 +29,7 @@ from savable_pipeline.run.ledger.records import (
     Start,
     read_records,
 )
+from savable_pipeline.stages.batch_samples import BatchSamples
 
 Place = tuple[int, int]  # epoch and slot
 _NEVER: Place = (1 << 62, 0)
@@ -35,11 +37,15 @@ _NEVER: Place = (1 << 62, 0)
 
 @dataclass(frozen=True, slots=True)
 class GivenBatch:
-    """A batch that was given to a rank. `lost`: the run was later resumed from a place before it."""
+    """A batch that was given to a rank. `lost`: the run was later resumed from a place before it.
+
+    `began`: the number of the start among all, alike for ranks that began together.
+    """
 
     batch: Batch
     start: Start
     lost: bool
+    began: int = 0
 
     @property
     def step(self) -> int:
@@ -52,6 +58,7 @@ class _LedgerFile:
     path: Path
     start: Start
     cut: Place  # where a later start continues
+    began: int
 
     def records(self) -> Iterator[Record]:
         return read_records(self.path)
@@ -89,7 +96,7 @@ class LedgerFiles:
             held: Batch | None = None
             for record in file.records():
                 if isinstance(record, Batch):
-                    if held is not None and held.place != record.place:  # else its giving was broken off
+                    if held is not None and (held.place, held.again) != (record.place, record.again):  # else broken off
                         yield _given(held, file)
                     held = record
             if held is not None:
@@ -100,12 +107,24 @@ class LedgerFiles:
         for file in self._files:
             yield file.start, [record for record in file.records() if isinstance(record, Numbers)]
 
-    def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, GivenBatch]]:
-        """Each batch that one of these samples of a source was in, with the index of the sample."""
+    def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, GivenBatch, int]]:
+        """Each batch that one of these samples of a source was in: its index, the batch, and its rows there, as bits.
+
+        Of a batch given again, only rows that came again.
+        """
         wanted = np.array(sorted(tag << TAG_SHIFT | index for index in indices), dtype=np.int64)
         for given in self.batches():
-            for index in np.intersect1d(given.batch.samples.refs[:, 0], wanted).tolist():
-                yield untagged(index), given
+            samples = given.batch.samples
+            for index in np.intersect1d(samples.refs[:, 0], wanted).tolist():
+                if rows := _rows_with(samples, index) & (given.batch.came_again or -1):
+                    yield untagged(index), given, rows
+
+    def acknowledged(self) -> Iterator[tuple[int, Acknowledged]]:
+        """What was acknowledged, with the number of the start in which it was."""
+        for file in self._files:
+            for record in file.records():
+                if isinstance(record, Acknowledged):
+                    yield file.began, record
 
     def batch_at(self, epoch: int, slot: int) -> GivenBatch:
         """The batch of a slot that is not lost. Raises `SavableError` if there is none."""
@@ -128,7 +147,14 @@ class LedgerFiles:
 
 
 def _given(batch: Batch, file: _LedgerFile) -> GivenBatch:
-    return GivenBatch(batch, file.start, batch.place >= file.cut)
+    return GivenBatch(batch, file.start, batch.place >= file.cut, file.began)
+
+
+def _rows_with(samples: BatchSamples, index: int) -> int:
+    """The rows with a sample, as bits."""
+    items = np.flatnonzero(samples.refs[:, 0] == index)
+    rows = items if samples.rows is None else samples.rows[items]
+    return sum(1 << row for row in set(rows.tolist()))
 
 
 def _start_of(path: Path) -> Start | None:
@@ -169,7 +195,7 @@ def _rank(entry: tuple[Path, Start]) -> int:
 def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_LedgerFile]:
     """The files in the order of time, each with the least place at which a later start of the run continued."""
     cut, files = _NEVER, []
-    for group in reversed(groups):
-        files += [_LedgerFile(path, start, cut) for path, start in reversed(group)]
+    for began, group in reversed(list(enumerate(groups))):
+        files += [_LedgerFile(path, start, cut, began) for path, start in reversed(group)]
         cut = min(cut, min(start.place for _, start in group))
     return files[::-1]

@@ -76,6 +76,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
     parts: bytes
     rows: bytes = b""
     cost: int = 0  # of its packs, as a `Balance` or `OnlinePacker(max_cost=)` counts it; 0: not known
+    again: bytes = b""  # of a batch given again, the rows that came again, as bits; in any other, nothing
 
     @classmethod
     def of(cls, epoch: int, slot: int, samples: BatchSamples, cost: int = 0) -> Batch:
@@ -92,6 +93,11 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
     def place(self) -> tuple[int, int]:
         """Epoch and slot."""
         return self.epoch, self.slot
+
+    @property
+    def came_again(self) -> int:
+        """Of a batch given again, the rows that came again, as bits; 0 of any other."""
+        return int.from_bytes(self.again, "little")
 
     @property
     def samples(self) -> BatchSamples:
@@ -123,8 +129,19 @@ class Numbers(msgspec.Struct, array_like=True, frozen=True, tag=3):
     names: dict[str, str] = {}
 
 
-Record: TypeAlias = Start | Batch | LaneAt | Numbers
-_decode = msgspec.msgpack.Decoder(Start | Batch | LaneAt | Numbers).decode
+class Acknowledged(msgspec.Struct, array_like=True, frozen=True, tag=4):
+    """Rows that were acknowledged since the last such record: "done", "dropped" for a reason, or asked for "again".
+
+    `rows`: by slot, with the epoch above it as in receipts, the rows as bits.
+    """
+
+    kind: str
+    reason: str
+    rows: dict[int, bytes]
+
+
+Record: TypeAlias = Start | Batch | LaneAt | Numbers | Acknowledged
+_decode = msgspec.msgpack.Decoder(Record).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -222,9 +239,9 @@ class LedgerWriter:
         self._write(Batch.of(epoch, slot, samples, cost))
         self._since[lane] = since + 1
 
-    def note(self, numbers: Numbers) -> None:
-        """Write the run's counters. Raises `SavableError` if that fails."""
-        self._write(numbers)
+    def note(self, record: Numbers | Acknowledged | Batch) -> None:
+        """Write counters, what was acknowledged, or a batch given again. Raises `SavableError` if that fails."""
+        self._write(record)
 
     def _write(self, record: Record) -> None:
         data = framed(record)

@@ -15,7 +15,7 @@ from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import LedgerSource
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 
-Found = list[tuple[str, GivenBatch]]
+Found = list[tuple[str, GivenBatch, int]]
 _KINDS = {
     "TarShardReader": "tar",
     "ParquetReader": "parquet",
@@ -31,7 +31,7 @@ _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 def find_keys(
     ledger: LedgerFiles, keys: Iterable[str], *, source: str | None = None, data: str | None = None
 ) -> dict[str, Found | None]:
-    """Each key's source and batch for each time that a sample with it was given; None if no sample has the key.
+    """Each key's source, batch and rows there for each time that a sample with it was given; None if none has the key.
 
     `source` restricts that to one source of a `Blend`; `data` says where its samples are now. Raises `SavableError` for
     an unknown source, and if the data cannot be opened as the run opened them, or are not those that it read.
@@ -40,8 +40,8 @@ def find_keys(
     for each in _chosen(ledger, source, data):
         indices = _indices(_dataset(ledger, each, data), found)
         found |= {key: found[key] or [] for key in indices.values()}
-        for index, given in ledger.find(each.tag, set(indices)):
-            found[indices[index]] = [*(found[indices[index]] or []), (each.name, given)]
+        for index, given, rows in ledger.find(each.tag, set(indices)):
+            found[indices[index]] = [*(found[indices[index]] or []), (each.name, given, rows)]
     return found
 
 

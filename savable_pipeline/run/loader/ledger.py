@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
-from savable_pipeline.run.loader.given_keys import find_keys
+from savable_pipeline.run.loader.given_keys import Found, find_keys
+from savable_pipeline.run.loader.outcomes import Outcome, outcomes
 
 if TYPE_CHECKING:
     from savable_pipeline.stages.pipeline import Pipeline
@@ -30,13 +31,18 @@ class Sighting:
     world_size: int
     """The number of ranks at that time."""
     lost: bool
-    """Whether the run was later resumed from a place before it: the model that saw the sample was thrown away."""
+    """Whether the model that saw the sample was thrown away: the run was later resumed from a place before it."""
+    again: bool = False
+    """Whether it was given again, since it was in flight: `SavableLoader(acknowledge=True)`."""
+    outcome: str = ""
+    """What became of it: "trained", "dropped: REASON", "given again", or "" where nothing was acknowledged."""
 
     @classmethod
-    def of(cls, source: str, given: GivenBatch) -> Sighting:
+    def of(cls, source: str, given: GivenBatch, outcome: Outcome) -> Sighting:
         """The record of a batch that was given."""
         batch, start = given.batch, given.start
-        return cls(source, batch.epoch, batch.slot, given.step, start.rank, start.world_size, given.lost)
+        place = (batch.epoch, batch.slot, given.step, start.rank, start.world_size)
+        return cls(source, *place, outcome.lost, bool(batch.again), outcome.name)
 
 
 class Ledger:
@@ -83,7 +89,7 @@ class Ledger:
         Returns:
             For each key, in the order of `keys`: None if no sample has it, else a record for each time that a sample
             with it was given, source by source and file of the ledger by file; an empty list if none was. A record has
-            `source`, `epoch`, `slot`, `step`, `rank`, `world_size` and `lost`.
+            `source`, `epoch`, `slot`, `step`, `rank`, `world_size`, `lost`, `again` and `outcome`.
 
         Raises:
             ValueError: `keys` is one str.
@@ -93,10 +99,11 @@ class Ledger:
         if isinstance(keys, str):
             raise ValueError(f"keys must be a list of keys, not one str: give [{keys!r}]")
         found = find_keys(self._files, keys, source=source, data=data)
-        return {
-            key: None if given is None else [Sighting.of(name, each) for name, each in given]
-            for key, given in found.items()
-        }
+        return {key: None if given is None else self._sightings(given) for key, given in found.items()}
+
+    def _sightings(self, found: Found) -> list[Sighting]:
+        became = outcomes(self._files, [(given, rows) for _, given, rows in found])
+        return [Sighting.of(name, given, each) for (name, given, _), each in zip(found, became, strict=True)]
 
     def batch(self, pipeline: Pipeline, *, slot: int, epoch: int = 0) -> Any:
         """Make a batch of the run again, byte for byte as it was given.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.ledger.records import FORMAT, LedgerSource, LedgerWriter, Numbers, Start
+from savable_pipeline.run.ledger.records import FORMAT, Acknowledged, Batch, LedgerSource, LedgerWriter, Numbers, Start
 from savable_pipeline.run.loader.position import Position
+from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS, mask_bytes
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -56,6 +59,23 @@ class LedgerKeeper:
             self._note(writer)
         samples = BatchSamples.of(delivery.samples)
         writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
+
+    def given_again(
+        self, at: Position, batch: int, samples: BatchSamples, rows: int, last: Stage, fingerprint: bytes
+    ) -> None:
+        """Write that these rows of a batch that was in flight are given again, at a position that does not move."""
+        record = Batch.of(batch >> EPOCH_SHIFT, batch & SLOTS, samples)
+        self._open(at, last, fingerprint).note(replace(record, again=mask_bytes(rows) or b"\0"))
+
+    def acknowledged(self, kind: str, reason: str, rows: Mapping[int, int]) -> None:
+        """Write that these rows of batches were acknowledged. The file `is_open`."""
+        assert self._writer is not None
+        self._writer.note(Acknowledged(kind, reason, {batch: mask_bytes(mask) for batch, mask in rows.items()}))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this start of the run has a file."""
+        return self._writer is not None
 
     def _note(self, writer: LedgerWriter) -> None:
         writer.note(Numbers(*self._last, time.time_ns(), *self._counters()))

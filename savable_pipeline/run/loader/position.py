@@ -79,6 +79,7 @@ class Position(msgspec.Struct, frozen=True):
     history: tuple[Given, ...] = ()
     previous: Position | None = None
     told: bool = False
+    batches: int = 0  # given to this rank since the loader was made or loaded
     loaded: bool = False  # no iterator has begun since a state was loaded
     growth: Growth = {}  # of the data, since the run began; never changed
     subset_order: int | None = None  # by which readers draw subsets, since the run began; None: by this release's
@@ -175,7 +176,7 @@ class Position(msgspec.Struct, frozen=True):
         """After the next step, in which this rank's trainer receives `delivery`."""
         lane = self.own_slot % self.lane_count
         received = Given(self.slot, lane, self.lanes[lane], delivery.samples)
-        return self._moved(delivery, (*self.history[1 - MAX_LAG :], received))
+        return self._moved(delivery, (*self.history[1 - MAX_LAG :], received), batches=self.batches + 1)
 
     def passed_over(self, delivery: Delivery) -> Position:
         """After the next step, skipped: no rank gets its batch."""
@@ -183,11 +184,16 @@ class Position(msgspec.Struct, frozen=True):
         if history:
             skipped = {lane: self.lanes[lane], **history[-1].skipped}
             history = (*history[:-1], history[-1]._replace(skipped=skipped))
-        return self._moved(delivery, history)
+        return self._moved(delivery, history, batches=self.batches)
 
-    def _moved(self, delivery: Delivery, history: tuple[Given, ...]) -> Position:
+    def _moved(self, delivery: Delivery, history: tuple[Given, ...], batches: int) -> Position:
         lane, at = self.own_slot % self.lane_count, LanePosition(delivery.state, delivery.more)
-        return replace(self, slot=self.slot + self.step, lanes={**self.lanes, lane: at}, history=history)
+        lanes = {**self.lanes, lane: at}
+        return replace(self, slot=self.slot + self.step, lanes=lanes, history=history, batches=batches)
+
+    def given_again(self) -> Position:
+        """After a batch of an earlier slot: it takes none."""
+        return replace(self, batches=self.batches + 1)
 
     def learned(self, peeks: Mapping[int, Delivery]) -> Position:
         """With the answers `peeks` of some lanes: whether they have another batch."""
@@ -214,7 +220,7 @@ class Position(msgspec.Struct, frozen=True):
         """At the start of the epoch that follows, which the next iterator begins."""
         kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order}
         start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, **kept)
-        return replace(start, previous=replace(self, previous=None))
+        return replace(start, previous=replace(self, previous=None), batches=self.batches)
 
     def rolled_over(self) -> Position:
         """At the start of the next epoch of an endless run, which the next iterator begins."""

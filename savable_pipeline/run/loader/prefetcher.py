@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from savable_pipeline.errors import ShardError
@@ -37,6 +38,8 @@ class Prefetcher:
         self._slot = -1  # the next to hand out; -1 before the first
         self._epoch = 0  # that it is of
         self._peeked: Delivery | None = None  # the batch of that slot
+        self._again: dict[bytes, Any] = {}  # tickets of batches that are made again, by their `Remake`
+        self._remakes = 0
         self._requests: deque[Any] = deque()  # tickets of the slots from there on, without the one that was peeked at
         self._launcher: Launcher | None = None
         self._makers: Pool | InProcess | None = None
@@ -67,6 +70,24 @@ class Prefetcher:
             self.reset()
             raise
         return self._peeked
+
+    def put_back(self, position: Position, delivery: Delivery) -> None:
+        """Hand this batch out again, when asked for the next slot of `position`."""
+        self._slot, self._epoch, self._peeked = position.own_slot, position.epoch, delivery
+
+    def again(self, position: Position, jobs: Iterable[bytes]) -> Delivery:
+        """The batch of the first of these `Remake`s; others are requested with it. Raises what `next` raises."""
+        try:
+            makers = self._start(position)
+            asked = list(islice(jobs, max(1, self._settings.prefetch * self._settings.num_workers)))
+            for job in asked:
+                if job not in self._again:
+                    self._remakes += 1  # a lane for itself, that any worker may take
+                    self._again[job] = makers.ask(position.lane_count + self._remakes, job, "again")
+            return makers.answer(self._again.pop(asked[0]))
+        except BaseException:
+            self.reset()
+            raise
 
     def prefetch(self, position: Position) -> None:
         """Request this rank's next slots from the workers, `prefetch` for each of them."""
@@ -207,7 +228,7 @@ class Prefetcher:
 
     def restart(self) -> None:
         """Forget all requests; the workers keep running."""
-        self._slot, self._peeked, self._requests = -1, None, deque()
+        self._slot, self._peeked, self._requests, self._again = -1, None, deque(), {}
         if self._makers is not None:
             try:
                 self._makers.restart()
@@ -219,7 +240,7 @@ class Prefetcher:
         """End the workers and forget all requests."""
         makers, end = self._makers, self._end_makers
         self._makers, self._end_makers = None, _nothing
-        self._slot, self._peeked, self._requests = -1, None, deque()
+        self._slot, self._peeked, self._requests, self._again = -1, None, deque(), {}
         if makers is not None:
             self._restarts = makers.restarts
             self._moves += makers.moves

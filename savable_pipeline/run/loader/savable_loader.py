@@ -8,6 +8,8 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from savable_pipeline.errors import EncodeError, WorkerError
+from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
+from savable_pipeline.run.loader.acknowledging import Acknowledging
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, source_names
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class SavableLoader:
+class SavableLoader(Acknowledging):
     """Yields the batches of a pipeline, in an order set by the data, the settings, `seed` and `lanes` alone.
 
     An epoch ends when its last batch is given. One thread iterates at a time; `state_dict()` may be called from
@@ -46,6 +48,8 @@ class SavableLoader:
         ids: Add "sample_ids" to each batch, a dict: int64 (rows, 3), source (number in `sources`), index and part, -1
             in filler rows. With several samples a row, one entry for each, and its row in "sample_rows", int64
             (samples,).
+        acknowledge: Rows are in flight, and in the state, until `done` or `dropped` has their receipts.
+        max_in_flight: Most rows given here and not acknowledged here: `next` waits, and raises after `timeout`.
         ledger: Folder where each rank records its batches, for `sp.Ledger`; one that cannot be recorded is not given.
         timeout: Seconds for a batch before its worker is replaced.
         max_restarts: Workers that may be replaced.
@@ -85,12 +89,14 @@ class SavableLoader:
         on_iter: Literal["continue", "restart"] = "continue",
         epoch_slots: int | None = None,
         ids: bool = False,
+        acknowledge: bool = False,
+        max_in_flight: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
         timeout: float = 600.0,
         max_restarts: int = 100,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._run = Run(LoaderSettings(**arguments))
+        self._run = (AcknowledgedRun if acknowledge else Run)(LoaderSettings(**arguments))
 
     @property
     def epoch(self) -> int:

@@ -37,6 +37,8 @@ class LoaderSettings:
     on_iter: Literal["continue", "restart"] = "continue"
     epoch_slots: int | None = None
     ids: bool = False
+    acknowledge: bool = False
+    max_in_flight: int | None = None
     ledger: str | os.PathLike[str] | None = None
     timeout: float = 600.0
     max_restarts: int = 100
@@ -66,7 +68,20 @@ class LoaderSettings:
                 "a ledger records what a run was given, once; with on_iter='restart' each pass begins again: give the "
                 "ledger to the training's loader"
             )
+        self._check_acknowledge()
         self.find_context()
+
+    def _check_acknowledge(self) -> None:
+        if self.acknowledge and self.restarts:
+            raise ValueError(
+                "acknowledge=True keeps what is not trained yet from pass to pass, and on_iter='restart' begins each "
+                "anew: leave it out of a loader for evaluation"
+            )
+        if self.max_in_flight is not None and not (self.acknowledge and self.max_in_flight >= 1):
+            raise ValueError(
+                f"max_in_flight counts rows that are not acknowledged, at least 1, with acknowledge=True: "
+                f"{self.max_in_flight}"
+            )
 
     @property
     def pad(self) -> bool:
@@ -81,7 +96,7 @@ class LoaderSettings:
     @property
     def job(self) -> LaneJob:
         """The settings from which a process builds lanes."""
-        return LaneJob(self.pipeline, self.seed, self.lanes, self.pad)
+        return LaneJob(self.pipeline, self.seed, self.lanes, self.pad, self.acknowledge)
 
     def find_ranks(self) -> Ranks:
         """The rank of this process. Raises ValueError if there is none, or its world size does not divide the lanes."""

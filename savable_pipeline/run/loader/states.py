@@ -25,6 +25,7 @@ from savable_pipeline.run.state.fingerprint import (
     subset_order_of,
     unpack_fingerprint,
 )
+from savable_pipeline.run.state.flights import refuse_flights
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.run.state.state_dict import check_flat, lane_name, read_lanes, refuse_spans
 
@@ -65,6 +66,7 @@ class States:
         """The position in a state. `SavableLoader.load_state_dict` says what is raised; then nothing has changed."""
         check_flat(state)
         refuse_spans(state)
+        refuse_flights(state)
         with restoring("the state"):
             saved = unpack_fingerprint(state["fingerprint"])
             order = subset_order_of(saved)

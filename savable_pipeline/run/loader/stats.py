@@ -36,6 +36,7 @@ class Stats:
 
     def __init__(self, num_workers: int, find_sources: Callable[[], dict[int, str]]) -> None:
         self._num_workers = num_workers
+        self.others: Callable[[], Mapping[str, int]] = dict  # counters that other threads change too
         self._find_sources = find_sources
         self._given: GivenSamples | None = None  # before the first batch
         self._waits, self._makings = Recent(), Recent()
@@ -144,6 +145,7 @@ class Stats:
             **self._of_sources(),
             **self._percentiles(),
             **self._slow_s(),
+            **self.others(),
         }
 
     def _samples_by_tag(self) -> dict[int, int]:

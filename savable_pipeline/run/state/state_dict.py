@@ -23,6 +23,7 @@ from savable_pipeline.core.lane import Growth
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
+from savable_pipeline.run.state.flights import with_acks_applied
 from savable_pipeline.run.state.lane_state import VERSION, LaneState, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 
@@ -153,7 +154,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not merged:
         raise ValueError("merge_states needs at least one state")
     common_growth(lanes.values())
-    return merged
+    return with_acks_applied(merged)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -24,7 +24,7 @@ def seen(
         str | None, typer.Option(help="Where the samples of the source are now. Default: where the run read them.")
     ] = None,
 ) -> None:
-    """Show when samples were given: epoch, slot, step and rank at that time.
+    """Show when samples were given: epoch, slot, step and rank at that time, and what was acknowledged of them.
 
     What was given after a place from which the run was later resumed is marked as lost: the model that saw it is gone.
     Keys are read in the data as the run opened them. The exit code is 1 if a sample was not given.
@@ -41,7 +41,8 @@ def seen(
                 of = f" of {each.source}" if each.source else ""
                 lost = ", lost: the run was resumed from a place before it" if each.lost else ""
                 where = f"slot {each.slot}, step {each.step}, rank {each.rank} of {each.world_size}"
-                out.print(printable(f"{key}{of}: epoch {each.epoch}, {where}{lost}"))
+                became = f"{', again' if each.again else ''}{', ' if each.outcome else ''}{each.outcome}"
+                out.print(printable(f"{key}{of}: epoch {each.epoch}, {where}{became}{lost}"))
     if missing:
         raise typer.Exit(1)
 

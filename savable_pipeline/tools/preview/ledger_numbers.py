@@ -49,7 +49,7 @@ class GivenCounts:
         self.lost = 0
         self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # of each start's number: given, and lost
         kept = []
-        for given in ledger.batches():
+        for given in (each for each in ledger.batches() if not each.batch.again):
             self.by_start[given.start.number][given.lost] += 1
             self.lost += given.lost
             if not given.lost:

@@ -1,0 +1,197 @@
+"""Batches in flight, as a state keeps them: given, with rows that nobody has acknowledged yet.
+
+    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them
+    "acks_00003"     what rank 3 has acknowledged of other ranks' rows: by batch, its rows
+
+A batch is known by its slot, with the epoch above it, and rows by the bits of a number:
+
+    batch 3 << 40 | 96042    slot 96042 of epoch 3, round 1000 of lane 42 of 96        rows 0b101   rows 0 and 2
+
+States that are merged have the acknowledgements applied, and no "acks_" any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from savable_pipeline.core.saved_count import EpochNumber, SavedCount
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.run.state.lane_state import pack_state, unpack_state
+from savable_pipeline.run.state.restoring import restoring
+
+EPOCH_SHIFT = 40
+SLOTS = (1 << EPOCH_SHIFT) - 1
+MOST_ROWS = 1 << 20  # of a batch
+_FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,18}")
+
+
+class Flight(msgspec.Struct, gc=False):
+    """A batch in flight: its ref in MessagePack, its number of rows, and those that are still open."""
+
+    batch: int
+    ref: bytes
+    rows: int
+    open: int
+
+
+class _EpochFlights(msgspec.Struct, array_like=True):
+    epoch: EpochNumber
+    rounds: list[SavedCount]
+    refs: list[msgspec.Raw]
+    done: list[bytes]  # little-endian; empty if no batch has a row that is done
+
+
+class _LaneFlights(msgspec.Struct):
+    lane: SavedCount
+    epochs: list[_EpochFlights]
+
+
+class _Acknowledged(msgspec.Struct):
+    rows: dict[SavedCount, bytes]
+
+
+def flights_name(lane: int) -> str:
+    """The key of a lane's batches in flight in the flat dict."""
+    return f"flight_{lane:05d}"
+
+
+def acks_name(rank: int) -> str:
+    """The key of what a rank has acknowledged of other ranks' rows."""
+    return f"acks_{rank:05d}"
+
+
+def packed_flights(lane: int, flights: Iterable[Flight], lanes: int) -> bytes:
+    """A lane's batches in flight, ascending, in a run with this many lanes."""
+    found: list[_EpochFlights] = []
+    for epoch, group in groupby(flights, _epoch_of):
+        of_epoch = list(group)
+        done = [((1 << each.rows) - 1) ^ each.open for each in of_epoch]
+        rounds = [(each.batch & SLOTS) // lanes for each in of_epoch]
+        refs = [msgspec.Raw(each.ref) for each in of_epoch]
+        found.append(_EpochFlights(epoch, rounds, refs, [mask_bytes(mask) for mask in done] if any(done) else []))
+    return pack_state(_LaneFlights(lane, found))
+
+
+def _epoch_of(flight: Flight) -> int:
+    return flight.batch >> EPOCH_SHIFT
+
+
+def mask_bytes(mask: int) -> bytes:
+    """The bits of rows, the first row's first."""
+    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
+def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
+    """The batches in flight in a flat dict, by lane. Raises `StateError` for any that is damaged or not yet given."""
+    found = {}
+    place = state["epoch"] << EPOCH_SHIFT | state["slot"]
+    for name, raw in state.items():
+        if number := _FLIGHT.fullmatch(name):
+            with restoring(name):
+                found[int(number[1])] = _read(name, int(number[1]), raw, state["lanes"], place)
+    return found
+
+
+def _read(name: str, lane: int, raw: bytes, lanes: int, place: int) -> list[Flight]:
+    saved = unpack_state(raw, _LaneFlights, name)
+    flights: list[Flight] = []
+    for each in saved.epochs:
+        done = each.done or [b""] * len(each.refs)
+        for number, ref, mask in zip(each.rounds, each.refs, done, strict=True):
+            rows, done_rows = _rows_of(bytes(ref)), int.from_bytes(mask, "little")
+            batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
+            still_open = ((1 << rows) - 1) & ~done_rows
+            before = flights[-1].batch if flights else -1
+            if not before < batch < place or number * lanes + lane > SLOTS or done_rows >> rows or not still_open:
+                raise ValueError(f"round {number} of epoch {each.epoch} has {rows} rows, done {done_rows:#x}")
+            flights.append(Flight(batch, bytes(ref), rows, still_open))
+    if saved.lane != lane or lane >= lanes or not flights:
+        raise ValueError(f"{len(flights)} batches of lane {saved.lane}")
+    return flights
+
+
+def _rows_of(ref: bytes) -> int:
+    """The number of rows in a batch's ref: lists of numbers, after the batch's own number if it has one."""
+    parts = msgspec.msgpack.decode(ref)
+    rows = parts[1:] if parts and type(parts[0]) is int else parts
+    if not isinstance(parts, list) or not 0 < len(rows) <= MOST_ROWS or not all(map(_is_ref, rows)):
+        raise ValueError("this is no ref of a batch")
+    return len(rows)
+
+
+def _is_ref(part: Any) -> bool:
+    return type(part) is list and bool(part) and all(type(each) is int or _is_ref(each) for each in part)
+
+
+def packed_acks(rank: int, rows: Mapping[int, int]) -> dict[str, bytes]:
+    """What a rank has acknowledged of other ranks' rows, as an entry of the flat dict; none if that is nothing."""
+    return {acks_name(rank): _packed_rows(rows)} if rows else {}
+
+
+def _packed_rows(rows: Mapping[int, int]) -> bytes:
+    return pack_state(_Acknowledged({batch: mask_bytes(mask) for batch, mask in rows.items()}))
+
+
+def read_acks(state: Mapping[str, Any]) -> dict[int, int]:
+    """What ranks have acknowledged of other ranks' rows, in a flat dict. Raises `StateError` if that is damaged."""
+    found: dict[int, int] = {}
+    for name, raw in state.items():
+        if _ACKS.fullmatch(name):
+            for batch, rows in _rows_in(name, raw).items():
+                found[batch] = found.get(batch, 0) | rows
+    return found
+
+
+def _rows_in(name: str, raw: bytes) -> dict[int, int]:
+    with restoring(name):
+        saved = unpack_state(raw, _Acknowledged, name).rows
+        return {batch: int.from_bytes(mask, "little") for batch, mask in saved.items()}
+
+
+def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat dict of the lanes alone."""
+    return {name: each for name, each in state.items() if not _is_of_flights(name)}
+
+
+def _is_of_flights(name: Any) -> bool:
+    return isinstance(name, str) and bool(_FLIGHT.fullmatch(name) or _ACKS.fullmatch(name))
+
+
+def refuse_flights(state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointMismatchError` for a flat dict with batches in flight, which this loader would lose."""
+    number = sum(isinstance(name, str) and _FLIGHT.fullmatch(name) is not None for name in state)
+    if number:
+        raise CheckpointMismatchError(
+            f"the state has batches in flight of {number} lanes, given and not acknowledged, which only a "
+            "SavableLoader with acknowledge=True gives again"
+        )
+
+
+def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
+    """A merged flat dict without the rows that any rank has acknowledged.
+
+    Acknowledgements of batches whose lanes are not in it stay.
+    """
+    acks = {name: raw for name, raw in state.items() if _ACKS.fullmatch(name)}
+    if not acks:
+        return state
+    flights, lanes = read_flights(state), state["lanes"]
+    kept = without_flights(state)
+    by_batch = {flight.batch: flight for of_lane in flights.values() for flight in of_lane}
+    for name, raw in acks.items():
+        rows = _rows_in(name, raw)
+        for batch in [batch for batch in rows if f"lane_{(batch & SLOTS) % lanes:05d}" in state]:
+            mask, flight = rows.pop(batch), by_batch.get(batch)
+            if flight is not None:
+                flight.open &= ~mask
+        if rows:
+            kept[name] = _packed_rows(rows)
+    for lane, of_lane in flights.items():
+        if left := [flight for flight in of_lane if flight.open]:
+            kept[flights_name(lane)] = packed_flights(lane, left, lanes)
+    return kept

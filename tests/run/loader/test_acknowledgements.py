@@ -1,0 +1,610 @@
+"""What is given comes again until it is acknowledged, in the same bytes, on any ranks; and never after."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_flight import history, voted_step
+
+import savable_pipeline as sp
+from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
+from savable_pipeline.run.loader import acknowledged_run, acknowledgements, run, savable_loader
+from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
+from savable_pipeline.run.state.flights import EPOCH_SHIFT
+from savable_pipeline.run.state.lane_state import pack_state, unpack_state
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.testing import steps_of_ranks
+from savable_pipeline.trainers.device import OnDevice
+from savable_pipeline.trainers.elastic import complete_state
+from savable_pipeline.trainers.whole import Whole
+from tests.support.own_stages import Numbered
+from tests.support.processes import notice_deaths, workers
+from tests.support.signals import SignalAt, got
+from tests.support.streams import through_a_file
+from tests.support.toy_faults import number_pipeline
+from tests.support.toy_numbers import counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
+
+LANES = 4
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests.support.shards import write_numbered_shards
+
+    folder = tmp_path_factory.mktemp("acknowledged") / "shards"
+    write_numbered_shards(folder, [40, 7, 60])
+    return str(folder)
+
+
+def loader(pipeline: Any, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(pipeline, **{"seed": 3, "lanes": LANES, "acknowledge": True, **settings})
+
+
+def run_of(own: sp.SavableLoader) -> AcknowledgedRun:
+    found = own.__savable_run__()
+    assert isinstance(found, AcknowledgedRun)
+    return found
+
+
+def bare(batch: Any) -> str:
+    """The bytes of a batch without its receipts."""
+    return digest({name: part for name, part in batch.items() if name != "receipts"})
+
+
+def listed(batch: Any) -> list[list[int]]:
+    return [list(map(int, each)) for each in batch["receipts"]]
+
+
+# What comes again.
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"pack": None},
+        {"pack": None, "size": 3, "drop_last": True},
+        {"pack": "buckets"},
+        {"pack": "groups"},
+        {"hold": 3},
+        *({"pack": policy} for policy in ("best_fit", "first_fit", "first_fit_decreasing", "sequential", "function")),
+        {"pack": "sequential", "hold": 3, "too_long": "split", "max_length": 6},
+        {"blend": "items"},
+        {"blend": "nested", "by": "tokens"},
+        {"tells": True, "hold": 4},
+        {"pack": None, "own": ("samples", "items")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tail", ["stop", "pad"])
+def test_a_batch_comes_again_in_the_bytes_in_which_it_was_given(shards: str, how: dict[str, Any], tail: str) -> None:
+    """In epoch 1, whose keys are others than those of epoch 0."""
+    pipeline = partial(toy_pipeline, shards, epochs=1, **how)
+    with loader(pipeline, tail=tail) as own, loader(pipeline, tail=tail) as resumed:
+        for batch in own:
+            own.done(batch["receipts"])
+        given = [batch for _, batch in zip(range(6), own, strict=False)]
+        own.again(given[1]["receipts"])
+        assert bare(next(own)) == bare(given[1])
+        own.done(given[2]["receipts"])
+        resumed.load_state_dict(through_a_file(own.state_dict()))
+        came = [batch for _, batch in zip(range(5), resumed, strict=False)]
+        assert list(map(bare, came)) == [bare(batch) for batch in given if batch is not given[2]]
+        assert list(map(listed, came)) == [listed(batch) for batch in given if batch is not given[2]]
+        assert all(first[0] >> EPOCH_SHIFT == 1 for batch in came for first in listed(batch)[:1])
+        assert bare(next(resumed)) == bare(next(own))
+
+
+def test_samples_without_an_encoder_and_batches_that_are_no_dicts_come_again(shards: str) -> None:
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.TarShardReader(shards, lane), size=3)
+
+    with loader(pipeline) as own, loader(pipeline) as resumed:
+        assert own.receipts().shape == (0, 2)
+        given = [[sample.key for sample in next(own)] for _ in range(3)]
+        assert own.receipts().tolist() == [[2, row] for row in range(3)]
+        own.done(own.receipts()[1])
+        resumed.load_state_dict(own.state_dict())
+        assert [[sample.key for sample in next(resumed)] for _ in range(3)] == given
+        assert resumed.receipts().tolist() == [[2, 0], [-1, -1], [2, 2]]
+
+
+def test_a_row_that_can_no_longer_be_made_keeps_its_place_and_is_counted(shards: str, tmp_path: Path) -> None:
+    exclude = tmp_path / "exclude.txt"
+    exclude.write_text("")
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        samples = sp.TarShardReader(shards, lane, exclude=str(exclude))
+        return sp.Batcher(sp.Encode(samples, Ids()), size=3)
+
+    with loader(pipeline, ids=True, tail="pad") as own:
+        first, second = next(own), next(own)
+        state = own.state_dict()
+        key = own.trace(lag=1).samples[1].key
+    exclude.write_text(f"{key}\n")
+    with loader(pipeline, ids=True, tail="pad") as resumed:
+        resumed.load_state_dict(state, allow=["exclude"])
+        again = next(resumed)
+        assert listed(again) == [[0, 0], [-1, -1], [0, 2]] and again["valid"].tolist() == [True, False, True]
+        assert again["id"].tolist()[::2] == first["id"].tolist()[::2]
+        assert next(resumed)["id"].tolist() == second["id"].tolist()
+        assert resumed.stats()["acknowledged/dropped/can no longer be made"] == 1
+        assert sum(len(flight) for flight in _open(resumed.state_dict()).values()) == 5
+
+
+class Ids(sp.TaskEncoder):
+    """The number of a sample, in a dict."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": sample.json()["id"]}
+
+
+def _open(state: dict[str, Any]) -> dict[int, list[int]]:
+    """The open rows of each batch in a state."""
+    from savable_pipeline.run.state.flights import read_flights
+
+    flights = [flight for of_lane in read_flights(state).values() for flight in of_lane]
+    return {each.batch: [row for row in range(each.rows) if each.open >> row & 1] for each in flights}
+
+
+def test_again_comes_next_before_what_is_made_ahead_and_only_with_the_rows_that_were_asked_for(shards: str) -> None:
+    with loader(partial(counted_pipeline, shards, size=3)) as own:
+        given = [next(own) for _ in range(4)]
+        own.again([(1, 2), (0, 0), (1, 0), (99, 0)])
+        assert own.in_flight().rows == 9
+        taken = [next(own) for _ in range(3)]
+        assert list(map(bare, taken[:2])) == [bare(given[1]), bare(given[0])]
+        assert list(map(listed, taken[:2])) == [[[1, 0], [-1, -1], [1, 2]], [[0, 0], [-1, -1], [-1, -1]]]
+        assert listed(taken[2])[0] == [4, 0] and own.in_flight() == (15, (0, 0))
+        assert own.trace().slot == 4 and own.stats()["acknowledged/again"] == 3
+        assert own.stats()["acknowledged/given_again"] == 3 and own.stats()["acknowledged/unknown"] == 1
+        assert own.stats()["samples"] == 15 and own.stats()["batches"] == 7
+
+
+def test_what_was_asked_for_again_at_an_epochs_end_comes_before_that_and_len_counts_slots(shards: str) -> None:
+    with loader(partial(counted_pipeline, shards, size=4)) as own:
+        taken = []
+        for batch in own:
+            taken.append(listed(batch)[0])
+            if len(taken) == len(own):
+                own.again(batch["receipts"])
+        assert len(taken) == len(own) + 1 and taken[-1] == taken[-2]
+        own.again([taken[0]])
+        with pytest.raises(StopIteration):  # it has ended: the next pass gives it
+            next(own)
+        later = [listed(batch)[0] for _, batch in zip(range(2), own, strict=False)]
+        assert later == [taken[0], [1 << EPOCH_SHIFT, 0]] and own.epoch == 1
+
+
+def test_open_rows_of_an_epoch_stay_in_the_state_and_come_first_in_the_next(shards: str) -> None:
+    pipeline = partial(counted_pipeline, shards, size=4)
+    with loader(pipeline) as own, loader(pipeline) as resumed:
+        given = list(own)
+        for batch in given[:-2]:
+            own.done(batch["receipts"])
+        resumed.load_state_dict(own.state_dict())
+        taken = list(resumed)
+        assert list(map(bare, taken[:2])) == list(map(bare, given[-2:])) and len(taken) == len(resumed) + 2
+
+
+# Acknowledging.
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda each: each,
+        lambda each: each.numpy(),
+        lambda each: each.tolist(),
+        lambda each: each.numpy().astype(np.int32),
+        lambda each: each[torch.tensor([3, 1, 0, 2])],
+        lambda each: torch.cat([each, torch.full((2, 2), -1)]),
+    ],
+)
+def test_receipts_are_taken_in_any_form_and_order(shards: str, form: Any) -> None:
+    with loader(partial(counted_pipeline, shards, size=4)) as own:
+        first = next(own)["receipts"]
+        next(own)
+        own.done(form(first))
+        assert own.in_flight() == (4, (1, 0)) and own.stats()["acknowledged/done"] == 4
+        assert "acknowledged/unknown" not in own.stats()
+
+
+def test_unknown_receipts_are_counted_and_others_refused(shards: str) -> None:
+    with loader(partial(counted_pipeline, shards, size=4)) as own:
+        first = next(own)["receipts"]
+        own.dropped(first[:1], "stale")
+        own.dropped(first[:2], "stale")
+        own.dropped([(0, 3), (0, 3)], "odd")
+        own.done([(0, 4), (1, 0), (0, 1 << 40), (0, -7), (5 << EPOCH_SHIFT, 0)])
+        own.done([])
+        numbers = own.stats()
+        assert (numbers["acknowledged/dropped/stale"], numbers["acknowledged/dropped/odd"]) == (2, 1)
+        assert numbers["acknowledged/unknown"] == 2 + 5 and numbers["in_flight"] == 1
+        for wrong in ([0.5, 1.0], [[1, 2, 3]], "x", [["a", "b"]]):
+            with pytest.raises(ValueError, match="receipts are integers"):
+                own.done(wrong)
+        own.done(first)
+        assert own.in_flight() == (0, None) and not _open(own.state_dict())
+
+
+def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(shards: str) -> None:
+    with loader(partial(counted_pipeline, shards, size=4), max_in_flight=8, timeout=0.05) as own:
+        first = next(own)
+        next(own)
+        with pytest.raises(SavableError, match=r"max_in_flight=8.*next global_state_dict") as caught:
+            next(own)
+        assert "8 rows are in flight, and the 4" in str(caught.value)
+        own.done(first["receipts"][:3])
+        with pytest.raises(SavableError, match="max_in_flight"):
+            next(own)
+        own.done(first["receipts"][3:])
+        assert listed(next(own))[0] == [2, 0]  # the batch that had been ready
+    with loader(partial(counted_pipeline, shards, size=4), max_in_flight=2, timeout=60) as own:
+        first = next(own)  # more than that: it is alone in flight
+        timer = threading.Timer(0.05, own.done, [first["receipts"]])
+        timer.start()
+        assert listed(next(own))[0] == [1, 0]
+        timer.join()
+
+
+def test_threads_acknowledge_while_others_save_and_take(shards: str) -> None:
+    """Each state names just the rows that are open at its slot: none twice, none lost."""
+    pipeline = partial(counted_pipeline, shards, size=2)
+    with loader(pipeline) as own:
+        given: queue.Queue[Any] = queue.Queue()
+        states: list[dict[str, Any]] = []
+        over = threading.Event()
+
+        def train() -> None:
+            while (batch := given.get()) is not None:
+                own.done(batch["receipts"])
+
+        def save() -> None:
+            while not over.wait(0.001):
+                states.append(own.state_dict())
+
+        threads = [threading.Thread(target=each) for each in (train, train, save)]
+        for thread in threads:
+            thread.start()
+        for _ in range(40):
+            given.put(next(own))
+        given.put(None)
+        given.put(None)
+        for thread in threads[:2]:
+            thread.join()
+        over.set()
+        threads[2].join()
+        assert own.stats()["acknowledged/done"] == 80 and own.in_flight() == (0, None)
+    for state in states:
+        assert all(batch < state["slot"] for batch in _open(state))
+        loader(pipeline).load_state_dict(state)
+
+
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
+def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(shards: str, every: int) -> None:
+    pipeline = partial(number_pipeline, shards)
+    modules = [acknowledged_run, acknowledgements, run, savable_loader]
+    for how in ("new", "again", "loaded"):
+        for at in range(1, 100_000, every):
+            own = loader(pipeline, lanes=2)
+            assert got(own, 2) == 2
+            before = {0: [0, 1], 1: [0, 1]}
+            if how == "again":
+                own.again([(1, 0)])
+            if how == "loaded":
+                state = own.state_dict()
+                own = loader(pipeline, lanes=2)
+                own.load_state_dict(state)
+            interrupt = SignalAt(at, modules)
+            count = got(own, 1, interrupt)
+            if interrupt.left > 0:
+                break
+            assert own.receipts().tolist()[:1] == [[{"new": 2, "again": 1, "loaded": 0}[how], 0]] or not count
+            assert _open(own.state_dict()) == before | ({2: [0, 1]} if count and how == "new" else {}), (how, at)
+            next(own)
+            own.done(own.receipts())
+            expected = {"new": 2 + count, "again": 1 + count, "loaded": count}[how]
+            assert expected not in _open(own.state_dict()) or how == "again", (how, at, count)
+            assert own.in_flight().rows == {"new": 4 + 2 * count, "again": 3 + count, "loaded": 2 * count}[how], (
+                how,
+                at,
+            )
+            own.close()
+        assert at > 100
+
+
+# Ranks.
+
+
+def ranks_of(pipeline: Any, world_size: int, **settings: Any) -> list[sp.SavableLoader]:
+    return [loader(pipeline, rank=rank, world_size=world_size, **settings) for rank in range(world_size)]
+
+
+def taken(ranks: Sequence[sp.SavableLoader]) -> list[Any]:
+    """The batches of the next step."""
+    return voted_step(list(map(run_of, ranks)))
+
+
+@pytest.mark.parametrize("tail", ["stop", "pad"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_each_rank_is_given_equally_many_first_by_the_state_or_by_a_vote(shards: str, tail: str, whole: bool) -> None:
+    pipeline = partial(toy_pipeline, shards, epochs=1)
+    before = ranks_of(pipeline, 2, tail=tail)
+    steps = [taken(before) for _ in range(4)]
+    before[1].done(steps[0][1]["receipts"])
+    before[1].done(steps[2][1]["receipts"])
+    states = [rank.state_dict() for rank in before]
+    after = ranks_of(pipeline, 2, tail=tail)
+    for rank, state in zip(after, states, strict=True):
+        rank.load_state_dict(sp.merge_states(states) if whole else state)
+    first = list(zip(*(taken(after) for _ in range(4)), strict=True))
+    assert list(map(bare, first[0])) == [bare(step[0]) for step in steps]
+    assert [bare(batch) for batch in first[1][:2]] == [bare(step[1]) for step in (steps[1], steps[3])]
+    for filler in first[1][2:]:
+        assert not filler["valid"].any() and filler["items"] and (filler["receipts"] == -1).all()
+    assert list(map(bare, taken(after))) == list(map(bare, taken(before)))
+    assert not any(batch.get("valid", torch.ones(1)).logical_not().all() for batch in taken(after))
+
+
+def test_what_a_rank_acknowledges_of_anothers_rows_is_applied_when_states_are_merged(shards: str) -> None:
+    ranks = ranks_of(partial(counted_pipeline, shards), 4)
+    steps = [taken(ranks) for _ in range(2)]
+    ranks[3].done(steps[0][1]["receipts"])
+    ranks[3].done(steps[0][1]["receipts"])  # known
+    ranks[2].dropped(steps[1][1]["receipts"][:1], "stale")
+    ranks[2].again(steps[1][3]["receipts"])  # of another rank: not known here
+    assert ranks[3].stats()["acknowledged/unknown"] == ranks[2].stats()["acknowledged/unknown"] == 2
+    states = [rank.state_dict() for rank in ranks]
+    assert [[name for name in state if "acks" in name] for state in states] == [[], [], ["acks_00002"], ["acks_00003"]]
+    merged = sp.merge_states(states)
+    assert not any("acks" in name for name in merged)
+    assert _open(merged) == {batch: [0, 1] for batch in range(8) if batch not in (1, 5)} | {5: [1]}
+    apart = sp.merge_states([sp.merge_states(states[2:]), sp.merge_states(states[:2])])
+    assert _open(apart) == _open(merged)
+    assert ranks[1].in_flight().rows == 4
+    for rank, state in zip(ranks, states, strict=True):
+        assert run_of(rank).joined(state, states) == merged
+    assert ranks[1].in_flight() == (1, (5, 1)) and "acks_00003" not in ranks[3].state_dict()
+    assert "acks_00003" in sp.merge_states([states[0], states[3]])  # whose lanes are not there yet
+    ranks[1].load_state_dict(states[1])  # its own file alone: it gives such rows again
+    assert [listed(next(ranks[1]))[0][0] for _ in range(2)] == [1, 5]
+
+
+def test_a_receipt_of_a_rank_that_is_ahead_is_kept_and_saved_once_the_state_is_past_it(shards: str) -> None:
+    ranks = ranks_of(partial(counted_pipeline, shards), 2)
+    ahead = next(ranks[1])
+    ranks[0].done(ahead["receipts"])
+    assert "acks_00000" not in ranks[0].state_dict()
+    next(ranks[0])
+    assert _open(sp.merge_states([rank.state_dict() for rank in ranks])) == {0: [0, 1]}
+
+
+def test_ranks_that_cannot_talk_take_their_own_files_each_by_itself(shards: str) -> None:
+    pipeline = partial(toy_pipeline, shards)
+    ranks = ranks_of(pipeline, 2)
+    given = [[next(rank) for rank in ranks] for _ in range(2)]
+    ranks[1].done(given[0][1]["receipts"])
+    resumed = ranks_of(pipeline, 2)
+    for rank, own in zip(resumed, ranks, strict=True):
+        rank.load_state_dict(own.state_dict())
+    assert [listed(next(resumed[1]))[0][0] for _ in range(2)] == [3, 5]
+    assert [listed(next(resumed[0]))[0][0] for _ in range(3)] == [0, 2, 4]
+
+
+def test_steps_of_ranks_gives_the_same_in_one_process(shards: str) -> None:
+    ranks = ranks_of(partial(counted_pipeline, shards), 2)
+    step = next(steps_of_ranks(ranks))
+    state = sp.merge_states([rank.state_dict() for rank in ranks])
+    alone = loader(partial(counted_pipeline, shards))
+    alone.load_state_dict(state)
+    assert [bare(next(alone)), bare(next(alone))] == list(map(bare, step))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_history_is_that_of_a_list(shards: str, seed: int) -> None:
+    """Kills, other ranks, rows that are done, dropped and asked for again; `tools/soak/in_flight.py` runs 10,000."""
+    history(seed, shards)
+
+
+# What it costs, and what is refused.
+
+
+def test_a_state_keeps_at_most_20_bytes_for_each_sample_in_flight(shards: str) -> None:
+    for size, batches in ((1, 200), (8, 25)):
+        with loader(partial(counted_pipeline, shards, size=size), epoch_slots=None) as own:
+            empty = len(pickled(own.state_dict()))
+            for _ in range(batches):
+                next(iter(own))
+            state = own.state_dict()
+            flights = sum(len(value) for name, value in state.items() if name.startswith("flight_"))
+            assert empty and flights <= 20 * size * batches
+            for batch in list(_open(state)):
+                own.done([(batch, row) for row in range(size)])
+            assert not [name for name in own.state_dict() if name.startswith("flight_")]
+
+
+def pickled(state: dict[str, Any]) -> bytes:
+    return b"".join(value for value in state.values() if isinstance(value, bytes))
+
+
+def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards: str) -> None:
+    with (
+        loader(partial(counted_pipeline, shards)) as own,
+        loader(partial(counted_pipeline, shards), acknowledge=False) as plain,
+    ):
+        for _ in range(3):
+            batch, other = next(own), next(plain)
+            own.done(batch["receipts"])
+            assert bare(batch) == bare(other) and "receipts" not in other
+        assert own.state_dict() == plain.state_dict()
+        assert not [name for name in plain.stats() if "acknowledged" in name or "in_flight" in name]
+        for ask in (plain.receipts, plain.in_flight, partial(plain.done, []), partial(plain.again, [])):
+            with pytest.raises(ValueError, match="make it with acknowledge=True"):
+                ask()
+        next(own)
+        with pytest.raises(CheckpointMismatchError, match="acknowledge=True"):
+            plain.load_state_dict(own.state_dict())
+        own.load_state_dict(plain.state_dict())
+        assert own.in_flight() == (0, None) and not _open(own.state_dict())
+
+
+def test_settings_trainers_and_lags_that_do_not_go_with_it_are_refused_in_one_sentence(shards: str) -> None:
+    pipeline = partial(counted_pipeline, shards)
+    for wrong, message in [
+        ({"on_iter": "restart"}, "acknowledge=True keeps what is not trained"),
+        ({"acknowledge": False, "max_in_flight": 3}, "max_in_flight counts rows"),
+        ({"max_in_flight": 0}, "max_in_flight counts rows"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            loader(pipeline, **wrong)
+    with loader(pipeline) as own:
+        next(own)
+        with pytest.raises(ValueError, match="lag must be 0"):
+            own.state_dict(lag=1)
+        makers = [Whole, lambda each: OnDevice(each, "cpu"), lambda each: complete_state(each, [], {})]
+        for make in makers:
+            with pytest.raises(ValueError, match="leave it out here"):
+                make(own)
+        with pytest.raises(CheckpointMismatchError, match="acknowledge=True"):
+            sp.StatefulDataset(pipeline, seed=3, lanes=LANES).load_state_dict(
+                {"shares": 1, "iteration": 0, **own.state_dict()}
+            )
+
+
+class Odd(Numbered):
+    """Its refs do not show rows."""
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        self.ref = (self.ref[0], self.ref[1], 5)
+        return batch
+
+
+def test_a_stage_whose_refs_show_no_rows_is_named_and_an_encoder_with_the_key_too(shards: str) -> None:
+    with (
+        loader(lambda lane: Odd(toy_pipeline(shards, lane, pack=None))) as own,
+        pytest.raises(SavableError, match="the ref of Odd"),
+    ):
+        next(own)
+
+    class Taken(Ids):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            return {"receipts": 1}
+
+    with (
+        loader(lambda lane: sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Taken()), size=2)) as own,
+        pytest.raises(sp.EncodeError, match="'receipts'"),
+    ):
+        next(own)
+
+
+# Forged states.
+
+
+def forged(state: dict[str, Any], change: Any) -> dict[str, Any]:
+    import msgspec
+
+    class Plain(msgspec.Struct):
+        lane: Any
+        epochs: Any
+
+    name = next(name for name in state if name.startswith("flight_"))
+    plain = unpack_state(state[name], Plain, name)
+    change(plain)
+    return {**state, name: pack_state(plain)}
+
+
+def change(field: str, value: Any, at: int | None = None) -> Any:
+    def changed(plain: Any) -> None:
+        if field == "lane":
+            plain.lane = value
+            return
+        column = ["epoch", "rounds", "refs", "done"].index(field)
+        if at is None:
+            plain.epochs[0][column] = value
+        else:
+            plain.epochs[0][column][at] = value
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        change("lane", 1),
+        change("epoch", 5),
+        change("epoch", -1),
+        change("rounds", [2**40]),
+        change("rounds", [7]),
+        change("rounds", [0, 0]),
+        change("rounds", []),
+        *(change("refs", ref, at=0) for ref in ([], 5, [1], [0, [1, 0, 0], 5], [0, ["a"]], {"a": 1}, None, [[[]]])),
+        change("done", [b"\x03"]),
+        change("done", [b"\x04"]),
+        change("done", [b"", b""]),
+        change("done", [5]),
+    ],
+)
+def test_a_forged_batch_in_flight_is_a_state_error_and_changes_nothing(shards: str, wrong: Any) -> None:
+    with loader(partial(counted_pipeline, shards)) as own:
+        next(own)
+        state = own.state_dict()
+        with pytest.raises(StateError):
+            own.load_state_dict(forged(state, wrong))
+        damaged = {**state, "flight_00000": state["flight_00000"][:-1] + b"\x7f"}
+        with pytest.raises(StateError):
+            own.load_state_dict(damaged)
+        assert own.in_flight().rows == 2 and listed(next(own))[0] == [1, 0]
+
+
+@pytest.mark.parametrize("ref", [[0, [10**9, 0, 0]], [0, [1, 0, 7]], [0, [[1, 0, 0], 0]], [0, [1]]])
+def test_a_forged_ref_that_names_no_sample_is_an_error_of_ours_when_its_batch_is_made(shards: str, ref: Any) -> None:
+    with loader(partial(toy_pipeline, shards, pack=None)) as own:
+        next(own)
+        own.load_state_dict(forged(own.state_dict(), change("refs", ref, at=0)))
+        with pytest.raises(SavableError):
+            next(own)
+
+
+# Workers.
+
+
+def test_workers_make_batches_again_and_a_killed_one_is_replaced_meanwhile(shards: str) -> None:
+    pipeline = partial(toy_pipeline, shards)
+    with loader(pipeline) as own, loader(pipeline, num_workers=2) as resumed:
+        given = [next(own) for _ in range(9)]
+        resumed.load_state_dict(own.state_dict())
+        came = [next(resumed)]
+        os.kill(workers(resumed)[0], signal.SIGKILL)
+        came += [next(resumed) for _ in range(8)]
+        assert list(map(bare, came)) == list(map(bare, given))
+        assert bare(next(resumed)) == bare(next(own))
+        resumed.again(given[4]["receipts"])
+        assert bare(next(resumed)) == bare(given[4])
+        assert through_a_file(resumed.state_dict()).keys() == own.state_dict().keys()
+        notice_deaths(resumed, 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_200_histories_on_real_ranks_with_workers_that_are_killed_are_those_of_a_list(
+    shards: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.support.forked_ranks", "tests.support.in_flight_ranks", "2,1,4,2"]
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join([str(root), str(root / "tools/soak")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([*command, shards, str(tmp_path), "50"], check=True, cwd=root, env=environment, timeout=1800)

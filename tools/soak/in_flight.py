@@ -1,0 +1,271 @@
+"""Random histories of rows in flight, against an oracle that is a list: nothing lost, nothing twice in a saved model.
+
+    take a step │ done, dropped, again, on any rank │ save, merged or by each rank │ kill │ resume on other ranks
+
+All ranks run in this process, at the level of `Run`. `python tools/soak/in_flight.py SHARDS` runs 10,000 of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+import savable_pipeline as sp
+from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
+from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.pipeline import Pipeline
+
+LANES, WORLD_SIZES = 4, (1, 2, 4)
+Receipt = tuple[int, int]
+
+
+class Numbers(sp.TaskEncoder):
+    """A batch is a dict of the numbers of its items, each with a number drawn for it, and one drawn for the batch."""
+
+    global_rng = False
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"], rng.integers(1 << 30)
+
+    def length(self, item: Any) -> int:
+        return 1 + int(item[0]) % 5
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items, rng.integers(1 << 30)
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"items": list(items), "drawn": rng.integers(1 << 30)}
+
+
+def numbers_pipeline(shards: str, lane: sp.Lane, *, pack: bool, epochs: int | None, size: int) -> sp.Stage:
+    """Reader, buffer, encoder, packs or none, and batches."""
+    samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=epochs), size=5)
+    stage: Any = sp.Encode(samples, Numbers())
+    if pack:
+        stage = sp.OnlinePacker(stage, max_length=7, open_packs=2)
+    return sp.Batcher(stage, size=size)
+
+
+@dataclass
+class Oracle:
+    """What the model has seen, and what was given: lists of receipts."""
+
+    done: list[Receipt] = field(default_factory=list)
+    open: list[Receipt] = field(default_factory=list)  # given and not acknowledged, the oldest first
+    coming: list[Receipt] = field(default_factory=list)  # of these, those that must come again
+
+    def give(self, receipt: Receipt) -> None:
+        """A row is given: one that is to come again, or a new one."""
+        if receipt in self.coming:
+            self.coming.remove(receipt)
+        else:
+            assert receipt not in self.open and receipt not in self.done, f"{receipt} is given twice"
+            self.open.append(receipt)
+
+    def end(self, receipts: Sequence[Receipt]) -> None:
+        """Rows are done or dropped."""
+        for receipt in receipts:
+            self.open.remove(receipt)
+            self.done.append(receipt)
+
+    def resumed(self) -> Oracle:
+        """The one of a saved model: all that was in flight comes again."""
+        return Oracle(list(self.done), list(self.open), list(self.open))
+
+
+class History:
+    """One random history. `acknowledge` and `settings` are those of all its loaders."""
+
+    def __init__(self, draw: random.Random, settings: LoaderSettings, slots: int) -> None:
+        self._draw, self._settings, self._slots = draw, settings, slots
+        self._expected: dict[tuple[int, int], Any] = {}
+        self.oracle, self._saved_oracle = Oracle(), Oracle()
+        self._saved: dict[str, Any] | None = None
+        self._files: list[dict[str, Any]] = []  # of each rank
+        self._passed: dict[int, list[Receipt]] = {}  # receipts that each rank holds
+        self._runs = self._started(1)
+        self.counts: Counter[str] = Counter()
+
+    def expect(self) -> None:
+        """Run once without acknowledgements."""
+        plain = replace(self._settings, acknowledge=False, rank=0, world_size=1)
+        with Run(plain) as run:
+            for _ in range(self._slots + 4 * LANES):
+                batch = next(iter(run))
+                at = run.position.previous or run.position
+                self._expected[at.epoch, at.slot - 1] = batch
+
+    def _started(self, world_size: int) -> list[AcknowledgedRun]:
+        self._passed = {rank: [] for rank in range(world_size)}
+        return [
+            AcknowledgedRun(replace(self._settings, rank=rank, world_size=world_size)) for rank in range(world_size)
+        ]
+
+    def step(self) -> None:
+        """Each rank takes a batch, those asked for again before."""
+        least = min(len(run.table.waiting) for run in self._runs)
+        for run in self._runs:
+            while len(run.table.waiting) > least:
+                self._take([run])
+        self._take(self._runs)
+
+    def _take(self, runs: Sequence[AcknowledgedRun]) -> None:
+        places = [(run.position.epoch, run.position.own_slot) for run in runs]
+        again = [bool(run.table.waiting) for run in runs]
+        taken = voted_step(runs)
+        for run, batch, place, came_again in zip(runs, taken, places, again, strict=True):
+            receipts = [tuple(each) for each in run.receipts.tolist()]
+            assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
+            real = [each for each in receipts if each[0] >= 0]
+            if not came_again or real:
+                found = place if not came_again else divmod(real[0][0], 1 << 40)
+                self._compare(found, batch)
+                if not came_again:
+                    assert {each[0] for each in real} <= {place[0] << 40 | place[1]}
+            for receipt in real:
+                self.oracle.give(receipt)
+            self._passed[run.ranks.rank] += real
+            self.counts["batches"] += 1
+
+    def _compare(self, place: tuple[int, int], batch: Any) -> None:
+        expected = self._expected.get(place)
+        if expected is not None:
+            found = {name: part for name, part in batch.items() if name != "receipts"}
+            if "valid" in expected:
+                assert found.pop("valid").tolist() == expected["valid"].tolist(), f"{place}: valid"
+            assert all(expected[name] == part for name, part in found.items()), f"{place}: another batch"
+
+    def acknowledge(self) -> None:
+        """Some rows are done, dropped or asked for again, on their rank or on another."""
+        rank = self._draw.randrange(len(self._runs))
+        out = [each for each in self._passed[rank] if each in self.oracle.open and each not in self.oracle.coming]
+        chosen = self._draw.sample(out, self._draw.randint(0, len(out)))
+        kind = self._draw.choice(["done", "done", "done", "dropped", "again"])
+        self._passed[rank] = [each for each in self._passed[rank] if each not in chosen]
+        if kind == "again":
+            self._runs[rank].table.acknowledge(chosen, "again")
+            self.oracle.coming += chosen
+            return
+        where = self._runs[rank if self._draw.random() < 0.7 else self._draw.randrange(len(self._runs))]
+        where.table.acknowledge([*chosen, (-1, -1)], kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
+        self.oracle.end(chosen)
+        self.counts["rows"] += len(chosen)
+
+    def save(self) -> None:
+        """The state of all ranks, merged from files or gathered."""
+        for run in self._runs:
+            while len(run.table.waiting) > min(len(run.table.waiting) for run in self._runs):
+                self._take([run])
+        states = [copy.deepcopy(run.state_dict()) for run in self._runs]
+        self._files, self._saved = states, sp.merge_states(self._draw.sample(states, len(states)))
+        if self._draw.random() < 0.5:
+            for run, own in zip(self._runs, states, strict=True):
+                assert run.joined(own, states) == self._saved
+        self._saved_oracle = copy.deepcopy(self.oracle)
+
+    def kill(self) -> None:
+        """Forget all, and resume from the last state on other ranks."""
+        self.close()
+        slot = self._saved["slot"] if self._saved else 0
+        sizes = [size for size in WORLD_SIZES if slot % size == 0]  # else an epoch may leave its last slots to nobody
+        self._runs = self._started(self._draw.choice(sizes))
+        own = len(self._runs) == len(self._files) and not any("acks_" in "".join(state) for state in self._files)
+        for run, state in zip(self._runs, self._files if own else [self._saved] * len(self._runs), strict=True):
+            if state is not None:
+                run.load_state_dict(state)
+        self.oracle = self._saved_oracle.resumed()
+        self.counts["kills"] += 1
+
+    def end(self) -> None:
+        """Take and acknowledge all that is left, up to the last slot: each row of each slot was seen once."""
+        while self.oracle.coming or self._place < self._slots:
+            self.step()
+        self.oracle.end(list(self.oracle.open))
+        seen = Counter(self.oracle.done)
+        assert all(times == 1 for times in seen.values()), "a row is twice in the model"
+        slots = {each[0] for each in seen}
+        for (epoch, slot), batch in list(self._expected.items())[: self._slots]:
+            valid = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["items"])
+            place = epoch << 40 | slot
+            for row, counts in enumerate(valid):
+                assert not counts or (place, row) in seen, f"{(epoch, slot, row)} is lost: {len(slots)} slots"
+
+    @property
+    def _place(self) -> int:
+        """The number of slots that were given, through epochs."""
+        at = self._runs[0].position
+        return sum((epoch, slot) < (at.epoch, at.slot) for epoch, slot in self._expected)
+
+    def close(self) -> None:
+        """Close the runs."""
+        for run in self._runs:
+            run.close()
+
+
+def voted_step(runs: Sequence[Run]) -> list[Any]:
+    """The batch of each rank in the next step; they vote together."""
+    steps = [iter(run).taking() for run in runs]
+    sent: int | None = None
+    while True:
+        votes, taken = [], []
+        for step in steps:
+            try:
+                votes.append(next(step) if sent is None else step.send(sent))
+            except StopIteration as given:
+                taken.append(given.value)
+        assert not (votes and taken), "some ranks vote, others do not"
+        if taken:
+            return taken
+        sent = max(votes) if runs[0].settings.pad else min(votes)
+
+
+def history(seed: int, shards: str, slots: int = 40) -> Counter[str]:
+    """Run one history. Raises AssertionError where it differs from the oracle's."""
+    draw = random.Random(seed)
+    pack, finite = draw.random() < 0.3, draw.random() < 0.5
+    pipeline: Pipeline = partial(
+        numbers_pipeline, shards, pack=pack, epochs=1 if finite else None, size=draw.choice([1, 2, 3])
+    )
+    tail: Any = draw.choice(["stop", "pad"])
+    settings = LoaderSettings(pipeline, seed=seed, lanes=LANES, rank=0, world_size=1, tail=tail, acknowledge=True)
+    found = History(draw, settings, slots)
+    found.expect()
+    moves = [found.step] * 7 + [found.acknowledge] * 9 + [found.save] * 2 + [found.kill]
+    try:
+        for _ in range(draw.randint(10, 60)):
+            draw.choice(moves)()
+        found.end()
+    except BaseException as error:
+        error.add_note(f"seed {seed}: pack {pack}, finite {finite}, tail {tail}")
+        raise
+    finally:
+        found.close()
+    return found.counts
+
+
+def main(
+    shards: Annotated[str, typer.Argument(help="A folder of shards with a json of an id each.")],
+    histories: Annotated[int, typer.Option(help="How many.")] = 10_000,
+    first: Annotated[int, typer.Option(help="The first seed.")] = 0,
+) -> None:
+    """Run random histories, and print what was compared."""
+    logging.disable(logging.WARNING)
+    began, total = time.process_time(), Counter[str]()
+    for seed in range(first, first + histories):
+        total += history(seed, shards)
+    print(f"{histories} histories: {dict(total)}, nothing lost or twice; {time.process_time() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    typer.run(main)
