@@ -10,7 +10,6 @@ Only what holds now is kept, and a digest of all that came before:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -32,7 +31,7 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     place: SavedCount = 0
-    digest: Annotated[int, msgspec.Meta(ge=0, lt=1 << 64)] = 0
+    digest: SavedCount = 0
     weights: dict[str, dict[str, SavedCount]] = {}
     excluded: dict[SavedCount, bytes] = {}
     max_length: SavedCount = 0
@@ -63,7 +62,7 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
         said = msgspec.msgpack.encode((self.digest, place, fresh, numbers, max_length), order="sorted")
         return Decisions(
             place,
-            xxh3_64_intdigest(said) or 1,
+            xxh3_64_intdigest(said) >> 2 or 1,
             {**self.weights, **fresh},
             {**self.excluded, **numbers},
             max_length or self.max_length,

@@ -270,7 +270,8 @@ class Position(msgspec.Struct, frozen=True):
         Raises ValueError if it is before the history.
         """
         at = self.previous if lag and self.previous is not None and not self.told else self
-        if not 0 <= lag <= min(len(at.history) or MAX_LAG, since := at.batches - at.decided_at):
+        since = at.batches - at.decided_at
+        if not 0 <= lag <= min(len(at.history) or MAX_LAG, since):
             raise ValueError(
                 f"lag={lag}: only the last {min(len(at.history), since)} batches can be taken back, at most {MAX_LAG}: "
                 "those given since the loader was made, loaded, or began the epoch, or since decide was called. Save "

@@ -261,7 +261,8 @@ class OnlinePacker(ItemStage):
         An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
         holds back, the number of rounds. `taken`: the ref of the item that is not placed yet, or None. Only where
         needed: `lengths`, of open packs once another `max_length` was decided; `taken_part`, the start of that item's
-        rest and its whole length; `taken_size`, the length and images that the encoder declared; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
+        rest and its whole length; `taken_size`, the length and images that the encoder declared; `held`, the items in
+        no pack yet; `rounds`, how often held items have been placed.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
