@@ -57,14 +57,14 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
 
         Raises ValueError for weights that are no numbers of at least 0, or all 0.
         """
-        fresh = {branch: _bounded(integer_weights(given)) for branch, given in weights.items()}
-        numbers = {tag: _packed({*self.numbers(tag), *more}) for tag, more in excluded.items()}
-        said = msgspec.msgpack.encode((self.digest, place, fresh, numbers, max_length), order="sorted")
+        fresh = {branch: _bounded(integer_weights(dict(sorted(weights[branch].items())))) for branch in sorted(weights)}
+        numbers = {tag: _packed({*self.numbers(tag), *excluded[tag]}) for tag in sorted(excluded)}
+        said = msgspec.msgpack.encode((self.digest, place, fresh, numbers, max_length))
         return Decisions(
             place,
             xxh3_64_intdigest(said) >> 2 or 1,
-            {**self.weights, **fresh},
-            {**self.excluded, **numbers},
+            dict(sorted({**self.weights, **fresh}.items())),
+            dict(sorted({**self.excluded, **numbers}.items())),
             max_length or self.max_length,
         )
 
