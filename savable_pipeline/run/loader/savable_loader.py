@@ -304,6 +304,8 @@ class SavableLoader(Acknowledging):
         place = f"at slot {position.slot} of epoch {position.epoch}"
         if settings.epoch_slots is not None:
             place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
+        if position.decisions:
+            place += f"; decided {position.decisions}"
         return f"SavableLoader({shown}): {rank}, {place}\n{data_path(self._run.local.last_stage)}"
 
 
