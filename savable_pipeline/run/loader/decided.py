@@ -65,6 +65,7 @@ def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, WeightedSource
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"decide: weights are a dict of the sources of a Blend, not {weights!r}")
     places = {f"{at}/{own}" if at else own: (at, own) for at, blend in blends.items() for own in blend.names}
+    known = ", ".join(sorted(places))
     if unknown := [name for name in weights if name not in places]:
         raise ValueError(
             f"decide: no source of a Blend is called {unknown[0]!r}; there are {', '.join(sorted(places))}"
@@ -73,11 +74,9 @@ def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, WeightedSource
     for name, weight in weights.items():
         branch, own = places[name]
         found.setdefault(branch, {})[own] = weight
-    wanted = [name for name, (branch, _) in places.items() if branch in found]
+    wanted = sorted(name for name, (branch, _) in places.items() if branch in found)
     if missing := [name for name in wanted if name not in weights]:
-        raise ValueError(
-            f"decide: every source of a Blend needs a weight; none is given for {', '.join(sorted(missing))}"
-        )
+        raise ValueError(f"decide: every source of a Blend needs a weight; none is given for {', '.join(missing)}")
     return found
 
 

@@ -204,16 +204,14 @@ def test_it_is_the_run_stopped_and_resumed_with_other_settings(shards: Path, tmp
         for _ in range(40):
             batch = next(one)
             assert batch == next(other)
-            assert not {f"s{number:06d}" for number in range(0, 40, 3)} & a_keys(one)
+            assert not {f"s{number:06d}" for number in range(0, 40, 3)} & set(keys_of(one, "a"))
 
 
-def a_keys(made: sp.SavableLoader) -> set[str]:
-    """The keys of the samples of the source "a" in the last batch."""
-    sources = {
-        stage.info.branch: stage for stage in upstream(made.__savable_run__().local.last_stage) if not stage.sources
-    }
-    origin = sources["a"].origin  # type: ignore[attr-defined]
-    return {sample.key for sample in made.trace().samples if sample.ref.source == origin}
+def keys_of(made: sp.SavableLoader, name: str) -> list[str]:
+    """The keys of the samples of a source in the last batch."""
+    stages = upstream(made.__savable_run__().local.last_stage)
+    (reader,) = [stage for stage in stages if not stage.sources and stage.info.branch == name]
+    return [sample.key for sample in made.trace().samples if sample.ref.source in reader.info.origins]
 
 
 def test_each_resume_knows_it_and_a_state_without_any_has_no_byte_of_it(shards: Path) -> None:
@@ -264,7 +262,7 @@ def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str
     for given in range(0, len(states), 9):
         with loader(shards, **how) as other:
             other.load_state_dict(states[given])
-            assert passes(other, plan)[0] == batches[given:]
+            assert str(passes(other, plan)[0]) == str(batches[given:])
 
 
 def passes(made: sp.SavableLoader, plan: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
@@ -396,8 +394,7 @@ def test_settings_given_after_it_win_with_a_warning(shards: Path, caplog: pytest
         decided = sp_decisions(other)
         assert (decided.weights, decided.max_length) == ({}, 8) and len(decided.excluded) == 4
         assert "those given now hold" in caplog.text
-        late = [sample.shard for _ in range(60) if next(other) for sample in other.trace().samples][60:]
-        assert sum("/b/" in shard or shard.startswith("b") for shard in late) >= 0
+        assert len([key for _ in range(60) if next(other) for key in keys_of(other, "b")]) > 250
         again = other.state_dict()
     with loader(shards, weights=weights) as other:
         other.load_state_dict(again)
