@@ -67,9 +67,7 @@ def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, WeightedSource
     places = {f"{at}/{own}" if at else own: (at, own) for at, blend in blends.items() for own in blend.names}
     known = ", ".join(sorted(places))
     if unknown := [name for name in weights if name not in places]:
-        raise ValueError(
-            f"decide: no source of a Blend is called {unknown[0]!r}; there are {', '.join(sorted(places))}"
-        )
+        raise ValueError(f"decide: no source of a Blend is called {unknown[0]!r}; there are {known}")
     found: dict[str, dict[str, Weight]] = {}
     for name, weight in weights.items():
         branch, own = places[name]
