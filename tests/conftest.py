@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.support.forked_children import ForkedChildren, forked_children
 from tests.support.shards import write_numbered_shards, write_tar
 
 __all__ = ["MakeShards", "write_numbered_shards", "write_tar"]
 
 # Whoever starts the tests in the background may have Ctrl-C ignored; then so have the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Before torch is imported, here and in what tests start: a test has one core, whatever the machine has.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A machine may be busy with other things: no example is too slow.
 settings.register_profile("untimed", deadline=None)
@@ -43,6 +48,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children() -> Iterator[ForkedChildren]:
+    """Child processes of the package start without an import."""
+    with forked_children() as server:
+        yield server
+
+
+@pytest.fixture
+def own_interpreters(children: ForkedChildren) -> Iterator[None]:
+    """Child processes of the package start as they do elsewhere."""
+    with children.off():
+        yield
 
 
 @pytest.fixture

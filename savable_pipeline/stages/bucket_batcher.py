@@ -51,7 +51,8 @@ class BucketBatcher(EncoderBatches):
         source: A stage of items.
         bounds: The greatest length of each bucket, in tokens, ascending: [64, 256] makes buckets of 0 … 64 and 65 …
             256. Longer items are left out and counted. Without bounds there is one bucket, of any length.
-        size: Items of a batch; or a list with one size for each bucket; or a mapping from each group to either.
+        size: Items of a batch; or a list with one size for each bucket; or a mapping from each group to either; or a
+            function of the group.
         max_tokens: In place of `size`: as many items as fit when each is padded to the bucket's bound.
         group: Only items of one group share a batch: a function of an item, or the name of a method of the encoder,
             that returns an int, a str, None or a tuple of these, and depends on the item alone. The fingerprint keeps
@@ -94,7 +95,7 @@ class BucketBatcher(EncoderBatches):
         source: ItemStage,
         *,
         bounds: Sequence[int] = (),
-        size: BatchSize | Mapping[Group, BatchSize] | None = None,
+        size: BatchSize | Mapping[Group, BatchSize] | Callable[[Group], int] | None = None,
         max_tokens: int | None = None,
         group: Callable[[Any], Group] | str | None = None,
         drop_last: bool | None = None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
 from typing import Any, TypeAlias
 
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.setting_rules import function_settings
 
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
 Bucket: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
@@ -23,7 +24,7 @@ class BucketSizes:
     def __init__(
         self,
         bounds: Sequence[int],
-        size: BatchSize | Mapping[Group, BatchSize] | None,
+        size: BatchSize | Mapping[Group, BatchSize] | Callable[[Group], int] | None,
         max_tokens: int | None,
         *,
         grouped: bool,
@@ -34,15 +35,18 @@ class BucketSizes:
             raise ValueError(f"BucketBatcher: bounds must be lengths in ascending order, not {bounds}")
         if (size is None) == (max_tokens is None):
             raise ValueError("BucketBatcher: give either size or max_tokens")
-        if isinstance(size, Mapping) and not grouped:
+        if (isinstance(size, Mapping) or callable(size)) and not grouped:
             raise ValueError("BucketBatcher: a size for each group needs group=, which says what an item's group is")
         self.buckets = len(self.bounds) or 1
         self._groups: dict[Group, list[int]] = {}
         self._every: list[int] = []
+        self._of_group: Callable[[Group], int] | None = None
         if max_tokens is not None:
             self._every = self._by_tokens(max_tokens)
         elif isinstance(size, Mapping):
             self._groups = {plain_group(group): self._sizes(each) for group, each in size.items()}
+        elif callable(size):
+            self._of_group = size
         elif size is not None:
             self._every = self._sizes(size)
 
@@ -63,6 +67,8 @@ class BucketSizes:
 
     def of(self, group: Group, bucket: int) -> int:
         """The number of items of a batch. Raises ValueError for a group that has no size."""
+        if self._of_group is not None:
+            return self._sizes(self._of_group(group))[bucket]
         if not self._groups:
             return self._every[bucket]
         if group not in self._groups:
@@ -79,6 +85,8 @@ class BucketSizes:
     def settings(self) -> dict[str, Any]:
         """What sets the sizes, for a fingerprint."""
         size: Any = self._given
+        if self._of_group is not None:
+            return {"bounds": self.bounds, "max_tokens": None, **function_settings("size", self._of_group)}
         if isinstance(size, Mapping):  # whose order does not matter, and whose keys need not be texts
             size = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
         return {"bounds": self.bounds, "size": size, "max_tokens": self._max_tokens}

@@ -16,6 +16,8 @@ import pytest
 from savable_pipeline.core.child_process import ChildProcess
 from tests.support.processes import wait_until_gone
 
+pytestmark = pytest.mark.usefixtures("own_interpreters")
+
 
 def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -> None:
     child = ChildProcess("os:_exit")  # which takes no connection: it dies of a TypeError

@@ -26,6 +26,7 @@ NOT_RUN = {
     "docs/coming-from/mosaic.md": 1,
     "docs/elastic.md": 1,
     "docs/encoders.md": 1,
+    "docs/energon.md": 2,
     "docs/many-machines.md": 4,
     "docs/model-parallel.md": 1,
     "docs/operations.md": 1,
@@ -43,6 +44,11 @@ NOT_RUN = {
 }
 # Pages that begin in an empty folder and need nothing that they do not make.
 FROM_NOTHING = {"docs/first-day.md"}
+RUN = [
+    pytest.param(page, marks=pytest.mark.landing if name_of(page) in FROM_NOTHING else ())
+    for page in PAGES
+    if any(block.runs for block in blocks_of(page))
+]
 LANGUAGES = {"python", "console", "text", "sh", "yaml", "json"}
 
 # Addresses in the theme's scripts that are loaded only for what no page has.
@@ -71,7 +77,7 @@ def folder_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks_of(page))], ids=name_of)
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 @pytest.mark.usefixtures("folder_of_a_page")
 def test_the_blocks_of_a_page_run_one_after_the_other(page: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.runs]
@@ -113,7 +119,9 @@ def test_pages_import_only_what_is_promised() -> None:
     for page in [*PAGES, README]:
         for block in blocks_of(page):
             inner = re.findall(
-                r"^\s*(?:from|import) (savable_pipeline\.(?!testing\b|trainers\b)\S+)", block.text, re.MULTILINE
+                r"^\s*(?:from|import) (savable_pipeline\.(?!testing\b|trainers\b|energon\b)\S+)",
+                block.text,
+                re.MULTILINE,
             )
             assert not inner, f"{block.place}: {inner}"
 
@@ -161,6 +169,7 @@ def _elsewhere(addresses: list[str]) -> list[str]:
     return [address for address in addresses if re.match(r"\s*(https?:)?//", address)]
 
 
+@pytest.mark.landing
 def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(PAGES) / 2
@@ -175,6 +184,7 @@ def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
         assert not re.search(r"<(script|image|use)\b", picture.read_text()), picture
 
 
+@pytest.mark.landing
 def test_the_scripts_of_the_theme_know_no_address_that_a_page_of_ours_would_load(site: Path) -> None:
     pages = "".join(page.read_text() for page in site.rglob("*.html"))
     for script in site.rglob("*.js"):
@@ -186,6 +196,7 @@ def test_the_scripts_of_the_theme_know_no_address_that_a_page_of_ours_would_load
             assert needed is None or f'class="{needed}' not in pages, f"{needed} makes a page load {address}"
 
 
+@pytest.mark.landing
 def test_every_page_is_found_from_the_contents(site: Path) -> None:
     contents = (ROOT / "mkdocs.yml").read_text()
     assert not [name_of(page) for page in PAGES if str(page.relative_to(ROOT / "docs")) not in contents]

@@ -15,12 +15,14 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("command", ["ruff format --check .", "ruff check .", "mypy"])
 def test_the_hook_passes(command: str) -> None:
     done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.landing
 def test_a_folder_imports_only_folders_below_it() -> None:
     lint_imports = Path(sys.executable).with_name("lint-imports")  # it has no `python -m` form
     done = subprocess.run([lint_imports], cwd=ROOT, capture_output=True, text=True)

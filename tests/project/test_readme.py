@@ -50,6 +50,7 @@ def test_the_recipe_resumed_from_its_own_checkpoint_goes_on_with_the_same_batche
     assert list(parts.values())[:30] == whole
 
 
+@pytest.mark.landing
 def test_the_recipe_pasted_into_a_file_runs_twice_ends_and_is_previewed_without_training() -> None:
     Path("train.py").write_text(_recipe())
     with contextlib.redirect_stdout(io.StringIO()) as first:
@@ -83,7 +84,7 @@ def test_the_commands_of_readme_stand_where_newcomers_and_tests_look_for_them() 
     ends = {
         "The first minute": "tools/quickstart/first_minute.py",
         "Quickstart": "tools/quickstart/quickstart.py",
-        "Tests": "-m pytest -n 2",
+        "Tests": "-m pytest -n auto",
     }
     for heading, end in ends.items():
         block = re.search(rf"^## {heading}\n+```\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)

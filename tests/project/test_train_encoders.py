@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import outcome as report
 import pytest
 import quickstart
 import torch
@@ -49,6 +48,7 @@ def write_sources(folder: Path) -> None:
         (folder / f"{name}.py").write_text(text)
 
 
+@pytest.mark.landing
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "chat"])
 def test_a_model_learns_from_what_its_encoder_makes(name: str, prepared: Any, tmp_path: Path) -> None:
@@ -71,8 +71,7 @@ def test_a_model_learns_from_what_its_encoder_makes(name: str, prepared: Any, tm
 def test_chat_training_killed_and_resumed_with_other_workers_repeats_every_bit(prepared: Any, tmp_path: Path) -> None:
     recipe = prepared("chat")
     trial = quickstart.killed_and_resumed(recipe, tmp_path, steps=20)
-    row = report.trial_row(trial)
-    assert row.exact, row
+    assert trial.difference is None
     assert 12 <= max(trial.killed) < 19
     losses = [float.fromhex(entry["loss"]) for entry in trial.uninterrupted.values()]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])

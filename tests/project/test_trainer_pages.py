@@ -8,6 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from tests.project.pages import ROOT, blocks_of
 
 NEEDS = {
@@ -24,6 +26,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.landing
 def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path: Path) -> None:
     installed = [trainer for trainer, module in NEEDS.items() if find_spec(module)]
     assert "torch" in installed

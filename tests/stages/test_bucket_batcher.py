@@ -170,6 +170,18 @@ def test_only_items_of_one_group_share_a_batch() -> None:
     assert numbers(batcher(lengths, group=kind_of, size=by_group)) == [[1], [0, 3], [4], [6], [7], [2, 5]]
 
 
+def test_a_function_of_the_group_says_its_size() -> None:
+    stage = batcher([1, 9, 5, 3, 7], bounds=[], group=Modulo(2), size=one_more)
+    assert stage.settings()["size"] == "one_more"
+    assert numbers(stage) == [[0], [2], [1, 3], [4]]
+    with pytest.raises(ValueError, match="needs group="):
+        batcher([1], size=one_more)
+
+
+def one_more(group: int) -> int:
+    return group + 1
+
+
 def test_without_bounds_groups_alone_are_put_together() -> None:
     assert numbers(batcher([1, 9, 5, 3], bounds=[], group=Modulo(2))) == [[0, 2], [1, 3]]
 

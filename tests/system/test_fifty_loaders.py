@@ -56,6 +56,7 @@ def use(pipeline: Callable[[sp.Lane], sp.Stage], loaders: int) -> None:
                 next(loader)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("kind", "make"), [*((kind, alone) for kind in READERS), *((kind, joined) for kind in READERS if kind != "tokens")]
 )

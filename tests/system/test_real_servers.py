@@ -145,6 +145,7 @@ def test_nginx_without_an_index_gives_the_shards_to_make_one(web: Nginx, data: P
 # Buckets.
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("kind", ["s3", "gs"])
 def test_a_bucket_gives_what_a_disk_gives_and_a_run_goes_on_from_one_to_the_other(
     data: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch, kind: str

@@ -40,6 +40,7 @@ class Compressed(msgspec.Struct):
     compressed: bytes
 
 
+@pytest.mark.landing
 def test_a_fingerprint_that_inflates_to_a_gigabyte(little_memory: None) -> None:
     deflate = zlib.compressobj()
     zeros = bytes(1 << 24)
@@ -70,6 +71,7 @@ def test_a_split_of_few_kilobytes_that_names_billions_of_shards(tmp_path: Path, 
         read_split(root, "train", [])
 
 
+@pytest.mark.landing
 def test_a_pattern_of_long_names(tmp_path: Path, little_memory: None) -> None:
     root = meta(tmp_path, "split.yaml", f"split_parts:\n  train: ['{{000000..999999}}{'x' * 5000}.tar']\n")
     with pytest.raises(sp.ShardError, match="too long ones"):
@@ -129,6 +131,7 @@ def test_a_mixture_that_is_no_text(tmp_path: Path) -> None:
     assert type(caught.value) is ValueError
 
 
+@pytest.mark.landing
 def test_pax_headers_by_the_thousand_are_read_in_little_memory(tmp_path: Path) -> None:
     """Every global header has names of its own, and each member is read with all of them."""
     write_tar(tmp_path / "end.tar", [(f"s{i}.txt", b"x") for i in range(200)])

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
 
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.task_encoder import Skip
@@ -56,8 +55,10 @@ def openai(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
 
 
-def own_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+def own_tokenizer(template: str = TEMPLATE) -> Any:
     """A tokenizer of transformers with a chat template of its own."""
+    from transformers import PreTrainedTokenizerFast  # takes a second
+
     made = PreTrainedTokenizerFast(
         tokenizer_object=trained_tokenizer(),
         bos_token="<|endoftext|>",

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from transformers import PreTrainedTokenizerFast
 
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
@@ -34,8 +33,10 @@ TEMPLATE = (
 
 
 @cache
-def own_tokenizer() -> PreTrainedTokenizerFast:
+def own_tokenizer() -> Any:
     """A tokenizer of transformers with a chat template."""
+    from transformers import PreTrainedTokenizerFast  # takes a second
+
     made = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), eos_token="<|im_end|>")
     made.chat_template = TEMPLATE
     return made

@@ -151,6 +151,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.landing
 def test_a_rank_whose_group_could_not_be_formed_is_in_the_next_one() -> None:
     run = subprocess.run([sys.executable, "-c", FORMS_AGAIN], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert (run.returncode, run.stdout) == (0, "failed\n"), run.stderr[-2000:]
@@ -165,6 +166,7 @@ def survive(folder: Path, kills: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.landing
 def test_survivors_of_three_ranks_of_which_ten_are_killed_train_on_every_slot_once(tmp_path: Path) -> None:
     found = survive(tmp_path, kills=10)
     assert found["kills"] == 10 and found["slots"] >= 30

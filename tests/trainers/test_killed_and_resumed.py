@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.trainers.cases import drive, expect_resumed, legs, logs, saved_before
 
 _TESTS = ("adapters.py", "adapters_hf.py", "lightning_state.py", "hf_state.py")
@@ -16,6 +18,7 @@ _TESTS = ("adapters.py", "adapters_hf.py", "lightning_state.py", "hf_state.py")
 TRAINERS = ("torch", "accelerate", "hf", "lightning")
 
 
+@pytest.mark.landing
 def test_a_trainer_killed_with_two_workers_and_resumed_repeats_every_batch_and_loss(tmp_path: Path) -> None:
     kills = {trainer: random.randint(5, 8) for trainer in TRAINERS}
     cases = {}

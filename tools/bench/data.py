@@ -1,4 +1,7 @@
-"""The data that the benchmarks read: tars of JSON of 1 kB, of images of 25 kB and of blobs of 1 MB, written once."""
+"""The data that the benchmarks read: tars of JSON of 1 kB, of images of 25 kB and of blobs of 1 MB, written once.
+
+`few-json`, `few-parquet` and `few-litdata` are the same 64,000 records in 64 files, for up to 32 processes that read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +22,19 @@ import savable_pipeline as sp
 
 FOLDER = Path(tempfile.gettempdir()) / "savable_pipeline_bench"
 TEXTS, TEXTS_PER_SHARD = 160_000, 10_000
+FEW, FEW_PER_SHARD = 64_000, 1_000
 IMAGES, IMAGES_PER_SHARD = 120_000, 6_000
 BLOBS, BLOBS_PER_SHARD, BLOB_BYTES = 512, 32, 1_000_000
 console = Console(width=130)
 
 
 def prepared(folder: Path, name: str) -> Path:
-    """The folder of the data called `json`, `images`, `blobs` or `parquet`, written first if it is not there."""
+    """The folder of the data of this name, written first if it is not there."""
     makers: dict[str, Callable[[Path], None]] = {
         "json": _write_json, "images": _write_images, "blobs": _write_blobs, "parquet": _write_parquet,
+        "few-json": partial(_write_json, texts=FEW, per_shard=FEW_PER_SHARD),
+        "few-parquet": partial(_write_parquet, texts=FEW, per_shard=FEW_PER_SHARD),
+        "few-litdata": _write_litdata,
     }  # fmt: skip
     place = folder / name
     if not (place / "done").exists():
@@ -45,14 +53,14 @@ def json_record(number: int) -> dict[str, Any]:
     return {"id": number, "url": url, "score": float(draw.random()), "text": " ".join(words)}
 
 
-def _write_json(folder: Path) -> None:
+def _write_json(folder: Path, texts: int = TEXTS, per_shard: int = TEXTS_PER_SHARD) -> None:
     """With the metadata that Energon reads."""
     counts = {}
-    for first in range(0, TEXTS, TEXTS_PER_SHARD):
-        name = f"{first // TEXTS_PER_SHARD:06d}.tar"
-        numbers = range(first, first + TEXTS_PER_SHARD)
+    for first in range(0, texts, per_shard):
+        name = f"{first // per_shard:06d}.tar"
+        numbers = range(first, first + per_shard)
         _write_tar(folder / name, ({"json": json.dumps(json_record(i)).encode()} for i in numbers))
-        counts[name] = TEXTS_PER_SHARD
+        counts[name] = per_shard
     meta = folder / ".nv-meta"
     meta.mkdir(exist_ok=True)
     (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
@@ -61,14 +69,21 @@ def _write_json(folder: Path) -> None:
     sp.TarShardReader(str(folder), sp.Lane())  # makes the indexes
 
 
-def _write_parquet(folder: Path) -> None:
+def _write_parquet(folder: Path, texts: int = TEXTS, per_shard: int = TEXTS_PER_SHARD) -> None:
     """The records of the JSON shards as columns, which is what HF datasets reads fastest."""
     import pyarrow
     from pyarrow import parquet
 
-    for first in range(0, TEXTS, TEXTS_PER_SHARD):
-        table = pyarrow.Table.from_pylist([json_record(i) for i in range(first, first + TEXTS_PER_SHARD)])
-        parquet.write_table(table, folder / f"{first // TEXTS_PER_SHARD:06d}.parquet")
+    for first in range(0, texts, per_shard):
+        table = pyarrow.Table.from_pylist([json_record(i) for i in range(first, first + per_shard)])
+        parquet.write_table(table, folder / f"{first // per_shard:06d}.parquet")
+
+
+def _write_litdata(folder: Path) -> None:
+    """The few records in the chunks that LitData writes."""
+    from litdata import optimize
+
+    optimize(json_record, list(range(FEW)), str(folder), chunk_size=FEW_PER_SHARD, num_workers=1, verbose=False)
 
 
 def _write_images(folder: Path) -> None:

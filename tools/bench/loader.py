@@ -28,6 +28,7 @@ from typing import Any
 import peers
 import torch
 from data import FOLDER, TEXTS, console, json_record, prepared
+from peer_energon import energon
 from pipelines import Decode, FunctionEncoder, decode_json, own_json, pipeline
 from rich.table import Table
 from rounds import Contender, Loader, compete
@@ -67,7 +68,7 @@ def throughput(folder: Path) -> dict[str, Any]:
         "webdataset": lambda: Loader(peers.web_dataset(texts, decode_json, list, **settings), len),
         "StatefulDataLoader": lambda: Loader(peers.stateful_dataloader(texts, decode_json, list, **settings), len),
         "HF datasets over parquet": lambda: Loader(peers.hf_datasets(columns, **settings), len),
-        "Megatron-Energon": lambda: Loader(peers.energon(texts, size=BATCH, buffer=BUFFER), len),
+        "Megatron-Energon": lambda: Loader(energon(texts, size=BATCH, buffer=BUFFER), len),
     }
     return compete("JSON of 1 kB, no workers", "sample", makers)
 

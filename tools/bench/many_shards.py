@@ -61,15 +61,15 @@ def shard_name(shard: int) -> str:
     return f"{shard // IN_FOLDER:04d}/{shard:07d}.tar"
 
 
-def make_dataset(root: Path, shards: int) -> None:
-    """Empty files, with an index that says they hold samples of one part."""
+def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
+    """Empty files, with an index that says each holds so many samples of one part."""
     from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
     from savable_pipeline.data.shards.index_file import check_of
     from savable_pipeline.data.shards.index_writer import Columns, index_begin
     from savable_pipeline.data.shards.shard_list import ShardEntry
 
     columns, draw = Columns(), np.random.default_rng(0)
-    zeros = np.zeros(SAMPLES, "<u8")
+    zeros = np.zeros(samples, "<u8")
     check = check_of(zeros, zeros, zeros)  # of rows that are a hole
     for shard, digest in enumerate(draw.integers(0, 1 << 63, shards).tolist()):
         path = root / shard_name(shard)
@@ -77,12 +77,12 @@ def make_dataset(root: Path, shards: int) -> None:
             path.parent.mkdir(parents=True)
         with path.open("wb") as file:
             file.truncate(SHARD_BYTES)
-        columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, SAMPLES, digest), check)
-    begin = index_begin(columns, [(("bin", 1),)], members=1, size_bytes=4, sizes=shards * SAMPLES)
+        columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), check)
+    begin = index_begin(columns, [(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
     (root / INDEX_NAME).parent.mkdir()
     (root / INDEX_NAME).write_bytes(begin)
-    sizes = shards * SAMPLES * 4
-    os.truncate(root / INDEX_NAME, len(begin) + shards * SAMPLES * 8 + sizes + -sizes % 8)
+    sizes = shards * samples * 4
+    os.truncate(root / INDEX_NAME, len(begin) + shards * samples * 8 + sizes + -sizes % 8)
 
 
 def open_one(root: str) -> Numbers:

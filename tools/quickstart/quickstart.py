@@ -183,6 +183,7 @@ def main(
     recipes = [RECIPES[only]] if only else list(RECIPES.values())
     for recipe in recipes:
         prepare(recipe, out / recipe.name)
+        show_batch(recipe, out / recipe.name)
     dealt = {f"{recipe.name}, ranks": dealt_to_ranks(recipe, out / recipe.name, ranks) for recipe in recipes}
     trials = [killed_and_resumed(recipe, out / recipe.name, steps) for recipe in recipes]
     draw(trials, out / "loss.png")
@@ -209,6 +210,10 @@ def prepare(recipe: Recipe, folder: Path) -> None:
     reasons = ", ".join(sorted({reject.reason for reject in report.rejected}))
     left_out = f"; {len(report.rejected)} left out: {reasons}" if reasons else ""
     console.print(f"{recipe.name}: {report.samples:,} samples in {report.shards} shards{left_out}")
+
+
+def show_batch(recipe: Recipe, folder: Path) -> None:
+    """Make a batch, for which no loader is needed."""
     batch = next(recipe.pipeline(folder / "shards", sp.Lane(count=LANES, seed=SEED)))
     shapes = ", ".join(f"{field} {tuple(batch[field].shape)}" for field in ("image", "tokens") if field in batch)
     console.print(f"{recipe.name}: a batch has {shapes}")

@@ -154,8 +154,13 @@ def tokenizer(path: Path) -> Tokenizer:
 
 
 CROP = SquareCrop(16, scale=(0.7, 1.0), flip=0.0)  # a mirrored 2 would be no 2
-CLASSES = ClassificationEncoder(10, crop=CROP, mixup=0.2, cutmix=1.0)
 PAIRS = ContrastiveEncoder(text="json[captions]", crop=CROP)
+
+
+@cache
+def class_encoder() -> ClassificationEncoder:
+    """Made when it is used: what mixes its batches takes seconds to import."""
+    return ClassificationEncoder(10, crop=CROP, mixup=0.2, cutmix=1.0)
 
 
 @cache
@@ -180,7 +185,7 @@ def text_encoder(path: Path) -> LanguageModelingEncoder:
 
 def classes_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
     """Images, randomly cropped and mixed; 32 a batch."""
-    return sp.Batcher(sp.Encode(shuffled(shards, lane), CLASSES), size=32)
+    return sp.Batcher(sp.Encode(shuffled(shards, lane), class_encoder()), size=32)
 
 
 def pairs_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:

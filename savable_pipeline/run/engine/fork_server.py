@@ -8,6 +8,7 @@ trainer ── ("start", number) and the worker's end of a channel, or ("signal"
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -30,6 +31,7 @@ def serve(job: SealedJob, end: socket.socket, trainer: int) -> None:
     """Run the server process until the trainer closes its end of the channel or ends."""
     be_quiet()
     be_one_thread()
+    gc.freeze()  # a full collection writes to every object, which would copy all that is shared with the trainer
     server = _Server(job, Channel(end, waits=True))
     try:
         for ready in poll_while_parent_lives(server.poll, trainer):
@@ -67,6 +69,7 @@ class _Server:
             be_quiet()
             shared, pinned = self._opened.shared, self._opened.pinned
             LaneRunner(job.pipeline, seed=job.seed, lanes=job.lanes, shared=shared, pinned=pinned).build(0, 0)
+        gc.freeze()  # what workers share with this process
 
     def step(self, ready: list[tuple[int, int]]) -> None:
         """Handle orders and ended workers. Raises EOFError when the trainer has closed its end."""

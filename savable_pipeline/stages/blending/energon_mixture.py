@@ -9,8 +9,10 @@
           - {path: ./coyo, weight: 2, split_part: val}
           - {path: ./other.yaml}       # another metadataset
 
-A dataset without a `split_part` is read in the split that is asked for. What a mixture cannot keep as it is there, such
-as `join` or a consecutive `subset`, is refused with its line: other data under the same name would be worse.
+A dataset without a `split_part` is read in the split that is asked for. Any `shuffle_over_epochs_multiplier` is as 1,
+each sample once an epoch, which is among the orders that a larger one allows. What a mixture cannot keep as it is
+there, such as `join` or a consecutive `subset`, is refused with its line: other data under the same name would be
+worse.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ _BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetiti
 _NESTED = (".yaml", ".yml", ".json")
 _DEEPEST = 20
 # Keys of a dataset that change its samples, with the value that changes nothing.
-_PLAIN = {"shuffle_over_epochs_multiplier": 1, "dataset_config": "dataset.yaml", "split_config": "split.yaml"}
+_PLAIN = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
+_SHUFFLED = "shuffle_over_epochs_multiplier"
 _REFUSED = {
-    "join": "datasets are not joined here: join them when the shards are made",
-    "joiner": "datasets are not joined here: join them when the shards are made",
-    "aux": "there is no auxiliary data here: put it into the shards",
+    "join": "datasets are not joined here: by sp.Join, or as there by savable_pipeline.energon.get_train_dataset",
+    "joiner": "datasets are not joined here: by sp.Join, or as there by savable_pipeline.energon.get_train_dataset",
+    "aux": "there is no auxiliary data here: savable_pipeline.energon.get_train_dataset reads it",
     "subset": "a range of consecutive samples there; `subset` of a mixture's own file chooses from every shard, so it "
     "would be other samples: leave it out, or write a mixture",
 }
-_KEYS = {"path", "split_part", "subflavor", "subflavors", *_PLAIN}
+_KEYS = {"path", "split_part", "subflavor", "subflavors", _SHUFFLED, *_PLAIN}
 
 
 def is_metadataset(entry: YamlEntry) -> bool:
@@ -134,8 +137,10 @@ def _check_keys(entry: YamlEntry, known: set[str]) -> None:
             raise entry.wrong_at(key, f"`{key}`: {_REFUSED[key]}")
         if key not in known and key not in _REFUSED:
             raise entry.wrong_at(str(key), f"`{key}` is not known here")
-        if key in _PLAIN and value not in (_PLAIN[key], None if key.endswith("_config") else 1):
+        if key in _PLAIN and value not in (_PLAIN[key], None):
             raise entry.wrong_at(key, f"`{key}: {value}` is not kept: only {_PLAIN[key]!r} is read")
+        if key == _SHUFFLED and (type(value) is not int or value < 1) and value != -1:
+            raise entry.wrong_at(key, f"`{key}: {value}` is not kept: all sources are shuffled, or none (`shuffle=`)")
 
 
 def _number(entry: YamlEntry, share: str) -> int | float:

@@ -123,7 +123,7 @@ def test_480_samples_on_96_lanes_warn_and_on_60_lanes_are_60_full_batches(
     assert [len(batch["id"]) for batch in batches] == [8] * 60
 
 
-@pytest.mark.parametrize("samples", [37, 96])
+@pytest.mark.parametrize("samples", [37, pytest.param(96, marks=pytest.mark.landing)])
 def test_other_ranks_resume_over_the_end_of_a_padded_epoch_exactly(make_shards: Any, samples: int) -> None:
     pipeline = partial(counted_pipeline, str(make_shards([samples])), size=4)
     settings: dict[str, Any] = {"lanes": 12, "steps": 60, "workers": [0, 2], "world_sizes": [1, 2, 3, 4]}

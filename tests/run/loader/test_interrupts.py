@@ -14,6 +14,7 @@ from tests.support.toy_faults import packed_numbers
 from tests.support.toy_numbers import counted_pipeline
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("epochs", "before", "batches"),
     [

@@ -467,7 +467,7 @@ def test_loading_logs_nothing_when_nothing_differs(pipeline: Any, caplog: pytest
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("pack", [None, "best_fit"])
-@pytest.mark.parametrize("lanes", [3, 7])
+@pytest.mark.parametrize("lanes", [3, pytest.param(7, marks=pytest.mark.landing)])
 def test_other_batch_sizes_on_the_way_keep_the_order_in_each_lane_and_give_each_sample_once(
     make_shards: Any, lanes: int, pack: str | None, drop_last: bool, num_workers: int
 ) -> None:

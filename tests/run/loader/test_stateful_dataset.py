@@ -135,7 +135,7 @@ def test_resume_in_the_second_epoch_and_at_the_end_of_the_first(make_shards: Any
     assert take(resumed, 1000) == third
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.landing), 2])
 @pytest.mark.parametrize("kind", ["packed", "counted"])
 def test_saved_at_every_step_no_epoch_is_given_twice(make_shards: Any, num_workers: int, kind: str) -> None:
     """Above all right after an epoch's last batch, before its end is told."""

@@ -80,6 +80,7 @@ def test_between_two_strides_a_lane_may_be_further_off_by_no_more_than_the_page_
     assert Fraction(3, 2) < between <= Fraction(5, 2) + Fraction(stride, 4)
 
 
+@pytest.mark.landing
 def test_a_rare_source_does_not_come_in_all_lanes_at_once() -> None:
     lanes = LaneCounts([999, 1], 96, stride=1)
     plans = [LaneTurns([999, 1], lanes, place, key=place).plan(2000) for place in range(96)]

@@ -76,7 +76,7 @@ def test_version_1_is_what_a_file_without_a_class_is(write: Any) -> None:
           train:
             datasets:
               - {path: data/a, weight: 3, subflavor: old, split_config: split.yaml}
-              - {path: data/c, shuffle_over_epochs_multiplier: 1}
+              - {path: data/c, shuffle_over_epochs_multiplier: -1}
         """
     )
     mixture = sp.read_mixture(path, split="train")
@@ -149,8 +149,8 @@ BLEND = HEAD + "splits:\n  train:\n    blend:\n    - path: data/a\n"
         (BLEND + "      subset: {range: [0%, 50%]}", 7, "`subset`: a range of consecutive samples there"),
         (BLEND + "      aux: {pixels: data/b}", 7, "`aux`: there is no auxiliary data here"),
         (BLEND + "      dataset_config: other.yaml", 7, "`dataset_config: other.yaml` is not kept"),
-        (BLEND + "      shuffle_over_epochs_multiplier: -1", 7, "only 1 is read"),
-        (BLEND + "      shuffle_over_epochs_multiplier: null", 7, "only 1 is read"),
+        (BLEND + "      shuffle_over_epochs_multiplier: 0", 7, "all sources are shuffled, or none"),
+        (BLEND + "      shuffle_over_epochs_multiplier: null", 7, "all sources are shuffled, or none"),
         (BLEND + "      repetitions: 2", 7, "`repetitions` is not known here"),
         (BLEND + "      weight: -1", 7, "must be at least 0, not -1"),
         (BLEND + "      weight: high", 7, "`weight` is a number, not 'high'"),

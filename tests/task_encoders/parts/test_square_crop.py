@@ -1,4 +1,7 @@
-"""`SquareCrop`: against torchvision's transforms, pixel by pixel, which only the crops of earlier states use."""
+"""`SquareCrop`: against torchvision's transforms, pixel by pixel, which only the crops of earlier states use.
+
+torchvision is imported where it is used: that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional
 
 import savable_pipeline as sp
 from task_encoders.parts.random_box import random_box
@@ -49,6 +50,8 @@ def image(crop: SquareCrop, seed: int = 0, **parts: bytes) -> torch.Tensor:
     "full", [(1, 1), (8, 8), (9, 8), (33, 70), (70, 33), (71, 99), (100, 7), (5, 300), (33, 34), (34, 33), (67, 66)]
 )
 def test_a_central_crop_has_the_pixels_of_torchvision(full: tuple[int, int], size: int, decode: Decode) -> None:
+    from torchvision.transforms import v2
+
     drawn = noise(*full)
     expected = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])(drawn)
     assert torch.equal(image(SquareCrop(size, augment=False, decode=decode), png=png(drawn)), expected)
@@ -57,6 +60,8 @@ def test_a_central_crop_has_the_pixels_of_torchvision(full: tuple[int, int], siz
 @pytest.mark.parametrize("decode", DECODES)
 @pytest.mark.parametrize("full", [(1, 1), (40, 30), (31, 47), (90, 5), (6, 77), (200, 150)])
 def test_a_random_crop_has_the_pixels_of_torchvision_in_its_box(full: tuple[int, int], decode: Decode) -> None:
+    from torchvision.transforms.v2 import functional
+
     drawn = noise(*full)
     mirrored = []
     for seed in range(12):
@@ -86,6 +91,8 @@ def test_boxes_are_within_the_image_of_the_shares_and_aspects_asked_for_and_anyw
 
 @pytest.mark.parametrize("full", [(1000, 10), (10, 1000), (401, 300), (300, 401), (1, 1), (1, 2)])
 def test_where_no_box_fits_it_is_the_central_one_of_torchvision(full: tuple[int, int]) -> None:
+    from torchvision.transforms import v2
+
     transform = v2.RandomResizedCrop(8, scale=(2.0, 2.0))
     made = transform.make_params([Image.new("RGB", full)])
     expected = (made["left"], made["top"], made["left"] + made["width"], made["top"] + made["height"])
@@ -93,6 +100,8 @@ def test_where_no_box_fits_it_is_the_central_one_of_torchvision(full: tuple[int,
 
 
 def test_crops_of_number_1_are_those_that_torchvision_draws_from_torch() -> None:
+    from torchvision.transforms import v2
+
     crop = SquareCrop(17, scale=(0.3, 1.0), decode="exact", draws=1)
     assert crop.global_rng == ("torch",) and SquareCrop().global_rng is False
     drawn = noise(40, 30)

@@ -11,7 +11,6 @@ import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
@@ -124,8 +123,10 @@ def test_any_other_tokenizer_is_known_by_a_name(tokenizer: Any, name: str) -> No
     assert as_tokenizer(tokenizer).settings()["tokenizer"] == name
 
 
-def fast() -> PreTrainedTokenizerFast:
+def fast() -> Any:
     """A tokenizer of transformers."""
+    from transformers import PreTrainedTokenizerFast  # takes a second
+
     return PreTrainedTokenizerFast(
         tokenizer_object=trained_tokenizer(), eos_token="<|endoftext|>", pad_token="<|im_end|>"
     )

@@ -55,6 +55,8 @@ class Shell:
             os.chdir(folder)
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             os.execvpe(command[0], command, {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "> "})
+        self._poll = select.poll()
+        self._poll.register(self._terminal, select.POLLIN)
         self.seen = ""
 
     def send(self, typed: str) -> None:
@@ -67,7 +69,7 @@ class Shell:
         end = time.monotonic() + _PATIENCE_S
         while text not in self.seen:
             assert time.monotonic() < end, f"{text!r} is not in {self.seen!r}"
-            if select.select([self._terminal], [], [], 1)[0]:
+            if self._poll.poll(1000):
                 self.seen += os.read(self._terminal, 1 << 16).decode(errors="replace")
 
     def end(self) -> None:

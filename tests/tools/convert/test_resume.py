@@ -23,6 +23,8 @@ from savable_pipeline.tools.convert.writer_processes import claimed, locked
 from tests.support import processes
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
 
+pytestmark = pytest.mark.usefixtures("own_interpreters")  # found by their command lines
+
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 40, **{"bad.jpg": b"x", "nodot": b"x", "b/worse.png": b""})
@@ -57,6 +59,7 @@ def undisturbed(tmp_path: Path) -> dict[str, str]:
     return snapshot(tmp_path / "calm")
 
 
+@pytest.mark.landing
 def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
@@ -250,6 +253,7 @@ app(sys.argv[4:])
 """
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
     ("place", "line"),

@@ -1,0 +1,67 @@
+"""Megatron-Energon in one changed import: its names and arguments, on stages whose runs are resumed exactly.
+
+    from savable_pipeline.energon import WorkerConfig, get_savable_loader, get_train_dataset
+
+A `TaskEncoder` of Energon's runs unchanged; `FromEnergon` makes it an `sp.TaskEncoder` for a pipeline of one's own.
+Needs the extra `energon`; the first use of a name says so where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from savable_pipeline.trainers.energon.dataset import (
+        EnergonDataset,
+        LimitDataset,
+        RepeatDataset,
+        get_train_dataset,
+        get_val_dataset,
+        get_val_datasets,
+    )
+    from savable_pipeline.trainers.energon.encoder import FromEnergon
+    from savable_pipeline.trainers.energon.loader import EnergonLoader, get_loader, get_savable_loader
+    from savable_pipeline.trainers.energon.share import AtShare, begin_at_share
+    from savable_pipeline.trainers.energon.worker_config import WorkerConfig
+
+__all__ = [
+    "AtShare",
+    "EnergonDataset",
+    "EnergonLoader",
+    "FromEnergon",
+    "LimitDataset",
+    "RepeatDataset",
+    "WorkerConfig",
+    "begin_at_share",
+    "get_loader",
+    "get_savable_loader",
+    "get_train_dataset",
+    "get_val_dataset",
+    "get_val_datasets",
+]
+
+_PLACES = {
+    "FromEnergon": "encoder",
+    "EnergonLoader": "loader",
+    "get_loader": "loader",
+    "get_savable_loader": "loader",
+    "WorkerConfig": "worker_config",
+    "AtShare": "share",
+    "begin_at_share": "share",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use. Raises ImportError without Megatron-Energon."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"savable_pipeline.trainers.energon.{_PLACES.get(name, 'dataset')}")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("megatron"):
+            raise
+        raise ImportError(
+            f"savable_pipeline.energon.{name} needs Megatron-Energon: pip install 'savable_pipeline[energon]'"
+        ) from error
+    return getattr(module, name)

@@ -1,0 +1,269 @@
+"""`get_train_dataset`, `get_val_dataset`, `get_val_datasets` and what wraps them, with Megatron-Energon's arguments."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack
+
+from megatron.energon import DefaultTaskEncoder, SampleDecoder, log_exception
+
+from savable_pipeline.trainers.energon.encoder import FromEnergon
+from savable_pipeline.trainers.energon.sources import Sources
+from savable_pipeline.trainers.energon.stages import EnergonPipeline
+
+log = logging.getLogger(__name__)
+
+
+class DatasetSettings(TypedDict, total=False):
+    """The arguments that all functions here share; those after `video_decode_audio` are ours."""
+
+    dataset_config: str | None
+    split_config: str | None
+    parallel_shard_iters: int | None
+    handler: Callable[..., Any] | None
+    auto_decode: bool
+    image_decode: str
+    av_decode: str
+    video_decode_audio: bool
+    seed: int | None
+    lanes: int | None
+    trust: bool
+    skip_samples: int
+
+
+_FILES = ("dataset_config", "split_config")
+_DECODING = ("image_decode", "av_decode", "video_decode_audio")
+_UNUSED = ("parallel_shard_iters", "handler")
+
+
+@dataclass(frozen=True)
+class EnergonDataset:
+    """What `get_train_dataset` and its kind return, for `get_savable_loader` and `get_loader`.
+
+    Args:
+        pipeline: Builds the stages of a lane: also for an `sp.SavableLoader` of your own.
+        worker_config: Energon's.
+        seed: The seed of the run.
+        lanes: The lanes of the run. None: 96, or for one pass as many as there are ranks.
+        length: Batches of each rank in a (virtual) epoch. None: as many as there are, or without end.
+        restarts: Whether each iterator begins at the start.
+    """
+
+    pipeline: EnergonPipeline
+    worker_config: Any
+    seed: int
+    lanes: int | None = None
+    length: int | None = None
+    restarts: bool = False
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("the length of this dataset is not known: give virtual_epoch_length=, or limit=")
+        return self.length
+
+
+def get_train_dataset(
+    path: str | os.PathLike[str],
+    *,
+    split_part: str = "train",
+    worker_config: Any,
+    batch_size: int | None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    shuffle_buffer_size: int | None,
+    max_samples_per_sequence: int | None,
+    virtual_epoch_length: int = 0,
+    shuffle_over_epochs_multiplier: int | None = 1,
+    task_encoder: Any = None,
+    repeat: bool = True,
+    **settings: Unpack[DatasetSettings],
+) -> EnergonDataset:
+    """Return the data to train on, as Energon's function of this name.
+
+    Args:
+        path: A prepared dataset, a prepared file of JSON lines, or a metadataset.
+        split_part: The split to read.
+        worker_config: Rank, world size, workers and group; `seed_offset` is the seed, unless `seed=` is given.
+        batch_size: Samples or packs of a batch. None: no batches, or those of `batch_group_criterion`.
+        batch_drop_last: Drop a last batch that is smaller.
+        packing_buffer_size: Samples among which `select_samples_to_pack` chooses, in each lane. None: no packing.
+        shuffle_buffer_size: Samples of the shuffle buffer, in each lane. None: none.
+        max_samples_per_sequence: Samples that stay together when the order is shuffled. None: 8.
+        virtual_epoch_length: Batches of each rank in an epoch; 0: without end.
+        shuffle_over_epochs_multiplier: None: not shuffled. Other numbers are as 1: each sample comes once an epoch.
+        task_encoder: Energon's `TaskEncoder`.
+        repeat: Without end; else one epoch.
+        **settings: Energon's `dataset_config`, `split_config` (files of `.nv-meta`), `auto_decode`, `image_decode`,
+            `av_decode`, `video_decode_audio`; `parallel_shard_iters` and `handler` are not used. Ours: `seed`; `lanes`,
+            the logical workers, fixed for the run and a multiple of each number of ranks that it may have; `trust`, to
+            run code that the dataset names and unpickle its parts; `skip_samples`, of all lanes, to begin after.
+
+    Raises:
+        TypeError: What is asked for cannot be resumed exactly; it says what to do.
+        ValueError: A setting is wrong.
+
+    Example:
+        ```python
+        from savable_pipeline.energon import WorkerConfig, get_savable_loader, get_train_dataset
+
+        data = get_train_dataset(
+            "dataset", worker_config=WorkerConfig.default_worker_config(2), batch_size=4,
+            shuffle_buffer_size=100, max_samples_per_sequence=100, task_encoder=TheirEncoder(),
+        )
+        loader = get_savable_loader(data)
+        ```
+    """
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    sources = replace(
+        _sources(path, split_part, encoder, settings, training=True),
+        repeat=repeat,
+        shuffle=shuffle_over_epochs_multiplier is not None,
+        block_size=max_samples_per_sequence,
+    )
+    if shuffle_over_epochs_multiplier not in (None, 1):
+        log.info("shuffle_over_epochs_multiplier=%s is as 1: each sample once an epoch", shuffle_over_epochs_multiplier)
+    pipeline = _pipeline(
+        encoder, sources, worker_config, batch_size, batch_drop_last, packing_buffer_size, shuffle_buffer_size
+    )
+    pipeline = replace(pipeline, skip_samples=settings.get("skip_samples", 0))
+    return _dataset(pipeline, worker_config, settings, virtual_epoch_length)
+
+
+def get_val_dataset(
+    path: str | os.PathLike[str],
+    *,
+    split_part: str = "val",
+    worker_config: Any,
+    batch_size: int | None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    limit: int | None = None,
+    task_encoder: Any = None,
+    **settings: Unpack[DatasetSettings],
+) -> EnergonDataset:
+    """Return the data to evaluate on, one pass without shuffling, as Energon's function of this name.
+
+    A pass ends before the first round of all lanes that is not full: with one lane, the only one that a single rank has
+    unless `lanes` is given, all samples come. With N ranks, up to N - 1 batches are left out, and counted.
+
+    Args:
+        path: As for `get_train_dataset`.
+        split_part: The split to read.
+        worker_config: As for `get_train_dataset`.
+        batch_size: As for `get_train_dataset`.
+        batch_drop_last: As for `get_train_dataset`.
+        packing_buffer_size: As for `get_train_dataset`.
+        limit: Most batches of each rank.
+        task_encoder: Energon's `TaskEncoder`.
+        **settings: As for `get_train_dataset`.
+
+    Raises:
+        TypeError: As for `get_train_dataset`.
+        ValueError: As for `get_train_dataset`.
+    """
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    sources = replace(_sources(path, split_part, encoder, settings, training=False), repeat=False, shuffle=False)
+    pipeline = _pipeline(encoder, sources, worker_config, batch_size, batch_drop_last, packing_buffer_size, None)
+    return replace(_dataset(pipeline, worker_config, settings, limit), restarts=True)
+
+
+def get_val_datasets(path: str | os.PathLike[str], **arguments: Any) -> list[tuple[EnergonDataset, Any]]:
+    """Return each dataset of a path to evaluate on by itself, with Energon's dataset that it is made of.
+
+    Args:
+        path: As for `get_val_dataset`.
+        **arguments: As for `get_val_dataset`.
+
+    Raises:
+        TypeError: As for `get_val_dataset`.
+        ValueError: As for `get_val_dataset`.
+    """
+    every = get_val_dataset(path, **arguments)
+    encoder = every.pipeline.encoder
+    found = []
+    for name, leaf in encoder.sources.leaves.items():
+        only = encoder.reading(replace(encoder.sources, only=name))
+        found.append((replace(every, pipeline=replace(every.pipeline, encoder=only)), leaf.factory))
+    return found
+
+
+def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> EnergonDataset:
+    """Return a dataset without end.
+
+    Args:
+        dataset: What is read again and again.
+        worker_config: Not used: it is the dataset's.
+    """
+    encoder = dataset.pipeline.encoder
+    endless = encoder.reading(replace(encoder.sources, repeat=True))
+    config = dataset.worker_config
+    lanes = dataset.lanes or config.world_size * max(1, config.num_workers)
+    return replace(dataset, pipeline=replace(dataset.pipeline, encoder=endless), lanes=lanes)
+
+
+def LimitDataset(
+    dataset: EnergonDataset, length: int, *, worker_config: Any = None, reset_after_epoch: bool = False
+) -> EnergonDataset:
+    """Return a dataset whose epoch has at most some batches.
+
+    Args:
+        dataset: What is cut.
+        length: Batches of each rank.
+        worker_config: Not used: it is the dataset's.
+        reset_after_epoch: Each iterator begins at the start.
+    """
+    return replace(dataset, length=length, restarts=reset_after_epoch)
+
+
+def _sources(
+    path: str | os.PathLike[str], split_part: str, encoder: Any, settings: DatasetSettings, *, training: bool
+) -> Sources:
+    known = DatasetSettings.__annotations__
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"{name!r} is no argument here; beside Energon's own there are {', '.join(known)}")
+        if name in _UNUSED:
+            log.info("%s is not used: it changes nothing that is promised", name)
+    own = {name: settings[name] for name in _FILES if settings.get(name) is not None}  # type: ignore[literal-required]
+    given: dict[str, Any] = {"split_part": split_part, "training": training, **own}
+    return Sources(path, given, _decoder(encoder, settings), settings.get("trust", False))
+
+
+def _decoder(encoder: Any, settings: DatasetSettings) -> Any:
+    """The decoder of samples: the encoder's, or one of the arguments that Energon deprecates."""
+    if not settings.get("auto_decode", True):
+        return None
+    own = {name: settings[name] for name in _DECODING if name in settings}  # type: ignore[literal-required]
+    if not own:
+        return encoder.decoder
+    chosen, written = SampleDecoder(**own), encoder.decoder
+    if written not in (None, DefaultTaskEncoder.decoder) and written.config() != chosen.config():
+        raise ValueError(f"task_encoder has a decoder, and {', '.join(own)} sets another one: leave one of them out")
+    return chosen
+
+
+def _pipeline(
+    encoder: Any,
+    sources: Sources,
+    worker_config: Any,
+    batch_size: int | None,
+    drop_last: bool,
+    packing_buffer_size: int | None,
+    shuffle_buffer_size: int | None,
+) -> EnergonPipeline:
+    packing = packing_buffer_size is not None
+    ours = FromEnergon(encoder, sources, packing=packing, batching=batch_size is not None)
+    handler = worker_config.global_error_handler
+    handler = None if handler is log_exception else handler
+    return EnergonPipeline(ours, batch_size, drop_last, packing_buffer_size, shuffle_buffer_size, handler)
+
+
+def _dataset(
+    pipeline: EnergonPipeline, worker_config: Any, settings: DatasetSettings, length: int | None
+) -> EnergonDataset:
+    seed = settings.get("seed")
+    seed = worker_config.seed_offset if seed is None else seed
+    return EnergonDataset(pipeline, worker_config, seed, settings.get("lanes"), length or None)

@@ -1,0 +1,265 @@
+"""`FromEnergon`: a `TaskEncoder` of Megatron-Energon, unchanged, as an `sp.TaskEncoder`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from inspect import isgenerator
+from typing import Any
+
+from megatron.energon import SkipSample
+from megatron.energon.errors import SYSTEM_EXCEPTIONS
+
+from savable_pipeline.core.on_error import is_of_environment
+from savable_pipeline.core.rng import Rng
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.errors import SavableError
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+from savable_pipeline.trainers.energon.convert import as_torch_gives
+from savable_pipeline.trainers.energon.methods import Methods
+from savable_pipeline.trainers.energon.sources import Sources
+from savable_pipeline.trainers.energon.worker_config import Active
+
+_SKIPPED = "SkipSample"
+
+
+class FromEnergon(TaskEncoder):
+    """Calls the methods of Energon's `TaskEncoder` where ours are called, each with random numbers of its own.
+
+    Cookers, `encode_sample` or `preencode_sample` make items; `select` is for `sp.ItemPacker`; `postencode_sample` and
+    `pack_selected_samples` make packs; `batch` and `encode_batch` make batches. `SkipSample` is a `sp.Skip`; in `batch`
+    too, so that the stage after the batcher must drop it. A sample's `__restore_key__` is its ref.
+
+    Args:
+        task_encoder: Energon's encoder.
+        datasets: A prepared dataset or a metadataset: sample types, subflavors, aux. Its `samples(lane)` are read by
+            `FromEnergon.samples`.
+        split_part: The split to read.
+        packing: Whether samples are packed: `postencode_sample` then waits for the pack.
+        batching: Whether `batch` and `encode_batch` are called; else a batch is one item.
+        trust: Run the code that the dataset names, and unpickle its parts.
+
+    Raises:
+        TypeError: The encoder cannot be resumed exactly, or the dataset names code; it says what to do.
+
+    Example:
+        ```python
+        from savable_pipeline.energon import FromEnergon
+
+        encoder = FromEnergon(TheirEncoder(), "dataset", packing=True)
+
+        def pipeline(lane):
+            items = sp.Encode(sp.ShuffleBuffer(encoder.samples(lane), size=100), encoder)
+            return sp.Batcher(sp.ItemPacker(items, size=64, select=encoder.select), size=4)
+        ```
+    """
+
+    def __init__(
+        self,
+        task_encoder: Any,
+        datasets: str | os.PathLike[str] | Sources,
+        *,
+        split_part: str = "train",
+        packing: bool = False,
+        batching: bool = True,
+        trust: bool = False,
+    ) -> None:
+        self._methods = Methods(task_encoder, packing=packing)
+        if not isinstance(datasets, Sources):
+            settings = {"split_part": split_part, "training": True}
+            datasets = Sources(datasets, settings, task_encoder.decoder, trust)
+        self.task_encoder = task_encoder
+        self.sources = datasets
+        self.packing, self.batching = packing, batching
+        self._active = Active()
+        written = self._methods.written
+        self._first = next((name for name in ("preencode_sample", "encode_sample") if name in written), None)
+        self._encodes_batches = "encode_batch" in written
+        self._posts = "postencode_sample" in written
+        self.groups = "batch_group_criterion" in written
+        if any(leaf.is_crude for leaf in datasets.leaves.values()) and not task_encoder.cookers:
+            raise TypeError(f"{type(task_encoder).__name__} has no cookers, which a crude dataset needs")
+
+    def __reduce__(self) -> Any:
+        return _made, (self.task_encoder, self.sources, self.packing, self.batching)
+
+    def reading(self, sources: Sources) -> FromEnergon:
+        """Return the same encoder, of other sources.
+
+        Args:
+            sources: The datasets.
+        """
+        return _made(self.task_encoder, sources, self.packing, self.batching)
+
+    def samples(self, lane: Any) -> Any:
+        """Return the first stage of a pipeline: the samples of the datasets.
+
+        Args:
+            lane: The lane of the pipeline.
+        """
+        return self.sources.samples(lane)
+
+    def encode(self, sample: Sample, rng: Rng) -> Any:
+        """Return what the encoder makes of a sample, an iterator where it yields several."""
+        try:
+            with self._active.at(rng.key):
+                made = self._loaded(sample)
+                if type(made) is not Skip and self._first is not None:
+                    made = self._methods.call(self._first, made, rng, seeded=True)
+        except SkipSample:
+            return Skip(_SKIPPED)
+        if isgenerator(made):
+            return self._parts(made, rng)
+        return made if type(made) is Skip else self._finished(made, rng)
+
+    def _loaded(self, sample: Sample) -> Any:
+        leaf = self.sources.leaf_of(sample)
+        raw = leaf.load(sample)
+        return leaf.cook(raw, self.task_encoder) if leaf.is_crude and type(raw) is not Skip else raw
+
+    def _parts(self, made: Iterator[Any], rng: Rng) -> Iterator[Any]:
+        """The items that a generator of the encoder yields; our stage sets the random numbers before each."""
+        while True:
+            try:
+                with self._active.at(rng.key):
+                    item = next(made)
+            except StopIteration:
+                return
+            except SkipSample:
+                yield Skip(_SKIPPED)
+                return
+            yield self._finished(item, rng)
+
+    def _finished(self, item: Any, rng: Rng) -> Any:
+        """An item of no pack, post-encoded; a `Skip` if the encoder leaves it out of every batch."""
+        if self.packing or not (self._posts or self.groups):
+            return item
+        try:
+            with self._active.at(rng.key):
+                if self._posts:
+                    item = self._methods.call("postencode_sample", item, rng, seeded=False)
+                return self._grouped(item)
+        except SkipSample:
+            return Skip(_SKIPPED)
+
+    def _grouped(self, item: Any) -> Any:
+        """The item, once it is known to have a group: the encoder may raise SkipSample there."""
+        if self.groups:
+            self.task_encoder.batch_group_criterion(item)
+        return item
+
+    def select(self, items: list[Any], rng: Rng) -> Any:
+        """Return the groups of items to pack, for `sp.ItemPacker`."""
+        try:
+            with self._active.at(rng.key):
+                groups = self._methods.call("select_samples_to_pack", items, rng, seeded=True)
+                return [group for group in groups if group]
+        except SkipSample:
+            return []
+        except Exception as error:
+            self._tolerated(error)
+            return []
+
+    def pack(self, items: list[Any], rng: Rng) -> Any:
+        """Return a pack of items, post-encoded before."""
+        try:
+            with self._active.at(rng.key):
+                return self._packed(items, rng)
+        except SkipSample:
+            return Skip(_SKIPPED)
+        except Exception as error:
+            return self._tolerated(error)
+
+    def _packed(self, items: list[Any], rng: Rng) -> Any:
+        if self._posts:
+            items = [made for item in items if type(made := self._post_encoded(item, rng)) is not Skip]
+        if not items:
+            return Skip("a pack of nothing")
+        keys = _restore_keys(items)
+        pack = self._methods.call("pack_selected_samples", items, rng, seeded=not self._posts)
+        return self._grouped(_with_restore_key(pack, "pack", keys))
+
+    def _post_encoded(self, item: Any, rng: Rng) -> Any:
+        try:
+            return self._methods.call("postencode_sample", item, rng, seeded=False)
+        except SkipSample:
+            return Skip(_SKIPPED)
+
+    def group(self, item: Any) -> Any:
+        """Return the group of an item and the size of its batches, for `sp.BucketBatcher`."""
+        with self._active.at(0):
+            key, size = self.task_encoder.batch_group_criterion(item)
+        return _plain(key), size
+
+    def batch(self, items: list[Any], rng: Rng) -> Any:
+        """Return a batch, encoded, its arrays as tensors, as torch's loader has them; a `Skip` if it is left out."""
+        if not self.batching:
+            return as_torch_gives(items[0])
+        try:
+            with self._active.at(rng.key, rng.parts[0]):
+                keys = _restore_keys(items)
+                batch = self._methods.call("batch", items, rng, seeded=True)
+                if self._encodes_batches:
+                    batch = self._methods.call("encode_batch", batch, rng, seeded=False)
+        except SkipSample:
+            return Skip(_SKIPPED)
+        except Exception as error:
+            return self._tolerated(error)
+        if isgenerator(batch):
+            raise TypeError("batch and encode_batch make one batch here, not a generator of batches")
+        return as_torch_gives(_with_restore_key(batch, "batch", keys))
+
+    def _tolerated(self, error: Exception) -> Skip:
+        """The `Skip` of a pack or batch whose making raised; raises the error unless Energon would tolerate it."""
+        if not is_tolerated(error):
+            raise error
+        return Skip(type(error).__name__)
+
+    @property
+    def max_errors(self) -> float:
+        """Most samples whose encoding may fail, as a share: Energon stops at a number in a row."""
+        return 0.9 if self._methods.tolerance else 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """Return the class of the encoder, its decoder's settings, and whether it packs."""
+        kind, decoder = type(self.task_encoder), self.sources.decoder
+        config = None if decoder is None or not hasattr(decoder, "config") else decoder.config()
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return {"task_encoder": name, "decoder": str(config), "packing": self.packing, "batching": self.batching}
+
+
+def is_tolerated(error: BaseException | None) -> bool:
+    """Whether Energon goes on after this error of an encoder, and we may: it is the data's fault, or the encoder's."""
+    if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
+        return False
+    return not is_of_environment(error)
+
+
+def _made(task_encoder: Any, sources: Sources, packing: bool, batching: bool) -> FromEnergon:
+    return FromEnergon(task_encoder, sources, packing=packing, batching=batching)
+
+
+def _restore_keys(items: list[Any]) -> tuple[Any, ...]:
+    return tuple(
+        [
+            item.get("__restore_key__") if isinstance(item, dict) else getattr(item, "__restore_key__", None)
+            for item in items
+        ]
+    )
+
+
+def _with_restore_key(made: Any, kind: str, keys: tuple[Any, ...]) -> Any:
+    """A pack or a batch with the refs of its items as `__restore_key__`, where it has such a field."""
+    if isinstance(made, dict):
+        if "__restore_key__" in made:
+            made["__restore_key__"] = (kind, *keys)
+    elif hasattr(made, "__restore_key__"):
+        made.__restore_key__ = (kind, *keys)
+    return made
+
+
+def _plain(key: Any) -> Any:
+    """A group's key of whole numbers and texts, as a state holds it."""
+    if isinstance(key, tuple):
+        return tuple([_plain(each) for each in key])
+    return key.hex() if isinstance(key, float) else key

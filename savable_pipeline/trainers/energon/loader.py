@@ -1,0 +1,198 @@
+"""`get_savable_loader`, `get_loader`, and `EnergonLoader`: a `SavableLoader` with Energon's methods for states."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
+from savable_pipeline.trainers.energon.dataset import EnergonDataset
+
+log = logging.getLogger(__name__)
+
+_LANES = 96
+_UNUSED = (
+    "checkpoint_every_sec",
+    "checkpoint_every_min_n_samples",
+    "n_checkpoints",
+    "gc_collect_every_n_steps",
+    "cache_pool",
+    "watchdog_timeout_seconds",
+    "watchdog_initial_timeout_seconds",
+    "fail_on_timeout",
+)
+
+
+class EnergonLoader(SavableLoader):
+    """The batches of an `EnergonDataset`, with states by Energon's names too. Its epochs may be virtual.
+
+    Args:
+        dataset: What `get_train_dataset` or `get_val_dataset` returned.
+        prefetch: Batches that a worker may be ahead.
+
+    Raises:
+        ValueError: A setting is wrong, or the ranks do not divide the lanes.
+
+    Example:
+        ```python
+        from savable_pipeline.energon import EnergonLoader
+
+        loader = EnergonLoader(dataset)
+        batch = next(loader)
+        state = loader.save_state_rank()
+        ```
+    """
+
+    def __init__(self, dataset: EnergonDataset, *, prefetch: int = 2) -> None:
+        config = dataset.worker_config
+        finite = not dataset.pipeline.encoder.sources.repeat
+        lanes = dataset.lanes or (config.world_size if finite else _LANES)
+        if lanes % config.world_size:
+            near = -(-lanes // config.world_size) * config.world_size
+            raise ValueError(
+                f"{config.world_size} ranks do not divide the {lanes} lanes of the run: give the dataset lanes={near}, "
+                "fixed for the run, a multiple of each number of ranks that it may have"
+            )
+        super().__init__(
+            dataset.pipeline,
+            seed=dataset.seed,
+            lanes=lanes,
+            num_workers=config.num_workers,
+            rank=config.rank,
+            world_size=config.world_size,
+            group=config.data_parallel_group,
+            prefetch=prefetch,
+            pin_memory=True,
+            on_iter="restart" if dataset.restarts else "continue",
+        )
+        self.worker_config = config
+        self._length = dataset.length
+        self._stop: int | None = None  # the number of given batches at which the virtual epoch ends
+
+    def _given(self) -> int:
+        """The batches of this rank that have been given since the run, or its last restart, began."""
+        position = run_of(self).position
+        return position.slot // position.step
+
+    @property
+    def epoch(self) -> int:
+        """The number of the (virtual) epoch of the batch given last."""
+        return super().epoch if self._length is None else max(self._given() - 1, 0) // self._length
+
+    def __iter__(self) -> EnergonLoader:
+        super().__iter__()
+        self._stop = None
+        return self
+
+    def __next__(self) -> Any:
+        if self._length is not None:
+            given = self._given()
+            if self._stop is None:
+                self._stop = (given // self._length + 1) * self._length
+            if given >= self._stop:
+                raise StopIteration
+        return super().__next__()
+
+    def __len__(self) -> int:
+        return super().__len__() if self._length is None else self._length
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
+        """Continue from a saved state, as `sp.SavableLoader.load_state_dict`.
+
+        Args:
+            state: A state of ours that holds this rank's lanes.
+            allow: Names of fields that may differ.
+
+        Raises:
+            CheckpointMismatchError: It is Energon's, or another field differs.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointMismatchError(
+                f"{type(state).__name__} is no state of this loader. Energon's own names places of its workers, which "
+                "are none here: `savable_pipeline.energon.begin_at_share(dataset, states)` begins at the same share of "
+                "the epoch, and says what it costs"
+            )
+        super().load_state_dict(state, allow=allow)
+        self._stop = None
+
+    def save_state_rank(self) -> dict[str, Any]:
+        """Return the state of this rank, as `state_dict`."""
+        return self.save_state()
+
+    def restore_state_rank(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from the state of a rank.
+
+        Args:
+            state: What `save_state_rank` returned. None: the start.
+        """
+        if state is not None:
+            self.load_state_dict(state)
+
+    def save_state_global(self, global_dst_rank: int) -> dict[str, Any] | None:
+        """Return the state of all ranks on one of them, and None on the others. Collective.
+
+        Args:
+            global_dst_rank: The rank that gets it.
+        """
+        state = self.global_state_dict(self.worker_config.data_parallel_group)
+        return state if _global_rank() == global_dst_rank else None
+
+    def restore_state_global(self, state: Mapping[str, Any] | None, *, src_rank: int | None = None) -> None:
+        """Continue from the state of all ranks.
+
+        Args:
+            state: What `save_state_global` returned. None: the start, or what another rank has.
+            src_rank: The rank that has it, if not all have; collective then.
+        """
+        if src_rank is not None and dist.is_initialized():
+            sent = [state]
+            dist.broadcast_object_list(sent, src=src_rank, group=self.worker_config.data_parallel_group)
+            state = sent[0]
+        self.restore_state_rank(state)
+
+
+def get_savable_loader(
+    dataset: EnergonDataset, *, worker_config: Any = None, prefetch_factor: int = 2, **unused: Any
+) -> EnergonLoader:
+    """Return the loader of a dataset, as Energon's function of this name.
+
+    Args:
+        dataset: What `get_train_dataset` or `get_val_dataset` returned.
+        worker_config: Not used: it is the dataset's.
+        prefetch_factor: Batches that a worker may be ahead.
+        **unused: Energon's arguments for checkpoints in between, garbage collection, caching and watching: not used,
+            since nothing here needs them.
+
+    Raises:
+        TypeError: An argument is unknown.
+        ValueError: The ranks do not divide the lanes.
+    """
+    for name in unused:
+        if name not in _UNUSED:
+            raise TypeError(f"{name!r} is no argument of get_savable_loader")
+        log.info("%s is not used: it changes nothing that is promised", name)
+    if worker_config is not None and worker_config != dataset.worker_config:
+        raise ValueError("worker_config is not the one of the dataset: leave it out")
+    return EnergonLoader(dataset, prefetch=prefetch_factor)
+
+
+def get_loader(
+    dataset: EnergonDataset, *, worker_config: Any = None, prefetch_factor: int = 2, **unused: Any
+) -> EnergonLoader:
+    """Return the same loader as `get_savable_loader`.
+
+    Args:
+        dataset: As for `get_savable_loader`.
+        worker_config: As for `get_savable_loader`.
+        prefetch_factor: As for `get_savable_loader`.
+        **unused: As for `get_savable_loader`.
+    """
+    return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **unused)
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

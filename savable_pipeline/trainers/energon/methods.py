@@ -1,0 +1,132 @@
+"""`Methods`: the methods of an Energon `TaskEncoder` that its author has written, called with our random numbers.
+
+`@stateless(restore_seeds=True)` wraps a method in one that seeds Python, NumPy and torch from the worker and a count,
+185 µs a call. Here the method under it is called, after the three have been seeded from the key of the sample, pack or
+batch. Python, NumPy and torch are seeded for methods without it too: an encoder that forgot it is exact all the same.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.energon import TaskEncoder
+from megatron.energon.task_encoder.base import get_failure_tolerance, get_stateless
+
+from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.rng import Rng
+
+_BUILD = (
+    "build_batch",
+    "build_cook_crude_sample",
+    "build_encode_sample",
+    "build_train_datasets",
+    "build_val_datasets",
+    "_load_dataset",
+)
+_KEPT = ("cook_crude_sample", "encode_sample", "preencode_sample", "postencode_sample", "pack_selected_samples")
+_ONE = ("batch", "encode_batch", "pack_selected_samples", "select_samples_to_pack", "batch_group_criterion")
+_BATCHING = ("batch", "encode_batch")
+_THEIRS = "megatron.energon"
+
+
+class Methods:
+    """The written methods of an encoder by name, without the wrapper that seeds.
+
+    Raises TypeError, with what to do, for an encoder that cannot be resumed exactly.
+    """
+
+    def __init__(self, encoder: Any, *, packing: bool) -> None:
+        if not isinstance(encoder, TaskEncoder):
+            raise TypeError(f"task_encoder must be one of Energon's TaskEncoder, not {encoder!r}")
+        self._encoder = encoder
+        self._seed = seeder(True)
+        self._check(packing=packing)
+        self.written = {name for name in (*_KEPT, *_ONE) if self._has(name)}
+        self._bare = {name: _bare(getattr(encoder, name)) for name in (*_KEPT, *_ONE)}
+        self._reseeds = {name for name in self._bare if _restores_seeds(getattr(encoder, name))}
+
+    def _has(self, name: str) -> bool:
+        method = getattr(self._encoder, name)
+        return getattr(method, "__func__", None) is not getattr(TaskEncoder, name)
+
+    def _check(self, *, packing: bool) -> None:
+        name = type(self._encoder).__name__
+        for method in _BUILD:
+            if self._has(method):
+                raise TypeError(
+                    f"{name}.{method}: Energon's datasets are not built here, so what it adds would be lost: delete "
+                    "it, and write its part as a stage of a pipeline with FromEnergon(task_encoder)"
+                )
+        for method in _KEPT:
+            if self._has(method) and self._remembers(method):
+                raise TypeError(
+                    f"{name}.{method} is not @stateless, and writes to self: a sample must be made again identically, "
+                    "so keep no memory in the encoder; or mark it, if what it keeps changes no result"
+                )
+        for method in _ONE:
+            if inspect.isgeneratorfunction(_bare(getattr(self._encoder, method))):
+                raise TypeError(
+                    f"{name}.{method} is a generator: it makes one result here. Let encode_sample yield several, or "
+                    "select_samples_to_pack make smaller groups"
+                )
+        if self._has("preencode_sample") and self._writes_encode():
+            raise TypeError(f"{name} has encode_sample and preencode_sample: write one of them")
+        packs = self._has("select_samples_to_pack") and self._has("pack_selected_samples")
+        if packing and not packs:
+            raise TypeError(f"packing needs {name}.select_samples_to_pack and pack_selected_samples")
+        if asks := next(self._asks_for_batch_index(), None):
+            raise TypeError(
+                f"{name}.{asks} uses current_batch_index, which is not known before the items of a batch are chosen: "
+                "use it in `batch` or `encode_batch`, or current_sample_index, which is keyed by the sample"
+            )
+
+    def _remembers(self, method: str) -> bool:
+        """Whether a method that its author has not marked assigns to attributes of the encoder."""
+        function = getattr(self._encoder, method)
+        code = getattr(_bare(function), "__code__", None)
+        if get_stateless(function) or code is None or not code.co_varnames:
+            return False
+        loaded: Any = None
+        for each in dis.get_instructions(code):
+            if each.opname == "STORE_ATTR" and loaded == code.co_varnames[0]:
+                return True
+            loaded = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
+        return False
+
+    def _writes_encode(self) -> bool:
+        return not str(self._encoder.encode_sample.__module__).startswith(_THEIRS)
+
+    def _asks_for_batch_index(self) -> Iterator[str]:
+        for name, member in inspect.getmembers(type(self._encoder), inspect.isfunction):
+            code = getattr(_bare(member), "__code__", None)
+            own = name not in _BATCHING and not str(member.__module__).startswith(_THEIRS)
+            if own and code is not None and "current_batch_index" in code.co_names:
+                yield name
+
+    def call(self, name: str, argument: Any, rng: Rng, *, seeded: bool) -> Any:
+        """Call a method; one that restores seeds gets new ones unless the generators are freshly `seeded`."""
+        if not seeded and name in self._reseeds and self._seed is not None:
+            self._seed(rng.bits())
+        return self._bare[name](argument)
+
+    @property
+    def tolerance(self) -> int:
+        """How many errors in a row Energon tolerates while it encodes; 0 sets no bound."""
+        name = "preencode_sample" if "preencode_sample" in self.written else "encode_sample"
+        default = type(self._encoder).__default_failure_tolerance__
+        return int(get_failure_tolerance(getattr(self._encoder, name), default))
+
+
+def _restores_seeds(method: Any) -> bool:
+    return bool(getattr(method, "__stateless__", False)) and hasattr(method, "__wrapped__")
+
+
+def _bare(method: Any) -> Callable[..., Any]:
+    """A method without the wrapper that restores seeds, bound as it was."""
+    if not _restores_seeds(method):
+        return method  # type: ignore[no-any-return]
+    inner, owner = method.__wrapped__, getattr(method, "__self__", None)
+    return inner if owner is None else inner.__get__(owner)  # type: ignore[no-any-return]

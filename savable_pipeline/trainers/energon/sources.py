@@ -1,0 +1,207 @@
+"""`Sources`: the datasets that a path of Energon's names, how each is read here, and what it makes of a sample.
+
+path ── Energon reads dataset.yaml or the metadataset ──▶ datasets with weights, sample types, subflavors, aux
+lane ── a reader for each, in a Blend where there are several ──▶ sp.Sample
+sp.Sample ── the parts as Energon would hand them on ──▶ its sample type, or the first cooker that matches
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any
+
+from megatron.energon import CrudeSample, JoinedWebdatasetFactory, WorkerConfig, load_dataset
+from megatron.energon.cache import DecodeFileStore
+from megatron.energon.cache.file_store import WebdatasetFileStore
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
+from megatron.energon.metadataset.join_dataset_loader import JoinDatasetLoader
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.errors import ShardError
+from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.readers.join import Join
+from savable_pipeline.stages.stage import SampleStage
+from savable_pipeline.stages.task_encoder import Skip
+from savable_pipeline.trainers.energon.files import DatasetFiles, KeyedStore
+from savable_pipeline.trainers.energon.trust import only_energons_classes
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The datasets of a path, loaded once in each process. `settings` are Energon's own, such as `split_part`."""
+
+    path: Any
+    settings: dict[str, Any]
+    decoder: Any
+    trust: bool = False
+    repeat: bool = True
+    shuffle: bool = True
+    block_size: int | None = None
+    only: str | None = None  # the one of its datasets to read
+    _loaded: dict[str, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def __reduce__(self) -> Any:
+        own = (self.path, self.settings, self.decoder, self.trust, self.repeat, self.shuffle, self.block_size)
+        return Sources, (*own, self.only)
+
+    @property
+    def leaves(self) -> dict[str, Leaf]:
+        """Each dataset, by a name of its own."""
+        if not self._loaded:
+            self._loaded.update(self._load())
+        return self._loaded if self.only is None else {self.only: self._loaded[self.only]}
+
+    def _load(self) -> dict[str, Leaf]:
+        settings = dict(self.settings)
+        files = {name: settings.pop(name) for name in ("dataset_config", "split_config") if name in settings}
+        config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        with nullcontext() if self.trust else only_energons_classes():
+            loader = load_dataset(self.path, **files)
+            found = loader.get_datasets(worker_config=config, decoder=self.decoder, **settings)
+        leaves: dict[str, Leaf] = {}
+        joins = _joins(loader, settings["split_part"])
+        for each in found.datasets:
+            joined = next(joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
+            leaf = Leaf(each, found.blend_mode, self, joined)
+            leaves[_unused(leaf.name, leaves)] = leaf
+        return leaves
+
+    def samples(self, lane: Lane) -> SampleStage:
+        """The first stage of a lane: the samples of all datasets, blended as Energon does."""
+        stages = {name: leaf.reader(lane) for name, leaf in self.leaves.items()}
+        if len(stages) == 1:
+            return next(iter(stages.values()))
+        return Blend(stages, weights={name: leaf.weight(stages[name]) for name, leaf in self.leaves.items()})
+
+    def leaf_of(self, sample: Sample) -> Leaf:
+        """The dataset of a sample."""
+        leaves = self.leaves
+        return leaves[sample.source] if sample.source in leaves else next(iter(leaves.values()))
+
+
+class Leaf:
+    """One dataset, as Energon has loaded its settings; `nonmatch`: of each dataset that is joined, the first included.
+
+    Attributes:
+        factory: Energon's dataset.
+    """
+
+    def __init__(self, loaded: Any, mode: Any, sources: Sources, nonmatch: list[str]) -> None:
+        self.factory = loaded.dataset
+        self._weight, self._repetitions, self._mode = loaded.weight, loaded.repetitions, mode
+        self._sources = sources
+        self._aux = loaded.aux or {}
+        self._unpickles = sources.trust or sources.decoder is None
+        self.is_crude = self.factory.__sample_type__ is CrudeSample
+        self.subflavors: dict[str, Any] = getattr(self.factory, "subflavors", None) or {}
+        self._nonmatch = nonmatch
+        inner = self.factory.inner_datasets if nonmatch else [self.factory]
+        self._files = [DatasetFiles(each, unpickles=self._unpickles) for each in inner]
+        if self.factory.subset is not None:
+            raise ValueError(
+                f"{self._files[0].root}: `subset` is a range of consecutive samples, which are dealt to lanes here: "
+                "make a split of the shards instead"
+            )
+
+    @property
+    def name(self) -> str:
+        """The last part of the dataset's path, without its ending."""
+        return PurePosixPath(self._files[0].root).name.partition(".")[0]
+
+    def reader(self, lane: Lane) -> SampleStage:
+        """The samples of this dataset, with the parts of those that are joined to it."""
+        own, epochs = self._sources, None if self._sources.repeat else self._repetitions or 1
+        shuffle = own.shuffle and self.factory.shuffle_over_epochs is not None
+        stage: SampleStage = self._files[0].reader(lane, epochs=epochs, shuffle=shuffle, block_size=own.block_size)
+        for number, files in enumerate(self._files[1:], 1):
+            skips = self._nonmatch[number] == "skip"
+            stage = Join(stage, {_join(number): files.paths}, missing="skip" if skips else "empty")
+        return stage
+
+    def weight(self, stage: SampleStage) -> int | float:
+        """The share in the blend: the weight, or the samples of all repetitions."""
+        if self._mode is DatasetBlendMode.DATASET_WEIGHT:
+            return 1.0 if self._weight is None else float(self._weight)
+        return stage.info.population * (1 if self._repetitions is None else self._repetitions)
+
+    def load(self, sample: Sample) -> Any:
+        """What Energon's loader would hand to the encoder, or to a cooker; a `Skip` for a sample that it leaves out."""
+        first, *others = self._files
+        if first.leaves_out(sample):
+            return Skip("excluded")
+        raw = first.raw(sample)
+        if self._nonmatch:
+            parts = [raw, *(self._joined_part(sample, number, files) for number, files in enumerate(others, 1))]
+            return self.factory.load_sample(RawSampleData(__restore_key__=raw["__restore_key__"], data=tuple(parts)))
+        if first.is_tar:
+            return self.factory.load_sample(raw)
+        return CrudeSample({**raw, "__subflavors__": self.factory.subflavors, "json": json.loads(raw["json"])})
+
+    def _joined_part(self, sample: Sample, number: int, files: DatasetFiles) -> dict[str, Any] | None:
+        head = f"{_join(number)}."
+        if any(name.startswith(head) for name in sample):
+            return files.raw(sample, head=head)
+        if self._nonmatch[number] == "error":
+            raise ShardError(f"{files.root} has no sample with the key {sample.key!r}, and `nonmatch` is error")
+        return None
+
+    def cook(self, raw: Any, encoder: Any) -> Any:
+        """What the first cooker that matches the subflavors makes of a crude sample."""
+        cooker = next((each for each in encoder.cookers if each.is_match(self.subflavors)), None)
+        if cooker is None:
+            raise TypeError(f"{type(encoder).__name__} has no cooker for the subflavors {self.subflavors}")
+        aux = self._aux_and_primary if cooker.need_primary else self._aux_stores
+        return encoder.cook_crude_sample(raw, cooker=cooker, aux=aux)
+
+    @cached_property
+    def _aux_stores(self) -> dict[str, Any]:
+        """The auxiliary datasets by name, decoded as samples are."""
+        return {name: self._decoded(self._opened(store)) for name, store in self._aux.items()}
+
+    @cached_property
+    def _aux_and_primary(self) -> dict[str, Any]:
+        own = KeyedStore(self._files[0].paths, self._files[0].root, unpickles=self._unpickles)
+        return {"primary": self._decoded(own), **self._aux_stores}
+
+    def _opened(self, store: Any) -> Any:
+        if not isinstance(store, WebdatasetFileStore):
+            return store
+        return KeyedStore(store.get_path(), store.get_path(), unpickles=self._unpickles)
+
+    def _decoded(self, store: Any) -> Any:
+        decoder = self._sources.decoder
+        return store if decoder is None else DecodeFileStore(store, decoder=decoder)
+
+
+def _joins(node: Any, split: str) -> Iterator[list[str]]:
+    """The `nonmatch` of each dataset of every join in a metadataset, in Energon's order."""
+    if isinstance(node, JoinDatasetLoader):
+        datasets = node.datasets.values() if isinstance(node.datasets, dict) else node.datasets
+        yield [each.nonmatch for each in datasets]
+    elif isinstance(getattr(node, "splits", None), dict):
+        yield from _joins(node.splits[split], split)
+    elif isinstance(node, list):
+        for each in node:
+            yield from _joins(each, split)
+    elif is_dataclass(node) and not isinstance(node, type):
+        for own in fields(node):
+            yield from _joins(getattr(node, own.name), getattr(node, "split_part", None) or split)
+
+
+def _join(number: int) -> str:
+    return f"join{number}"
+
+
+def _unused(name: str, taken: dict[str, Any]) -> str:
+    base = free = name.replace("#", "_") or "data"
+    number = 2
+    while free in taken:
+        free, number = f"{base}-{number}", number + 1
+    return free

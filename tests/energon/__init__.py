@@ -1,0 +1,1 @@
+"""Energon's encoders on our stages."""
