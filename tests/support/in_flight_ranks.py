@@ -6,6 +6,7 @@ with COUNT histories from where the one before has left them in FOLDER.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -104,8 +105,9 @@ class _History:
 
     def _kill_worker(self) -> None:
         pids = workers(self._loader) if self._loader.stats()["ready_batches"] else []
-        if pids:
-            os.kill(pids[0], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # killed a moment ago
+            for pid in pids[:1]:
+                os.kill(pid, signal.SIGKILL)
 
     def _save(self) -> None:
         own: list[Any] = [None] * self._ranks

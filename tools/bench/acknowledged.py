@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
-from data import FOLDER, console, prepared
+from data import FOLDER, console, few_jpegs, prepared
 
 import savable_pipeline as sp
+from task_encoders.captioning import CaptioningEncoder
 
 ROWS, BATCH, ROUNDS = 10_000, 32, 15
 
@@ -88,18 +91,37 @@ def _measured(loader: sp.SavableLoader) -> tuple[float, int]:
 
 
 def loop(folder: Path) -> dict[str, float]:
-    """Samples by second of processor time, in turn: the median of the ratios, and their quartiles."""
+    """Samples by second of processor time, in turn: the quartiles of the ratios."""
+    images = folder.parent / "few_images"
+    if not images.exists():
+        with sp.ShardWriter(images) as writer:
+            for number, jpeg in zip(range(2_000), cycle(few_jpegs()), strict=False):
+                writer.write({"__key__": f"{number:06d}", "jpg": jpeg, "txt": "a picture"})
     found: dict[str, float] = {}
-    for size, batches in ((BATCH, 200), (8 * BATCH, 40)):
-        ratios, rate = _ratios(folder, size, batches)
+    for name, make, size, batches in (
+        ("JSON, batches of 32", partial(loader_of, folder, BATCH), BATCH, 200),
+        ("JSON, batches of 256", partial(loader_of, folder, 8 * BATCH), 8 * BATCH, 40),
+        ("images, batches of 32", partial(images_of, images, BATCH), BATCH, 8),
+    ):
+        ratios, rate = _ratios(make, batches)
         quartiles = statistics.quantiles(ratios, n=4)
-        found[f"samples/s without, batches of {size}"] = rate
-        found |= {f"ratio, batches of {size}, quartile {number}": ratio for number, ratio in enumerate(quartiles, 1)}
+        found[f"samples/s without, {name}"] = rate * size
+        found |= {f"ratio, {name}, quartile {number}": ratio for number, ratio in enumerate(quartiles, 1)}
     return found
 
 
-def _ratios(folder: Path, size: int, batches: int) -> tuple[list[float], float]:
-    with loader_of(folder, size) as plain, loader_of(folder, size, acknowledge=True) as acknowledging:
+def images_of(folder: Path, size: int, **settings: Any) -> sp.SavableLoader:
+    """A loader of images of 256 by 256, decoded to 64 by 64."""
+    return sp.SavableLoader(partial(images_pipeline, str(folder), size), seed=1, lanes=8, **settings)
+
+
+def images_pipeline(folder: str, size: int, lane: sp.Lane) -> sp.Stage:
+    """Images with captions."""
+    return sp.Batcher(sp.Encode(sp.TarShardReader(folder, lane), CaptioningEncoder(image_size=64)), size=size)
+
+
+def _ratios(make: Callable[..., sp.SavableLoader], batches: int) -> tuple[list[float], float]:
+    with make() as plain, make(acknowledge=True) as acknowledging:
         for loader in (plain, acknowledging):
             _round(loader, batches)
         times = []
@@ -107,7 +129,7 @@ def _ratios(folder: Path, size: int, batches: int) -> tuple[list[float], float]:
             order = [plain, acknowledging] if number % 2 else [acknowledging, plain]
             took = {id(loader): _round(loader, batches) for loader in order}
             times.append((took[id(plain)], took[id(acknowledging)]))
-    return [without / took for without, took in times], batches * size / statistics.median(each for each, _ in times)
+    return [without / took for without, took in times], batches / statistics.median(each for each, _ in times)
 
 
 def _round(loader: sp.SavableLoader, batches: int) -> float:

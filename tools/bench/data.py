@@ -87,12 +87,17 @@ def _write_litdata(folder: Path) -> None:
 
 
 def _write_images(folder: Path) -> None:
-    """64 different images, 256 pixels wide and high, each with a caption."""
-    draw = np.random.default_rng(0)
-    images = [_jpeg(draw.integers(0, 256, (24, 24, 3), dtype=np.uint8)) for _ in range(64)]
+    """64 different images, each with a caption."""
+    images = few_jpegs()
     for shard in range(IMAGES // IMAGES_PER_SHARD):
         samples = ({"jpg": images[i % 64], "txt": b"a picture"} for i in range(IMAGES_PER_SHARD))
         _write_tar(folder / f"{shard:06d}.tar", samples)
+
+
+def few_jpegs() -> list[bytes]:
+    """64 different images, 256 pixels wide and high."""
+    draw = np.random.default_rng(0)
+    return [_jpeg(draw.integers(0, 256, (24, 24, 3), dtype=np.uint8)) for _ in range(64)]
 
 
 def _jpeg(pixels: np.ndarray[Any, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
     take a step │ done, dropped, again, on any rank │ save, merged or by each rank │ kill │ resume on other ranks
 
-All ranks run in this process, at the level of `Run`. `python tools/soak/in_flight.py SHARDS` runs 10,000 of them.
+All ranks run in this process, at the level of `Run`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import logging
 import random
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
+from report import Row
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
@@ -85,7 +85,7 @@ class Oracle:
 
 
 class History:
-    """One random history. `acknowledge` and `settings` are those of all its loaders."""
+    """One random history, of as many slots; `settings` are those of all its loaders."""
 
     def __init__(self, draw: random.Random, settings: LoaderSettings, slots: int) -> None:
         self._draw, self._settings, self._slots = draw, settings, slots
@@ -93,6 +93,7 @@ class History:
         self.oracle, self._saved_oracle = Oracle(), Oracle()
         self._saved: dict[str, Any] | None = None
         self._files: list[dict[str, Any]] = []  # of each rank
+        self._own_files = False  # whether each rank has just loaded its own
         self._passed: dict[int, list[Receipt]] = {}  # receipts that each rank holds
         self._runs = self._started(1)
         self.counts: Counter[str] = Counter()
@@ -114,16 +115,21 @@ class History:
 
     def step(self) -> None:
         """Each rank takes a batch, those asked for again before."""
+        self._even()
+        self._take(self._runs)
+        self._own_files = False
+
+    def _even(self) -> None:
+        """Let ranks that were asked for rows again take these batches; not before ranks with their own files vote."""
         least = min(len(run.table.waiting) for run in self._runs)
         for run in self._runs:
-            while len(run.table.waiting) > least:
+            while not self._own_files and len(run.table.waiting) > least:
                 self._take([run])
-        self._take(self._runs)
 
     def _take(self, runs: Sequence[AcknowledgedRun]) -> None:
         places = [(run.position.epoch, run.position.own_slot) for run in runs]
-        again = [bool(run.table.waiting) for run in runs]
         taken = voted_step(runs)
+        again = [place == (run.position.epoch, run.position.own_slot) for run, place in zip(runs, places, strict=True)]
         for run, batch, place, came_again in zip(runs, taken, places, again, strict=True):
             receipts = [tuple(each) for each in run.receipts.tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
@@ -164,9 +170,7 @@ class History:
 
     def save(self) -> None:
         """The state of all ranks, merged from files or gathered."""
-        for run in self._runs:
-            while len(run.table.waiting) > min(len(run.table.waiting) for run in self._runs):
-                self._take([run])
+        self._even()
         states = [copy.deepcopy(run.state_dict()) for run in self._runs]
         self._files, self._saved = states, sp.merge_states(self._draw.sample(states, len(states)))
         if self._draw.random() < 0.5:
@@ -181,6 +185,7 @@ class History:
         sizes = [size for size in WORLD_SIZES if slot % size == 0]  # else an epoch may leave its last slots to nobody
         self._runs = self._started(self._draw.choice(sizes))
         own = len(self._runs) == len(self._files) and not any("acks_" in "".join(state) for state in self._files)
+        self._own_files = own
         for run, state in zip(self._runs, self._files if own else [self._saved] * len(self._runs), strict=True):
             if state is not None:
                 run.load_state_dict(state)
@@ -254,18 +259,19 @@ def history(seed: int, shards: str, slots: int = 40) -> Counter[str]:
     return found.counts
 
 
-def main(
-    shards: Annotated[str, typer.Argument(help="A folder of shards with a json of an id each.")],
-    histories: Annotated[int, typer.Option(help="How many.")] = 10_000,
-    first: Annotated[int, typer.Option(help="The first seed.")] = 0,
-) -> None:
-    """Run random histories, and print what was compared."""
-    logging.disable(logging.WARNING)
-    began, total = time.process_time(), Counter[str]()
-    for seed in range(first, first + histories):
-        total += history(seed, shards)
-    print(f"{histories} histories: {dict(total)}, nothing lost or twice; {time.process_time() - began:.0f} s")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def in_flight(folder: Path, histories: int) -> Iterator[Row]:
+    """So many random histories, on shards of their own in this folder."""
+    with sp.ShardWriter(folder, max_samples=40) as writer:
+        for number in range(107):
+            writer.write({"__key__": f"{number:06d}", "json": {"id": number}})
+    total, wrong = Counter[str](), ""
+    logging.disable(logging.WARNING)  # of slots that an epoch's end leaves out
+    try:
+        for seed in range(histories):
+            total += history(seed, str(folder))
+    except AssertionError as error:
+        wrong = f"{error} {' '.join(error.__notes__)}"
+    finally:
+        logging.disable(logging.NOTSET)
+    done = f"{histories} histories, {total['kills']} kills"
+    yield Row("in_flight", "1, 2 and 4 ranks", done, f"{total['batches']} batches, {total['rows']} rows", wrong)

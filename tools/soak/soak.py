@@ -7,6 +7,7 @@
     python tools/soak/soak.py trainer    a trainer killed 100 times
     python tools/soak/soak.py losses     the losses of 1, 2 and 4 ranks, killed and resumed
     python tools/soak/soak.py elastic    other numbers of ranks and workers, another batch size, survivors of dead ranks
+    python tools/soak/soak.py in_flight  10,000 random histories of rows in flight
     python tools/soak/soak.py fuzz       hostile states, indexes, tars and YAML: refused with a word, or read
 
 Exits with 1 if a single batch, loss or process is not as it should be.
@@ -20,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PROOFS = ("faults", "starts", "trainer", "losses", "elastic", "fuzz")
+PROOFS = ("faults", "starts", "trainer", "losses", "elastic", "in_flight", "fuzz")
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
     from elastic import elastic
     from faults import faults
     from fuzz import fuzz
+    from in_flight import in_flight
     from losses import losses
     from pipeline import write_shards
     from report import make_table
@@ -52,6 +54,7 @@ def main() -> None:
             "trainer": lambda: trainer(shards, folder / "trainer", 8 if quick else 100),
             "losses": lambda: losses(shards, folder / "losses"),
             "elastic": lambda: elastic(shards, folder / "elastic", cuts=4 if quick else 20, kills=2 if quick else 50),
+            "in_flight": lambda: in_flight(folder / "in_flight", 400 if quick else 10_000),
             "fuzz": lambda: fuzz(folder / "fuzz", 500 if quick else 20_000),
         }
         for proof in args.proofs or PROOFS:

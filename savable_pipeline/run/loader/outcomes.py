@@ -41,7 +41,7 @@ def outcomes(ledger: LedgerFiles, given: Sequence[tuple[GivenBatch, int]]) -> li
             name = said.get((each.began, row), "") if last_time[each.began, row] == time else ""
             is_later = last[row] > each.began or last_time[each.began, row] > time
             lost |= bool(name) and is_later
-            names.add(name or ("given again" if is_later else ""))
+            names.add(name or ("given again" if is_later and not each.lost else ""))
         found.append(Outcome(" and ".join(sorted(filter(None, names))), lost))
     return found
 

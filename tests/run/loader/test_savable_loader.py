@@ -164,14 +164,15 @@ def test_its_public_names_are_those_of_the_design(pipeline: Any) -> None:
     iterating, looking = ["epoch", "skip", "close"], ["stats", "trace", "sources"]
     saving = ["state_dict", "load_state_dict", "save_state", "restore_state", "global_state_dict"]
     names = {name for name in [*dir(sp.SavableLoader), *dir(loader(pipeline))] if name[0] != "_"}
-    assert names == {*iterating, *saving, *looking}
+    acknowledging = ["receipts", "done", "dropped", "again", "in_flight"]
+    assert names == {*iterating, *saving, *looking, *acknowledging}
 
 
 def test_its_arguments_are_its_settings() -> None:
     """Written out in its signature for those who read it there; every name, type and default is the same."""
     arguments = inspect.signature(sp.SavableLoader).parameters.values()
     settings = inspect.signature(LoaderSettings).parameters.values()
-    assert [str(one) for one in arguments] == [str(one) for one in settings] and len(arguments) == 18
+    assert [str(one) for one in arguments] == [str(one) for one in settings] and len(arguments) == 20
     assert [one.kind for one in arguments] == [one.kind for one in settings]
 
 
