@@ -21,6 +21,7 @@ import savable_pipeline as sp
 from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.run.ledger.records import Decided, read_records
 from savable_pipeline.run.loader.deciding import DecidingRun
+from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name, merge_states
@@ -447,3 +448,20 @@ def test_a_state_with_damaged_decisions_and_a_rescue_are_refused(shards: Path) -
 def forged(body: Any) -> bytes:
     packed = msgspec.msgpack.encode(body)
     return b"SAVL" + (1).to_bytes(2, "little") + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+
+
+@pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: say what"])
+def test_ranks_that_can_talk_and_decide_otherwise_are_named_at_once(shards: Path, other: str) -> None:
+    class Talking(Ranks):
+        can_talk = True
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, (other, 1)]
+
+    with run(shards, 0, 2) as one:
+        next(one)
+        before = one.state_dict()
+        one.ranks = Talking(0, 2, None)
+        with pytest.raises(ValueError, match=f"rank 0 from slot 2 on: max_length=7; rank 1 {other}"):
+            one.decide(max_length=7)
+        assert one.state_dict() == before
