@@ -35,7 +35,9 @@ NAMES = ("a", "b", "text/c", "text/d")
 
 
 class Ids(sp.TaskEncoder):
-    """Items of 1 to 8 tokens, told before they are made; the batch is what it is made of."""
+    """Items of 1 to 8 tokens; the batch is what it is made of."""
+
+    one_to_one = True
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         number = sample.json()["id"]
