@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias, TypeVar
 
+from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.rng import Rng
 
@@ -33,6 +34,7 @@ class Lane:
         subset_order: The version of the order by which readers draw a subset. None: the newest.
         downloads: Whether readers may download ahead.
         pinned: The shards of the run, by dataset. None: none yet.
+        decisions: What was decided for the rest of the run. None: nothing.
 
     Raises:
         ValueError: `index` is not in 0 … count - 1.
@@ -60,6 +62,7 @@ class Lane:
         subset_order: int | None = None,
         downloads: bool = True,
         pinned: PinnedShards | None = None,
+        decisions: Decisions | None = None,
     ) -> None:
         if not 0 <= index < count:
             raise ValueError(f"a lane's index must be in 0 … count-1; got index {index}, count {count}")
@@ -75,6 +78,7 @@ class Lane:
         self.subset_order = subset_order  # by which readers draw a subset; None: by this release's
         self.downloads = downloads  # whether readers may download ahead; not in a lane that is only looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned
+        self.decisions = decisions or NOTHING_DECIDED
         self._shared: dict[Any, Any] = {} if shared is None else shared
         self._rngs: dict[str, Rng] = {}
         self._restored: dict[str, int] = {}
@@ -130,3 +134,12 @@ class Lane:
         self._restored = dict(state)
         for name, rng in self._rngs.items():
             rng.draws = state.get(name, 0)
+
+
+def latest_shared(lane: Lane, name: Hashable, of: Hashable, make: Callable[[], T]) -> T:
+    """What was made of `of`, once for all lanes of a process, and let go as soon as a lane asks for that of another."""
+    kept: dict[Hashable, T] = lane.shared(name, dict)
+    if of not in kept:
+        kept.clear()
+        kept[of] = make()
+    return kept[of]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.lane import Lane, latest_shared
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.data.dataset.sample import tag_of, untagged
@@ -77,3 +77,12 @@ def read_exclude_file(
             "on; give a copy of it"
         )
     return lane.shared(("exclude", named, name), lambda: ExcludeFile(name, dataset))
+
+
+def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozenset[int]:
+    """The samples of the source with this tag that a file, or a decision, excludes."""
+    named = frozenset[int]() if file is None else file.numbers
+    decided = lane.decisions.excluded.get(tag)
+    if decided is None:
+        return named
+    return latest_shared(lane, ("decided exclude", tag), decided, lambda: named | lane.decisions.numbers(tag))

@@ -24,6 +24,7 @@ from savable_pipeline.run.state.fingerprint import are_of_one_run, subset_order_
 from savable_pipeline.run.state.state_dict import (
     batches_before,
     check_flat,
+    common_decisions,
     common_growth,
     lane_name,
     lane_numbers,
@@ -89,9 +90,14 @@ def complete_state(
         )
     wanted = range(state["lanes"]) if lanes is None else lanes
     missing = [lane for lane in wanted if lane_name(lane) not in state]
-    if last["epoch"] == state["epoch"]:
-        read_lanes(last, missing)
-    growth = common_growth(read_lanes(state, lane_numbers(state)).values())
+    read = read_lanes(state, lane_numbers(state))
+    growth = common_growth(read.values())
+    decided = common_decisions(read.values())
+    known = read_lanes(last, missing).values() if last["epoch"] == state["epoch"] else ()
+    if missing and decided and (not known or any(lane.decided != decided for lane in known)):
+        raise CheckpointMismatchError(
+            f"the last state is of before this was decided, or of an earlier epoch: {decided}. Give a later one"
+        )
     return {**state, **_passed_over(loader, missing, last, growth, state["epoch"], state["slot"])}
 
 

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
-from savable_pipeline.run.state.state_dict import check_flat, common_growth, lane_name, lane_numbers
+from savable_pipeline.run.state.state_dict import check_flat, common_decisions, common_growth, lane_name, lane_numbers
 from savable_pipeline.trainers.checks import refuse_acknowledging
 
 
@@ -66,6 +66,8 @@ def _start(state: Mapping[str, Any]) -> dict[str, Any]:
     epoch = state["epoch"]
     kept = [unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in lane_numbers(state)]
     growth = common_growth(kept) or UNSET
+    if decisions := common_decisions(kept):
+        raise CheckpointMismatchError(f"the epoch cannot be passed over again: something was decided, {decisions}")
     lanes = {lane_name(lane): pack_state(LaneState(lane, epoch, growth=growth)) for lane in range(state["lanes"])}
     return {"lanes": state["lanes"], "epoch": epoch, "slot": 0, "fingerprint": state["fingerprint"], **lanes}
 

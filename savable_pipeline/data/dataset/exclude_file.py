@@ -50,7 +50,7 @@ class ExcludeFile:
         found: set[int] = set()
         unknown = _Unknown()
         read = partial(_keys_in, self.path, content, of_shards, unnamed)
-        _take_keys(dataset, read, found, unknown)  # which reads the lines, those of single shards too
+        _take_keys(dataset, read, found, unknown.add)  # which reads the lines, those of single shards too
         unknown.add([os.fsencode(text) for text in _take_of_shards(dataset, of_shards, found)])
         self.numbers = frozenset(found)
         if unknown.count:
@@ -162,8 +162,18 @@ def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
     return shard, key
 
 
-def _take_keys(dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: _Unknown) -> None:
-    """Add the numbers of all samples with the keys that `read` gives to `found`, and keys of no sample to `unknown`."""
+def numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
+    """The numbers of all samples with these keys, and the keys that no sample has."""
+    found: set[int] = set()
+    unknown: list[bytes] = []
+    _take_keys(dataset, lambda: map(os.fsencode, keys), found, unknown.extend)
+    return sorted(found), set(map(os.fsdecode, unknown))
+
+
+def _take_keys(
+    dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
+) -> None:
+    """Add the numbers of all samples with the keys that `read` gives to `found`; `unknown` gets keys of no sample."""
     keys = read()
     first = next(keys, None)
     if first is None:
@@ -178,10 +188,12 @@ def _take_keys(dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set
     for some in _chunks(chain([first], keys)):
         numbers = index.find(some)
         found.update(numbers[numbers >= 0].tolist())
-        unknown.add([some[place] for place in np.flatnonzero(numbers < 0).tolist()])
+        unknown([some[place] for place in np.flatnonzero(numbers < 0).tolist()])
 
 
-def _take_by_reading(dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: _Unknown) -> None:
+def _take_by_reading(
+    dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
+) -> None:
     """The same without an index: all keys of the dataset are read, and of each in the file 8 bytes are kept."""
     wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read())), np.uint64))
     alike: dict[int, bytes] = {}  # keys of the dataset that may be among them, by number
@@ -194,7 +206,7 @@ def _take_by_reading(dataset: Dataset, read: Callable[[], Iterator[bytes]], foun
     here, named = set(alike.values()), set()
     for some in _chunks(read()):
         named |= here.intersection(some)
-        unknown.add([key for key in some if key not in here])
+        unknown([key for key in some if key not in here])
     found.update(number for number, key in alike.items() if key in named)
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from msgspec import UNSET
 
+from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
 from savable_pipeline.data.dataset.sample import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -85,6 +86,7 @@ class LaneRunner:
         cuts: Cuts | None = None,
         subset_order: int | None = None,
         downloads: bool = True,
+        decisions: Decisions | None = None,
     ) -> tuple[Stage, Lane]:
         """The last stage of a fresh pipeline, and its lane. Raises ValueError if the pipeline returns no stage."""
         built = Lane(
@@ -100,6 +102,7 @@ class LaneRunner:
             subset_order=subset_order,
             downloads=downloads,
             pinned=self._pinned,
+            decisions=decisions,
         )
         stage = self._pipeline(built)
         if not isinstance(stage, Stage):
@@ -189,9 +192,8 @@ class LaneRunner:
         return live.stage if live is not None and live.state is state else None
 
     def _restore(self, saved: LaneState) -> _Live:
-        stage, lane = self.build(
-            saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {}, subset_order=saved.draws_by
-        )
+        kept: dict[str, Any] = {"subset_order": saved.draws_by, "decisions": saved.decided}
+        stage, lane = self.build(saved.lane, saved.epoch, saved.grown, cuts=saved.cuts or {}, **kept)
         if saved.stages is not None:
             with restoring(f"the state of lane {saved.lane}"):
                 stage.restore_state(saved.stages)
@@ -233,7 +235,7 @@ class LaneRunner:
     def _pack(self, live: _Live, more: bool) -> bytes:
         lane = live.lane
         saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.growth or UNSET)
-        saved.subset_order = lane.subset_order or UNSET
+        saved.subset_order, saved.decisions = lane.subset_order or UNSET, lane.decisions or UNSET
         return pack_state(saved)
 
     def forget(self, lane: int | None = None) -> None:

@@ -19,6 +19,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
+from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.batch_samples import BatchSamples, Integers
@@ -140,7 +141,13 @@ class Acknowledged(msgspec.Struct, array_like=True, frozen=True, tag=4):
     rows: dict[int, bytes]
 
 
-Record: TypeAlias = Start | Batch | LaneAt | Numbers | Acknowledged
+class Decided(msgspec.Struct, array_like=True, frozen=True, tag=5):
+    """What is decided for the rest of the run, as it holds for the batches after this record."""
+
+    decisions: Decisions
+
+
+Record: TypeAlias = Start | Batch | LaneAt | Numbers | Acknowledged | Decided
 _decode = msgspec.msgpack.Decoder(Record).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -239,8 +246,12 @@ class LedgerWriter:
         self._write(Batch.of(epoch, slot, samples, cost))
         self._since[lane] = since + 1
 
-    def note(self, record: Numbers | Acknowledged | Batch) -> None:
-        """Write counters, what was acknowledged, or a batch given again. Raises `SavableError` if that fails."""
+    def forget_lanes(self) -> None:
+        """Write the state of each lane again with its next batch."""
+        self._since.clear()
+
+    def note(self, record: Numbers | Acknowledged | Batch | Decided) -> None:
+        """Write counters, what was acknowledged or decided, or a batch given again. Raises `SavableError`."""
         self._write(record)
 
     def _write(self, record: Record) -> None:

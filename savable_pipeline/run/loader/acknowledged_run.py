@@ -19,11 +19,11 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.remaking import Remake
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding, whole_receipts
+from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.epoch_end import Voting
 from savable_pipeline.run.loader.pin_memory import pinned
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 RECEIPTS, VALID = "receipts", "valid"
 
 
-class AcknowledgedRun(Run):
+class AcknowledgedRun(DecidingRun):
     """A run of a loader with `acknowledge=True`; `table` holds what is in flight."""
 
     def __init__(

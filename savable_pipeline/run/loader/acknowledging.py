@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.acknowledgements import InFlight
-from savable_pipeline.run.loader.run import Run
+from savable_pipeline.run.loader.deciding import Deciding
 
 if TYPE_CHECKING:
     import torch
 
 
-class Acknowledging:
+class Acknowledging(Deciding):
     """Base of `SavableLoader`; without `acknowledge=True` its methods raise ValueError."""
-
-    def __savable_run__(self) -> Run:
-        """The run that the loader shows."""
-        raise NotImplementedError
 
     @property
     def _acknowledged(self) -> AcknowledgedRun:

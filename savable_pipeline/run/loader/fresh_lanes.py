@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.lane import Cuts, Growth
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
@@ -40,9 +41,23 @@ def cuts_of(last: Stage, epoch: int) -> Cuts:
     return {branch: cut for branch, cut in found.items() if branch not in differing}
 
 
-def fresh_lane(lane: int, epoch: int, growth: Growth | None = None, subset_order: int | None = None) -> bytes:
+def fresh_lane(
+    lane: int,
+    epoch: int,
+    growth: Growth | None = None,
+    subset_order: int | None = None,
+    decisions: Decisions | None = None,
+) -> bytes:
     """The packed state of a lane before its first batch of an epoch."""
-    return pack_state(LaneState(lane, epoch, growth=growth or UNSET, subset_order=subset_order or UNSET))
+    fresh = LaneState(lane, epoch, growth=growth or UNSET, subset_order=subset_order or UNSET)
+    fresh.decisions = decisions or UNSET
+    return pack_state(fresh)
+
+
+def with_decisions(raw: bytes, decisions: Decisions) -> bytes:
+    """A lane's packed state after these were made: whether it has another batch must be determined again."""
+    lane = unpack_state(raw, LaneState, "lane")
+    return pack_state(replace(lane, decisions=decisions or UNSET, more=None))
 
 
 def drawing_by(lane: LaneState, subset_order: int | None) -> bytes:

@@ -10,9 +10,19 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from savable_pipeline.core.decisions import NOTHING_DECIDED
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.ledger.records import FORMAT, Acknowledged, Batch, LedgerSource, LedgerWriter, Numbers, Start
+from savable_pipeline.run.ledger.records import (
+    FORMAT,
+    Acknowledged,
+    Batch,
+    Decided,
+    LedgerSource,
+    LedgerWriter,
+    Numbers,
+    Start,
+)
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS, mask_bytes
 from savable_pipeline.stages.batch_samples import BatchSamples
@@ -43,6 +53,7 @@ class LedgerKeeper:
         self._writer: LedgerWriter | None = None
         self._begun = self._due = 0.0
         self._last = (0, 0)  # epoch and slot given last
+        self._decided = 0, NOTHING_DECIDED  # the epoch, and what was decided, that lanes have their states of
 
     def given(self, at: Position, delivery: Delivery, last: Stage, fingerprint: bytes) -> None:
         """Write that the batch of the position's next slot is given. `last` is the last stage of any lane.
@@ -57,6 +68,10 @@ class LedgerKeeper:
         if now >= self._due:
             self._due = now + max(_LEAST_S, _SHARE * (now - self._begun))
             self._note(writer)
+        if at.decisions and self._decided != (at.epoch, at.decisions):
+            self._decided = at.epoch, at.decisions
+            writer.forget_lanes()
+            writer.note(Decided(at.decisions))
         samples = BatchSamples.of(delivery.samples)
         writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
 
@@ -128,7 +143,7 @@ class LedgerKeeper:
     def begin_anew(self) -> None:
         """Close the file: what follows does not continue from its records."""
         self.close()
-        self._writer = None
+        self._writer, self._decided = None, (0, NOTHING_DECIDED)
 
 
 def _sources(last: Stage) -> list[LedgerSource]:

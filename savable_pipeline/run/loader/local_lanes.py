@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import Growth, PinnedShards
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
@@ -27,6 +28,7 @@ class LocalLanes:
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
         self.growth: Growth = {}
+        self.decisions: Decisions = NOTHING_DECIDED
         self.subset_order: int | None = None  # of the lanes that are looked at
         self.pinned: PinnedShards = {} if pinned is None else pinned  # kept when the shards are closed
         self.runner = LaneRunner(
@@ -46,7 +48,7 @@ class LocalLanes:
         Building it opens the shards, and indexes them on first use.
         """
         if self._example is None:
-            self._example = self._built(self.growth)
+            self._example = self._built(self.growth, self.decisions)
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
             self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
@@ -60,17 +62,28 @@ class LocalLanes:
         for file in self._exclude_files:
             file.verify()
 
-    def _built(self, growth: Growth) -> Stage:
+    def _built(self, growth: Growth, decisions: Decisions) -> Stage:
+        kept: dict[str, Any] = {"subset_order": self.subset_order, "decisions": decisions}
         with as_in_a_worker(set(KINDS)):
-            return self.runner.build(self._example_lane, 0, growth, subset_order=self.subset_order)[0]
+            return self.runner.build(self._example_lane, 0, growth, **kept)[0]
 
-    def grow(self, growth: Growth) -> None:
-        """From now on inspect lanes whose data has grown in this way.
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What lanes keep in each epoch that follows: arguments of `Position.start`."""
+        return {"growth": self.growth, "subset_order": self.subset_order, "decisions": self.decisions}
 
-        Raises `CheckpointMismatchError`, and changes nothing, if the data has no such shards.
+    def built_with(self, decisions: Decisions) -> Stage:
+        """The last stage of a lane after these decisions. Raises ValueError if there can be none."""
+        return self._built(self.growth, decisions)
+
+    def grow(self, growth: Growth, decisions: Decisions = NOTHING_DECIDED) -> None:
+        """From now on inspect lanes whose data has grown in this way, after these decisions.
+
+        Raises `CheckpointMismatchError`, and changes nothing, if the data has no such shards, and ValueError if there
+        can be no such lanes.
         """
-        if growth != self.growth:
-            self._example, self.growth = self._built(growth), growth
+        if (growth, decisions) != (self.growth, self.decisions):
+            self._example, self.growth, self.decisions = self._built(growth, decisions), growth, decisions
 
     def draw_subsets_by(self, order: int | None) -> None:
         """From now on inspect lanes whose readers draw subsets by this order's number."""

@@ -27,12 +27,14 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.lane import Cuts, Growth
 from savable_pipeline.run.engine.messages import Delivery
-from savable_pipeline.run.loader.fresh_lanes import fresh_lane, with_cuts
+from savable_pipeline.run.loader.fresh_lanes import fresh_lane, with_cuts, with_decisions
 from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import VERSION, LaneState
-from savable_pipeline.run.state.state_dict import common_growth, lane_name
+from savable_pipeline.run.state.state_dict import common_decisions, common_growth, lane_name
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
 
@@ -85,6 +87,8 @@ class Position(msgspec.Struct, frozen=True):
     subset_order: int | None = None  # by which readers draw subsets, since the run began; None: by this release's
     cuts: Cuts = {}  # of the epoch, once its first batch is given: fresh_lanes.py
     changed: bool = False  # the epoch was begun with other settings: its length cannot be counted beforehand
+    decisions: Decisions = NOTHING_DECIDED  # since the run began
+    decided_at: int = -MAX_LAG  # how many batches had been given then; `lag` does not reach before
 
     @classmethod
     def start(
@@ -96,11 +100,13 @@ class Position(msgspec.Struct, frozen=True):
         pad: bool,
         growth: Growth | None = None,
         subset_order: int | None = None,
+        decisions: Decisions = NOTHING_DECIDED,
     ) -> Position:
         """The start of an epoch."""
-        fresh = {lane: fresh_lane(lane, epoch, growth, subset_order) for lane in ranks.lanes(lane_count)}
+        fresh = {lane: fresh_lane(lane, epoch, growth, subset_order, decisions) for lane in ranks.lanes(lane_count)}
         lanes = {lane: LanePosition(state, None) for lane, state in fresh.items()}
-        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, growth=growth or {}, subset_order=subset_order)
+        kept: dict[str, Any] = {"growth": growth or {}, "subset_order": subset_order, "decisions": decisions}
+        return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, **kept)
 
     @classmethod
     def saved(
@@ -118,7 +124,7 @@ class Position(msgspec.Struct, frozen=True):
         slot = state["slot"]
         growth = common_growth(read.values())
         at = cls(ranks, lane_count, pad, state["epoch"], slot, lanes, end=slot, loaded=True, growth=growth)
-        return replace(at, subset_order=subset_order)
+        return replace(at, subset_order=subset_order, decisions=common_decisions(read.values()))
 
     @property
     def own_slot(self) -> int:
@@ -148,7 +154,7 @@ class Position(msgspec.Struct, frozen=True):
     @property
     def unknown_lanes(self) -> list[int]:
         """The lanes of a finite run that have not been asked yet whether they have another batch."""
-        if self.history or self.final:  # they were, before the first batch
+        if self.final:
             return []
         return [lane for lane, at in self.lanes.items() if at.more is None]
 
@@ -204,6 +210,20 @@ class Position(msgspec.Struct, frozen=True):
         lanes = {lane: LanePosition(at.state, None) for lane, at in self.lanes.items()}
         return replace(self, lanes=lanes, changed=True)
 
+    def decided(self, decisions: Decisions, *, finite: bool) -> Position:
+        """Here, with these decisions from the next step on, as if it was saved and loaded with other settings."""
+        lanes = {lane: LanePosition(with_decisions(self._saved(lane), decisions), None) for lane in self.lanes}
+        over = None if self.previous is None else replace(self.previous, decided_at=self.previous.batches)
+        at = replace(self, lanes=lanes, previous=over, decisions=decisions, end=self.slot, final=False)
+        if self.history:
+            at = replace(at, decided_at=self.batches)
+        return at.with_changes() if finite and self.slot else at
+
+    @property
+    def place(self) -> int:
+        """The first slot of the next step as receipts name it, with its epoch."""
+        return self.epoch << EPOCH_SHIFT | self.slot
+
     def begun_with(self, cuts: Cuts) -> Position:
         """In an epoch with these cuts of the lanes' shares."""
         return replace(self, cuts=cuts)
@@ -218,13 +238,13 @@ class Position(msgspec.Struct, frozen=True):
 
     def next_epoch(self, epoch: int) -> Position:
         """At the start of the epoch that follows, which the next iterator begins."""
-        kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order}
+        kept: dict[str, Any] = {"growth": self.growth, "subset_order": self.subset_order, "decisions": self.decisions}
         start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, **kept)
         return replace(start, previous=replace(self, previous=None), batches=self.batches)
 
     def rolled_over(self) -> Position:
         """At the start of the next epoch of an endless run, which the next iterator begins."""
-        return replace(self, history=(), previous=replace(self, previous=None))
+        return replace(self, history=(), decided_at=-MAX_LAG, previous=replace(self, previous=None))
 
     def epoch_of(self, epoch_slots: int) -> int:
         """The number of the epoch, of this many slots, that the next step belongs to."""
@@ -250,10 +270,12 @@ class Position(msgspec.Struct, frozen=True):
         Raises ValueError if it is before the history.
         """
         at = self.previous if lag and self.previous is not None and not self.told else self
-        if not 0 <= lag <= (len(at.history) or MAX_LAG):
+        since = at.batches - at.decided_at
+        if not 0 <= lag <= min(len(at.history) or MAX_LAG, since):
             raise ValueError(
-                f"lag={lag}: only the last {len(at.history)} batches can be taken back, at most {MAX_LAG}: those given "
-                "since the loader was made, loaded, or began the epoch. Save after as many batches as are fetched ahead"
+                f"lag={lag}: only the last {min(len(at.history), since)} batches can be taken back, at most {MAX_LAG}: "
+                "those given since the loader was made, loaded, or began the epoch, or since decide was called. Save "
+                "after as many batches as are fetched ahead"
             )
         slot, lanes = at.slot, dict(at.lanes)
         for given in list(reversed(at.history))[:lag]:

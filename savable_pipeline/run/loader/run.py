@@ -69,8 +69,7 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
-        kept: dict[str, Any] = {"growth": self.local.growth, "subset_order": self.local.subset_order}
-        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, **kept)
+        self.position = Position.start(epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, **self.local.kept)
 
     def end_epoch(self) -> None:
         """Go to the place where StopIteration has been raised: the next iterator continues there."""
@@ -281,6 +280,7 @@ class Run:
             self.prefetcher.restart()
             if self._ledger is not None:
                 self._ledger.begin_anew()
+            self.local.grow(position.growth, position.decisions)
             self.position = position
 
     def check_nothing_held(self) -> None:

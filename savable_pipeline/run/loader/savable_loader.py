@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from savable_pipeline.errors import EncodeError, WorkerError
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.acknowledging import Acknowledging
+from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, source_names
@@ -96,7 +97,7 @@ class SavableLoader(Acknowledging):
         max_restarts: int = 100,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._run = (AcknowledgedRun if acknowledge else Run)(LoaderSettings(**arguments))
+        self._run = (AcknowledgedRun if acknowledge else DecidingRun)(LoaderSettings(**arguments))
 
     @property
     def epoch(self) -> int:
@@ -303,6 +304,8 @@ class SavableLoader(Acknowledging):
         place = f"at slot {position.slot} of epoch {position.epoch}"
         if settings.epoch_slots is not None:
             place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
+        if position.decisions:
+            place += f"; decided {position.decisions}"
         return f"SavableLoader({shown}): {rank}, {place}\n{data_path(self._run.local.last_stage)}"
 
 

@@ -9,7 +9,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from savable_pipeline.errors import CheckpointMismatchError, StateError
-from savable_pipeline.run.loader.fresh_lanes import drawing_by, may_be_cut_otherwise, with_known_cuts
+from savable_pipeline.run.loader.decided import left_of
+from savable_pipeline.run.loader.fresh_lanes import (
+    drawing_by,
+    may_be_cut_otherwise,
+    with_decisions,
+    with_known_cuts,
+)
 from savable_pipeline.run.loader.growth import NEW_SHARDS, NewShards
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
@@ -27,7 +33,13 @@ from savable_pipeline.run.state.fingerprint import (
 )
 from savable_pipeline.run.state.flights import refuse_flights
 from savable_pipeline.run.state.restoring import restoring
-from savable_pipeline.run.state.state_dict import check_flat, lane_name, read_lanes, refuse_spans
+from savable_pipeline.run.state.state_dict import (
+    check_flat,
+    common_decisions,
+    lane_name,
+    read_lanes,
+    refuse_spans,
+)
 
 _CHANGED = "settings changed within the epoch"  # an entry of a state's fingerprint, while that epoch lasts
 
@@ -96,7 +108,7 @@ class States:
                     "shards joined this run at a later epoch, but with on_iter='restart' each pass is epoch 0, which "
                     "has none of them: begin a new loader"
                 )
-            self._local.grow(loaded.growth)
+            self._local.grow(loaded.growth, loaded.decisions)
         return loaded
 
     def _read(self, state: Mapping[str, Any], saved: Fingerprint, here: FingerprintHere, allowed: set[str]) -> Position:
@@ -114,6 +126,10 @@ class States:
         order = self._local.subset_order
         if order is not None:  # an earlier release saved it
             state = {**state, **{lane_name(number): drawing_by(lane, order) for number, lane in lanes.items()}}
+        decided = common_decisions(lanes.values())
+        if decided and (left := left_of(decided, self._local.last_stage, differing)) != decided:
+            state = {**state, **{name: with_decisions(state[name], left) for name in map(lane_name, lanes)}}
+            lanes = read_lanes(state, lanes)
         differs = bool(differing and state["slot"]) or changed or may_be_cut_otherwise(state, lanes, self._local)
         state = with_known_cuts(state, lanes, self._local, settings_differ=differs)
         pad = self._settings.pad

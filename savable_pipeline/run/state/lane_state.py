@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.errors import StateError
@@ -34,7 +35,7 @@ class LaneState(msgspec.Struct):
 
     `growth` is absent unless shards were added in the run: `Lane.growth`. `cuts` are those of `Lane`, of a lane before
     its first batch of a pass that others have begun: what they read by is in their own `stages`. `subset_order` is that
-    of `Lane`, absent where it is this release's.
+    of `Lane`, absent where it is this release's, and `decisions` where there are none.
     """
 
     lane: SavedCount
@@ -45,6 +46,7 @@ class LaneState(msgspec.Struct):
     growth: dict[str, list[tuple[EpochNumber, EpochNumber]]] | msgspec.UnsetType = msgspec.UNSET
     cuts: dict[str, _Cut] | msgspec.UnsetType = msgspec.UNSET
     subset_order: EpochNumber | msgspec.UnsetType = msgspec.UNSET
+    decisions: Decisions | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def grown(self) -> Growth:
@@ -55,6 +57,11 @@ class LaneState(msgspec.Struct):
     def draws_by(self) -> int | None:
         """`subset_order`, None where it is absent."""
         return None if self.subset_order is msgspec.UNSET else self.subset_order
+
+    @property
+    def decided(self) -> Decisions:
+        """`decisions`, none where they are absent."""
+        return NOTHING_DECIDED if self.decisions is msgspec.UNSET else self.decisions
 
 
 def pack_state(state: msgspec.Struct) -> bytes:

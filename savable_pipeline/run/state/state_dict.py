@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
 from savable_pipeline.core.lane import Growth
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, StateError
@@ -115,6 +116,20 @@ def common_growth(lanes: Iterable[LaneState]) -> Growth:
     return found[0] if found else {}
 
 
+def common_decisions(lanes: Iterable[LaneState]) -> Decisions:
+    """What was decided in the run. Raises `CheckpointMismatchError` if the lanes do not agree."""
+    first: LaneState | None = None
+    for lane in lanes:
+        first = first or lane
+        if lane.decided != first.decided:
+            said = [f"lane {each.lane}: {each.decided or 'nothing'}" for each in (first, lane)]
+            raise CheckpointMismatchError(
+                f"the lanes do not agree on what was decided ({'; '.join(said)}): each rank calls decide with the same "
+                "arguments between the same two steps"
+            )
+    return NOTHING_DECIDED if first is None else first.decided
+
+
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states that the ranks of a run saved after the same step into one with all lanes.
 
@@ -154,6 +169,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not merged:
         raise ValueError("merge_states needs at least one state")
     common_growth(lanes.values())
+    common_decisions(lanes.values())
     return with_acks_applied(merged)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,17 @@ def _summarized(state: Mapping[str, Any]) -> StateSummary:
     decoded = {lane: unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in numbers}
     return StateSummary(
         numbers={name: state[name] for name in ("epoch", "slot", "lanes")},
-        settings=fingerprint.fields,
+        settings=fingerprint.fields | _decided(decoded.values()),
         environment=fingerprint.environment,
         lanes={lane: _row(found, stages) for lane, found in decoded.items()},
         lane_bytes={lane: len(state[lane_name(lane)]) for lane in numbers},
     )
+
+
+def _decided(lanes: Iterable[LaneState]) -> dict[str, str]:
+    """What was decided since, as a setting; where ranks differ, all of it."""
+    said = dict.fromkeys(str(lane.decided) for lane in lanes if lane.decided)
+    return {"decided": "; ".join(said)} if said else {}
 
 
 def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:

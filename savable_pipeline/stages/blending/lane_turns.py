@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
-from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.lane import latest_shared
 from savable_pipeline.stages.blending.blend_counts import LaneCounts
 from savable_pipeline.stages.blending.blend_turns import LaneTurns, TokenTurns, Turns, lags_at
 from savable_pipeline.stages.blending.schedule import Dues, Schedule
@@ -125,12 +125,11 @@ def begin_turns(
     alone = lane.count == 1 or len(active) < len(weights)  # lanes differ in the step at which a source ends
     shared_key = derive_key(lane.seed, "blend", lane.epoch, info.depth, info.branch)  # the same in all lanes
     if by_tokens:
-        return TokenTurns(own, [0] * len(own) if alone else _lags(lane, tuple(own), shared_key % _PHASES))
+        return TokenTurns(own, [0] * len(own) if alone else _lags(info, tuple(own), shared_key % _PHASES))
     if alone:
         return Turns(own)
-    counts = lane.shared(
-        ("blend counts", tuple(own), lane.count, stride), lambda: LaneCounts(own, lane.count, stride=stride)
-    )
+    name = ("blend counts", info.branch, lane.count, stride)
+    counts = latest_shared(lane, name, tuple(own), lambda: LaneCounts(own, lane.count, stride=stride))
     return LaneTurns(own, counts, int(permutation(shared_key, lane.count)[lane.index]), info.key("blend turns"))
 
 
@@ -147,7 +146,7 @@ def begin_schedule(
     known = tuple(weight for weight in first if weight)
     lags = [0] * len(first)
     if lane.count > 1 and len(known) > 1 and not before:
-        given = iter(_lags(lane, known, shared_key % _PHASES))
+        given = iter(_lags(info, known, shared_key % _PHASES))
         lags = [next(given) if weight else 0 for weight in first]
     lags = [lag * due.unit // sum(known) if known else 0 for lag in lags]
     if schedule.unit == "tokens":
@@ -155,9 +154,8 @@ def begin_schedule(
     return ScheduledTurns(due, digest, lags, info.key("blend turns"), stride)
 
 
-def _lags(lane: Lane, weights: tuple[int, ...], phase: int) -> list[int]:
+def _lags(info: StageInfo, weights: tuple[int, ...], phase: int) -> list[int]:
     """How far each source is behind where this lane starts: the lanes start at successive steps of one sequence."""
-    found: list[list[int]] = lane.shared(
-        ("blend lags", weights, lane.count, phase), lambda: lags_at(weights, range(phase, phase + lane.count))
-    )
-    return found[lane.index]
+    lane = info.lane
+    name, of = ("blend lags", info.branch, lane.count), (weights, phase)
+    return latest_shared(lane, name, of, lambda: lags_at(weights, range(phase, phase + lane.count)))[lane.index]

@@ -67,6 +67,11 @@ class WeightedSources(Stage):
     ) -> None:
         check_sources(sources)
         self._stages = dict(sorted(sources.items()))  # sorted: the order of the turns must not depend on the dict's
+        self.weights: dict[str, int] = {}
+        self.until = until
+        self._before = 0  # samples or tokens given before the counts of the turns began
+        self._begun: Turns | TokenTurns | None = None
+        self._ended: set[str] = set()
         self.name_branch("")
         self.schedule = weights if isinstance(weights, Schedule) else None
         if self.schedule is not None:
@@ -85,12 +90,9 @@ class WeightedSources(Stage):
             raise ValueError(f"Blend: stride must be at least 1, not {stride}")
         self.weights = integer_weights({name: given[name] for name in self._stages})
         self.by = by
-        self.until = until
         self.stride = stride
-        self._before = 0  # samples or tokens given before the counts of the turns began
-        self._begun: Turns | TokenTurns | None = None
         self._counters: dict[str, list[str]] = {}  # of each source, by name
-        self._end_sources(set())
+        self._end_sources(self._ended)
         self._ahead = dict.fromkeys(self._stages, NONE)  # refs taken from a source before its turn
         # Source, item, ref and sizes of an item that is not given yet.
         self._taken: tuple[str, Any, ItemRef, tuple[Size, ...] | None] | None = None
@@ -124,7 +126,7 @@ class WeightedSources(Stage):
         Endless if some source that is on is, or with `until="first"`, if all of these are.
         """
         infos = [stage.info for stage in self.sources]
-        given = [stage.info.endless for name, stage in self._stages.items() if self.weights[name]]
+        given = [self._stages[name].info.endless for name in self._on]
         return StageInfo(
             infos[0].lane,
             depth=1 + max(info.depth for info in infos),
@@ -145,6 +147,11 @@ class WeightedSources(Stage):
         """The sources, in the order of their names."""
         return tuple(self._stages.values())
 
+    @property
+    def names(self) -> list[str]:
+        """Their names."""
+        return list(self._stages)
+
     def map_sources(self, change: Callable[[Stage], Stage]) -> None:
         """Replace each source by `change(source)`."""
         self._stages = {name: change(stage) for name, stage in self._stages.items()}
@@ -158,6 +165,9 @@ class WeightedSources(Stage):
         self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
             raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same 15-bit tag; rename one")
+        decided = next(iter(self.sources)).lane.decisions.weights.get(name, {})
+        self._decided = decided if decided.keys() == self._stages.keys() else None  # until its branch has its name
+        self._end_sources(self._ended)
 
     def fetch(self, ref: ItemRef | Ref) -> Any:
         """Make the element with this ref again. Raises `CheckpointMismatchError` if it is of none of the sources."""
@@ -187,8 +197,9 @@ class WeightedSources(Stage):
 
     @property
     def _on(self) -> dict[str, int]:
-        """The weights of the sources that are on: a weight of 0 turns a source off."""
-        return {name: weight for name, weight in self.weights.items() if weight}
+        """The weights of the sources that are on, as decided, or else its own: a weight of 0 turns a source off."""
+        weights = self.weights if self._decided is None else {name: self._decided[name] for name in self._stages}
+        return {name: weight for name, weight in weights.items() if weight}
 
     def _end_sources(self, ended: set[str]) -> None:
         """Set the ended sources. `_active` lists the others that are on; empty when the Blend itself has ended."""
@@ -204,7 +215,7 @@ class WeightedSources(Stage):
         """The turns of the sources that have not ended."""
         if self._begun is None:
             by_tokens = self.by == "tokens"
-            if self.schedule is not None:
+            if self.schedule is not None and self._decided is None:
                 self._begun = begin_schedule(self.info, self.schedule, self._active, self._before, stride=self.stride)
             else:
                 self._begun = begin_turns(self.info, self._on, self._active, by_tokens=by_tokens, stride=self.stride)

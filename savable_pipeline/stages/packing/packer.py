@@ -127,11 +127,12 @@ class OnlinePacker(ItemStage):
 
     @cached_property
     def _packing(self) -> Packing:
+        max_length = self.lane.decisions.max_length or self.max_length
         if callable(self.policy):
-            return ByFunction(self.policy, max_length=self.max_length, open_packs=self.open_packs)
+            return ByFunction(self.policy, max_length=max_length, open_packs=self.open_packs)
         return make_packing(
             self.policy,
-            max_length=self.max_length,
+            max_length=max_length,
             max_images=self.max_images or 0,
             max_cost=self.max_cost or 0,
             costing=self._costing,
@@ -214,7 +215,7 @@ class OnlinePacker(ItemStage):
         self.counts["packs"] += 1
         self.counts["items"] += len(sizes)
         self.counts["tokens"] += tokens
-        self.counts["room"] += self.max_length - tokens
+        self.counts["room"] += max(0, self._packing.max_length - tokens)
         if self._costing is not None:
             self.counts["cost"] += self._costing.of_pack(sizes)
 
@@ -259,8 +260,9 @@ class OnlinePacker(ItemStage):
 
         An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
         holds back, the number of rounds. `taken`: the ref of the item that is not placed yet, or None. Only where
-        needed: `taken_part`, the start of that item's rest and its whole length; `taken_size`, the length and images
-        that the encoder declared; `held`, the items in no pack yet; `rounds`, how often held items have been placed.
+        needed: `lengths`, of open packs once another `max_length` was decided; `taken_part`, the start of that item's
+        rest and its whole length; `taken_size`, the length and images that the encoder declared; `held`, the items in
+        no pack yet; `rounds`, how often held items have been placed.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
@@ -273,6 +275,8 @@ class OnlinePacker(ItemStage):
             state["taken_part"] = (taken.start, taken.total)
         if taken is not None and self._pieces.taken_size is not None:
             state["taken_size"] = self._pieces.taken_size
+        if any(pack.length != self.max_length for pack in packing.packs):
+            state["lengths"] = [pack.length for pack in packing.packs]
         if packing.holds:
             state["held"] = [placed(piece) for piece in packing.held]
             state["rounds"] = packing.rounds
@@ -286,15 +290,16 @@ class OnlinePacker(ItemStage):
         self._pieces.restore_taken(saved.taken, saved.taken_part, saved.taken_size)
         packing = self._packing
         packing.rounds = saved.rounds
-        for pack_of in saved.packs:
+        lengths = saved.lengths or [self.max_length] * len(saved.packs)
+        for pack_of, length in zip(saved.packs, lengths, strict=True):
             if pieces := self._pieces.known(pack_of):
-                pack = packing.open()
+                pack = packing.open(length)
                 for piece in pieces:
                     pack.add(piece)
                 if pack.room < 0 or pack.images < 0:
                     over = f"{-pack.room} longer" if pack.room < 0 else f"of {-pack.images} images more"
                     raise CheckpointMismatchError(
-                        f"OnlinePacker(max_length={self.max_length}, max_images={self.max_images}): an open pack of "
+                        f"OnlinePacker(max_length={length}, max_images={self.max_images}): an open pack of "
                         f"the state is {over}"
                     )
         for piece in self._pieces.known(saved.held):

@@ -29,6 +29,7 @@ Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 
 
 _NO_BOUND = 1 << 60
+_NEVER = 1 << 120  # more than the slack of any pack, times its cost
 _LONGEST = 4  # rounds that a piece is held back
 ORDERS = {"first_fit_decreasing": 2}  # the versions of the orders that changed, which a state must agree on
 
@@ -63,6 +64,10 @@ class OpenPack:
     bounds: tuple[int, int] | None = None  # the greatest length and cost of a pack; None where only length is bounded
     slack: int = 0  # room left, in tokens or in cost, whichever is the smaller share; set when a piece is added
     pieces: list[Piece] = field(default_factory=list)
+    length: int = field(init=False)  # the most tokens of the pack
+
+    def __post_init__(self) -> None:
+        self.length = self.room
 
     def fits(self, piece: Piece) -> bool:
         """Whether there is room for a piece."""
@@ -127,15 +132,16 @@ class Packing:
             yield from pack.pieces
         yield from self.held
 
-    def open(self) -> OpenPack:
-        """Open a new pack."""
-        self.packs.append(self.empty())
+    def open(self, length: int = 0) -> OpenPack:
+        """Open a new pack, of this many tokens at most; 0: `max_length`."""
+        self.packs.append(self.empty(length))
         return self.packs[-1]
 
-    def empty(self) -> OpenPack:
+    def empty(self, length: int = 0) -> OpenPack:
         """A pack without pieces."""
-        bounds = (self.max_length, self.max_cost) if self.max_cost else None
-        return OpenPack(self.max_length, self.max_images or _NO_BOUND, self.max_cost, bounds)
+        length = length or self.max_length
+        bounds = (length, self.max_cost) if self.max_cost else None
+        return OpenPack(length, self.max_images or _NO_BOUND, self.max_cost, bounds)
 
     def full(self) -> OpenPack | None:
         """The oldest pack without room for another token; None if there is none."""
@@ -188,7 +194,7 @@ class BestFit(Packing):
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the fullest pack with room, or into a new one."""
-        best, least = None, self.max_length * (self.max_cost or 1) + 1
+        best, least = None, _NEVER
         for pack in self.packs:
             if pack.slack < least and pack.fits(piece):
                 best, least = pack, pack.slack
@@ -246,7 +252,7 @@ class FirstFitDecreasing(Packing):
         for piece in self._in_order():
             pack = _oldest(packs, piece)
             if pack is None:
-                pack = self.empty()
+                pack = self.empty(max(self.max_length, piece.length))  # held before a shorter one was decided
                 packs.append(pack)
             pack.add(piece)
         self.held = packs.pop().pieces if keep_last else []

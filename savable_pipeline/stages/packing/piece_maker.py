@@ -75,10 +75,13 @@ class PieceMaker:
             return True
         stop = taken.total = total
         if total > self._packing.max_length:
-            if self._too_long == "skip":
+            if self._too_long == "skip" and not taken.start:
                 self._skipped("longer than max_length", total, total)
                 return True
-            stop = self._packing.max_length if self._too_long == "truncate" else total
+            if self._too_long == "truncate":
+                stop = self._packing.max_length
+                if stop <= taken.start:  # of which more than this was placed before it was decided
+                    return True
         piece = Piece(taken.ref, min(stop - taken.start, self._packing.reach), 0, taken.start, total)
         item = self._measure(piece, taken)
         if type(item) is Skip:
@@ -245,6 +248,7 @@ class PackerState(msgspec.Struct):
     taken_size: tuple[SavedCount, SavedCount] | None = None
     held: list[Placed] = []
     rounds: SavedCount = 0
+    lengths: list[SavedCount] = []
 
 
 def placed(piece: Piece) -> tuple[Any, ...]:

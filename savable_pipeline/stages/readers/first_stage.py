@@ -16,7 +16,7 @@ from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefA
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, check_subset
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.excluded_samples import ExcludedSamples, read_exclude_file
+from savable_pipeline.stages.excluded_samples import ExcludedSamples, excluded_numbers, read_exclude_file
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.reader_settings import ReaderData
 from savable_pipeline.stages.stage import Stage
@@ -86,7 +86,7 @@ class FirstStage(TakesRefs):
 
     def describe(self) -> StageInfo:
         """The facts that all stages after this one inherit."""
-        excluded = frozenset[int]() if self.exclude_file is None else self.exclude_file.numbers
+        excluded = excluded_numbers(self.exclude_file, self._lane, self.tag)
         return StageInfo(
             self._lane,
             depth=0,

@@ -1,0 +1,184 @@
+"""What a call of `SavableLoader.decide` means in a pipeline, and what of earlier decisions holds in a changed one.
+
+decide(weights=, exclude=, max_length=) ──▶ Decisions: numbers alone ──▶ in the state of each lane
+                                                                    ──▶ its stages, when they are built
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from savable_pipeline.core.decisions import Decisions
+from savable_pipeline.core.weights import Weight
+from savable_pipeline.core.wording import listed
+from savable_pipeline.data.dataset.exclude_file import numbers_of
+from savable_pipeline.run.loader.local_lanes import LocalLanes
+from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.state.fingerprint import stage_field
+from savable_pipeline.stages.blending.weighted_sources import WeightedSources
+from savable_pipeline.stages.packing.packer import OnlinePacker
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.stage import Stage
+
+log = logging.getLogger(__name__)
+
+Excluded: TypeAlias = str | tuple[str, str]  # a key, or a source and a key
+
+
+def decide(
+    before: Decisions,
+    place: int,
+    last: Stage,
+    weights: Mapping[str, Weight] | None,
+    exclude: Iterable[Excluded] | None,
+    max_length: int | None,
+) -> Decisions:
+    """What holds from `place` on in a pipeline with this last stage. Raises ValueError for what cannot be decided."""
+    if weights is None and exclude is None and max_length is None:
+        raise ValueError("decide: say what, as weights=, exclude= or max_length=")
+    return before.then(
+        place,
+        weights={} if weights is None else _by_blend(weights, _blends(last)),
+        excluded={} if exclude is None else _numbers(exclude, last),
+        max_length=0 if max_length is None else _checked(max_length, _packers(last)),
+    )
+
+
+def _blends(last: Stage) -> dict[str, WeightedSources]:
+    """The Blends of a pipeline, by their branch."""
+    return {stage.info.branch: stage for stage in upstream(last) if isinstance(stage, WeightedSources)}
+
+
+def _packers(last: Stage) -> list[OnlinePacker]:
+    return [stage for stage in upstream(last) if isinstance(stage, OnlinePacker)]
+
+
+def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, WeightedSources]) -> dict[str, dict[str, Weight]]:
+    """Weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
+    if not blends:
+        raise ValueError("decide: the pipeline has no Blend, whose weights could be decided")
+    if not isinstance(weights, Mapping) or not weights:
+        raise ValueError(f"decide: weights are a dict of the sources of a Blend, not {weights!r}")
+    places = {f"{at}/{own}" if at else own: (at, own) for at, blend in blends.items() for own in blend.names}
+    known = ", ".join(sorted(places))
+    if unknown := [name for name in weights if name not in places]:
+        raise ValueError(f"decide: no source of a Blend is called {unknown[0]!r}; there are {known}")
+    found: dict[str, dict[str, Weight]] = {}
+    for name, weight in weights.items():
+        branch, own = places[name]
+        found.setdefault(branch, {})[own] = weight
+    wanted = sorted(name for name, (branch, _) in places.items() if branch in found)
+    if missing := [name for name in wanted if name not in weights]:
+        raise ValueError(f"decide: every source of a Blend needs a weight; none is given for {', '.join(missing)}")
+    return found
+
+
+def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
+    """The numbers of the samples with these keys, by the tag of their source. Keys of no sample are a warning."""
+    if isinstance(exclude, str):
+        raise ValueError(f"decide: exclude is a list of keys, not one str: give [{exclude!r}]")
+    readers = {stage.branch: stage for stage in upstream(last) if isinstance(stage, RecordReader)}
+    found: dict[int, list[int]] = {}
+    unknown: set[str] = set()
+    for sources, keys in _by_source(exclude, list(readers)).items():
+        missing = set(keys)
+        for source in sources:
+            reader = readers[source]
+            numbers, absent = numbers_of(reader.dataset, keys)
+            found.setdefault(reader.tag, []).extend(numbers)
+            missing &= absent
+        unknown |= missing
+    if unknown:
+        log.warning("decide(exclude=) names %d keys that no sample has: %s", len(unknown), listed(sorted(unknown)))
+    return {tag: numbers for tag, numbers in found.items() if numbers}
+
+
+def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str, ...], list[str]]:
+    """The keys by the sources that they may be of: all, or the one that is named."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for each in exclude:
+        named = (None, each) if isinstance(each, str) else each
+        source, key = named if isinstance(named, tuple | list) and len(named) == 2 else (None, None)
+        if not isinstance(key, str):
+            raise ValueError(f"decide: exclude has keys, or pairs of a source and a key, not {each!r}")
+        if source is not None and source not in names:
+            raise ValueError(f"decide: no source is called {source!r}; there are {', '.join(map(repr, names))}")
+        found.setdefault(tuple(names) if source is None else (source,), []).append(key)
+    return found
+
+
+def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
+    """Raises ValueError unless there is one packer that can make packs of this length."""
+    if len(packers) != 1:
+        named = ", ".join(stage_field(packer, "max_length") for packer in packers)
+        raise ValueError(f"decide: max_length is of the one OnlinePacker of a pipeline; here are {named or 'none'}")
+    if type(max_length) is not int or not 1 <= max_length <= packers[0].max_length:
+        raise ValueError(
+            f"decide: max_length is at least 1 and at most that of the OnlinePacker, {packers[0].max_length}, not "
+            f"{max_length!r}: an encoder may count on it"
+        )
+    if callable(packers[0].policy):
+        raise ValueError("decide: a function as policy of the OnlinePacker has a length of its own")
+    return max_length
+
+
+def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
+    """What `make` returns, which must be the same on all ranks; it is compared where they can communicate.
+
+    Raises what `make` raises, or ValueError that names two ranks that differ.
+    """
+    if not ranks.can_talk:
+        return make()
+    try:
+        found: Decisions | Exception = make()
+        said = str(found), found.digest  # type: ignore[union-attr]
+    except Exception as error:
+        found, said = error, (f"{type(error).__name__}: {error}", 0)
+    others = ranks.gather(said)
+    if isinstance(found, Exception):
+        raise found
+    for rank, other in enumerate(others):
+        if other != said:
+            raise ValueError(
+                f"the ranks decide otherwise: rank {ranks.rank} {said[0]}; rank {rank} {other[0]}. Call decide with "
+                "the same arguments on each rank, between the same two steps"
+            )
+    return found
+
+
+def left_of(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
+    """What of a saved run's decisions holds in this pipeline, whose settings `differing` were allowed to differ.
+
+    Settings that are newer than a decision replace it, with a warning.
+    """
+    changed = set(differing)
+    blends, packers = _blends(last), _packers(last)
+    weights = {
+        branch: weights
+        for branch, weights in decisions.weights.items()
+        if branch in blends
+        and blends[branch].names == sorted(weights)
+        and not changed & {stage_field(blends[branch], name) for name in ("weights", "schedule", "sources")}
+    }
+    length = decisions.max_length
+    if length and (
+        len(packers) != 1 or length > packers[0].max_length or stage_field(packers[0], "max_length") in changed
+    ):
+        length = 0
+    left = replace(decisions, weights=weights, max_length=length)
+    if left != decisions:
+        log.warning("settings differ that were decided: those given now hold; of what was decided %s", left)
+    return left
+
+
+def check_decided(local: LocalLanes, decisions: Decisions) -> Decisions:
+    """These decisions. Raises ValueError if the pipeline cannot go on with them."""
+    before, after = local.last_stage.info.endless, local.built_with(decisions).info.endless
+    if before != after:
+        raise ValueError(f"decide: with these weights the run would {'come to an end' if before else 'never end'}")
+    return decisions

@@ -1,0 +1,469 @@
+"""`decide`: the run goes on as if stopped and resumed with other settings, and each resume and rank knows it."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from xxhash import xxh3_64_intdigest
+
+import savable_pipeline as sp
+from savable_pipeline.core.decisions import NOTHING_DECIDED, Decisions
+from savable_pipeline.run.ledger.records import Decided, read_records
+from savable_pipeline.run.loader.deciding import DecidingRun
+from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
+from savable_pipeline.run.state.state_dict import lane_name, merge_states
+from savable_pipeline.run.state.summary import summarize
+from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.trainers.rescue import rescue
+from tests.conftest import write_numbered_shards
+
+LANES = 4
+NAMES = ("a", "b", "text/c", "text/d")
+
+
+class Ids(sp.TaskEncoder):
+    """Items of 1 to 8 tokens; the batch is what it is made of."""
+
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        number = sample.json()["id"]
+        return {"id": [sample.key], "length": 1 + number % 8, "drawn": [rng.integers(1000)]}
+
+    def length(self, item: Any) -> int:
+        return int(item["length"])
+
+    def cut(self, item: Any, start: int, stop: int) -> Any:
+        return {**item, "length": stop - start}
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        joined = {name: [each for item in items for each in item[name]] for name in ("id", "drawn")}
+        return {**joined, "length": sum(item["length"] for item in items), "own": rng.integers(1000)}
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"items": items, "own": rng.integers(1000)}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decide") / "shards"
+    for place, name in enumerate("abcd"):
+        write_numbered_shards(folder / name, [40, 7 + place])
+    return folder
+
+
+def pipeline(
+    folder: Path,
+    lane: sp.Lane,
+    *,
+    epochs: int | None = None,
+    max_length: int | None = 16,
+    policy: Any = "best_fit",
+    weights: Any = None,
+    exclude: Mapping[str, str] | None = None,
+) -> sp.Stage:
+    """A Blend in a Blend, a buffer, a packer and batches."""
+    reader = {
+        name: sp.TarShardReader(folder / name, lane, block_size=2, epochs=epochs, exclude=(exclude or {}).get(name))
+        for name in "abcd"
+    }
+    text = sp.Blend({name: reader[name] for name in "cd"}, weights={"c": 1, "d": 2})
+    outer = {"a": reader["a"], "b": reader["b"], "text": text}
+    samples = sp.ShuffleBuffer(sp.Blend(outer, weights=weights or {"a": 2, "b": 1, "text": 1}), size=6)
+    items: sp.ItemStage = sp.Encode(samples, Ids())
+    if max_length is not None:
+        items = sp.OnlinePacker(items, max_length=max_length, policy=policy, open_packs=3)
+    return sp.Batcher(items, size=2)
+
+
+def run(folder: Path, rank: int = 0, world_size: int = 1, *, settings: Any = None, **how: Any) -> DecidingRun:
+    kept: dict[str, Any] = {"pipeline": partial(pipeline, folder, **how), "seed": 5, "lanes": LANES}
+    return DecidingRun(LoaderSettings(**kept, rank=rank, world_size=world_size, **(settings or {})))
+
+
+def loader(folder: Path, *, settings: Any = None, **how: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(partial(pipeline, folder, **how), seed=5, lanes=LANES, **(settings or {}))
+
+
+def sources_of(batch: Any) -> list[str]:
+    return [key for item in batch["items"] for key in item["id"]]
+
+
+def key(name: str, number: int) -> tuple[str, str]:
+    return name, f"s{number:06d}"
+
+
+def drawn_decision(draw: random.Random) -> dict[str, Any]:
+    """One of all that can be decided."""
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"weights": {"a": draw.random(), "b": draw.randrange(3), "text": 1}},
+        lambda: {"weights": {"text/c": draw.randrange(1, 9), "text/d": 10.0 ** -draw.randrange(25)}},
+        lambda: {"exclude": [key(draw.choice(NAMES), draw.randrange(40)) for _ in range(3)]},
+        lambda: {"exclude": [f"s{draw.randrange(40):06d}"]},
+        lambda: {"max_length": draw.randrange(5, 17)},
+    ]
+    first, second = draw.sample(kinds, 2)
+    return first() | second() if draw.random() < 0.3 else first()
+
+
+def plan_of(draw: random.Random, slots: int, decisions: int, step: int = LANES) -> dict[int, dict[str, Any]]:
+    """Decisions by the slots before which they are made, multiples of all ranks that replay them."""
+    return {slot: drawn_decision(draw) for slot in sorted(draw.sample(range(0, slots, step), decisions))}
+
+
+def straight(folder: Path, plan: Mapping[int, Any], slots: int, **how: Any) -> list[Any]:
+    with run(folder, **how) as one:
+        return list(taken(one, plan, slots))
+
+
+def taken(one: DecidingRun, plan: Mapping[int, Any], slots: int) -> Iterator[Any]:
+    while one.position.slot < slots:
+        if one.position.slot in plan:
+            assert one.decide(**plan[one.position.slot]) == one.position.slot
+        yield next(one)
+
+
+def over_ranks(folder: Path, plan: Mapping[int, Any], slots: int, draw: random.Random, **how: Any) -> list[Any]:
+    """The same batches by runs of 1, 2 and 4 ranks, each resumed from the state of the one before."""
+    found: list[Any] = []
+    state: Any = None
+    while len(found) < slots:
+        world = draw.choice([world for world in (1, 2, 4) if not len(found) % world])
+        with ExitStack() as opened:
+            ranks = [opened.enter_context(run(folder, rank, world, **how)) for rank in range(world)]
+            for rank in ranks:
+                if state is not None:
+                    rank.load_state_dict(state)
+            for _ in range(draw.randrange(1, 6)):
+                slot = len(found)
+                if slot in plan and (not slot or ranks[0].position.decisions.place < slot):
+                    assert {rank.decide(**plan[slot]) for rank in ranks} == {slot}
+                found += [batch for _, batch in sorted((rank.position.own_slot, next(rank)) for rank in ranks)]
+            state = merge_states(rank.state_dict() for rank in ranks)
+    return found[:slots]
+
+
+@pytest.mark.parametrize("policy", ["best_fit", "first_fit", "first_fit_decreasing", "sequential"])
+def test_a_replay_on_other_ranks_over_resumes_equals_the_run_that_decided(shards: Path, policy: str) -> None:
+    draw = random.Random(policy)
+    plan = plan_of(draw, 160, 12)
+    expected = straight(shards, plan, 160, policy=policy)
+    assert over_ranks(shards, plan, 160, draw, policy=policy) == expected
+    assert straight(shards, {}, 160, policy=policy) != expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["best_fit", "sequential"])
+def test_a_thousand_steps_with_fifty_decisions_are_replayed(shards: Path, policy: str) -> None:
+    draw = random.Random(policy)
+    plan = plan_of(draw, 1000, 50)
+    expected = straight(shards, plan, 1000, policy=policy)
+    assert over_ranks(shards, plan, 1000, draw, policy=policy) == expected
+
+
+def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their_batches_again(
+    shards: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(random.Random(1), 24, 4)
+    expected = straight(shards, plan, 24)
+    settings = {"num_workers": 2, "ledger": tmp_path, "timeout": 60.0}
+    with loader(shards, settings=settings) as made:
+        for slot, batch in enumerate(expected):
+            if slot in plan:
+                assert made.decide(**plan[slot]) == slot
+            if slot % 9 == 5:
+                os.kill(made.__savable_run__().prefetcher._makers.pids[slot % 2], signal.SIGKILL)  # type: ignore[union-attr]
+            assert next(made) == batch
+    (file,) = tmp_path.glob("*.ledger")
+    noted = [record.decisions for record in read_records(file) if isinstance(record, Decided)]
+    assert [each.place for each in noted] == sorted(plan)
+    ledger = sp.Ledger(tmp_path)
+    assert all(ledger.batch(partial(pipeline, shards), slot=slot) == expected[slot] for slot in range(0, 24, 3))
+
+
+@pytest.mark.parametrize("at", [0, 6, 21])
+def test_it_is_the_run_stopped_and_resumed_with_other_settings(shards: Path, tmp_path: Path, at: int) -> None:
+    file = tmp_path / "gone"
+    file.write_text("".join(f"s{number:06d}\n" for number in range(0, 40, 3)))
+    weights = {"a": 1, "b": 5, "text": 1}
+    with loader(shards) as one, loader(shards, weights=weights, exclude={"a": str(file)}) as other:
+        for _ in range(at):
+            next(one)
+        other.load_state_dict(one.state_dict(), allow={"weights", "exclude"})
+        one.decide(weights=weights, exclude=[key("a", number) for number in range(0, 40, 3)])
+        for _ in range(40):
+            batch = next(one)
+            assert batch == next(other)
+            assert not {f"s{number:06d}" for number in range(0, 40, 3)} & set(keys_of(one, "a"))
+
+
+def keys_of(made: sp.SavableLoader, name: str) -> list[str]:
+    """The keys of the samples of a source in the last batch."""
+    stages = upstream(made.__savable_run__().local.last_stage)
+    (reader,) = [stage for stage in stages if not stage.sources and stage.info.branch == name]
+    return [sample.key for sample in made.trace().samples if sample.ref.source in reader.info.origins]
+
+
+def test_each_resume_knows_it_and_a_state_without_any_has_no_byte_of_it(shards: Path) -> None:
+    with loader(shards) as one:
+        before = one.state_dict()
+        assert b"decisions" not in b"".join(value for value in before.values() if isinstance(value, bytes))
+        next(one)
+        one.decide(weights={"a": 1, "b": 1, "text": 0}, max_length=9)
+        one.decide(exclude=["s000001"])
+        states, expected = [one.state_dict()], []
+        for _ in range(9):
+            expected.append(next(one))
+            states.append(one.state_dict())
+        shown = summarize(states[-1]).settings["decided"]
+        assert shown == "from slot 1 on: a=1, b=1, text=0, 4 samples excluded, max_length=9"
+        assert shown in repr(one)
+    for given, state in enumerate(states):
+        with loader(shards) as other:
+            other.load_state_dict(torch.load(io_of(state), weights_only=True))
+            assert [next(other) for _ in expected[given:]] == expected[given:]
+            other.load_state_dict(before)  # of before: as if nothing had been decided
+            assert sp_decisions(other) == NOTHING_DECIDED
+
+
+def io_of(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def sp_decisions(made: sp.SavableLoader) -> Decisions:
+    return made.__savable_run__().position.decisions
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tail", ["stop", "pad"])
+def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str, packed: bool) -> None:
+    how: dict[str, Any] = {"epochs": 1, "max_length": 16 if packed else None, "settings": {"tail": tail}}
+    plan = {
+        5: {"exclude": ["s000001", *(key("b", number) for number in range(9))]},
+        (1 << 40) + 6: {"weights": {"a": 1, "b": 9, "text": 1}},
+        2 << 40: {"exclude": [key("text/c", number) for number in range(30)]},
+    }
+    with loader(shards, **how) as one:
+        batches, states = passes(one, plan)
+        assert sp_decisions(one).place == 2 << 40 and len(states) > 60
+    for given in range(0, len(states), 9):
+        with loader(shards, **how) as other:
+            other.load_state_dict(states[given])
+            assert str(passes(other, plan)[0]) == str(batches[given:])
+
+
+def passes(made: sp.SavableLoader, plan: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+    """The batches up to the end of the third epoch, and the state before each, as saved just before a decision."""
+    found, states, run = [], [made.state_dict()], made.__savable_run__()
+    if run.position.place in plan:
+        assert made.decide(**plan[run.position.place]) == run.position.place
+    while run.position.place < 3 << 40:
+        for batch in made:
+            found.append(batch)
+            states.append(made.state_dict())
+            if run.position.place in plan:
+                assert made.decide(**plan[run.position.place]) == run.position.place
+    return found, states[:-1]
+
+
+def test_a_lag_does_not_reach_before_it(shards: Path) -> None:
+    with loader(shards) as one:
+        for _ in range(3):
+            next(one)
+        one.state_dict(lag=2)
+        one.decide(max_length=8)
+        with pytest.raises(ValueError, match="since decide was called"):
+            one.state_dict(lag=1)
+        assert one.trace().slot == 2
+        next(one)
+        assert one.state_dict(lag=1)["slot"] == 3
+        with pytest.raises(ValueError, match="only the last 1 batches"):
+            one.state_dict(lag=2)
+
+
+def test_packs_begun_after_it_have_the_new_length(shards: Path) -> None:
+    for policy in ("best_fit", "first_fit_decreasing", "sequential"):
+        with loader(shards, policy=policy) as one:
+            lengths = [item["length"] for _ in range(40) for item in next(one)["items"]]
+            one.decide(max_length=8)
+            late = [item["length"] for _ in range(120) for item in next(one)["items"]][160:]
+            one.decide(max_length=16)
+            last = [item["length"] for _ in range(120) for item in next(one)["items"]][160:]
+        assert max(lengths) == 16 and 6 <= max(late) <= 8 and max(last) == 16
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ({}, "say what"),
+        ({"weights": {"a": 1, "b": 1}}, "none is given for text"),
+        ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source of a Blend is called 'c'; there are a, b, text, text/c"),
+        ({"weights": {"a": 1, "b": "much", "text": 1}}, "must be a number"),
+        ({"weights": {"text/c": 0, "text/d": 0}}, "must be above 0"),
+        ({"weights": 3}, "a dict"),
+        ({"exclude": "s000001"}, "give \\['s000001'\\]"),
+        ({"exclude": [("c", "s000001")]}, "no source is called 'c'; there are 'a', 'b', 'text/c', 'text/d'"),
+        ({"exclude": [7]}, "not 7"),
+        ({"max_length": 17}, "at most that of the OnlinePacker, 16"),
+        ({"max_length": 0}, "at least 1"),
+        ({"max_length": True}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_decided_is_an_error_and_changes_nothing(shards: Path, what: Any, says: str) -> None:
+    with loader(shards) as one:
+        next(one)
+        before = one.state_dict()
+        with pytest.raises(ValueError, match=says):
+            one.decide(**what)
+        assert one.state_dict() == before
+
+
+def test_a_pipeline_without_the_stage_or_with_several_or_a_pass_that_is_repeated_is_an_error(shards: Path) -> None:
+    def plain(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.TarShardReader(shards / "a", lane), size=2)
+
+    def two(lane: sp.Lane) -> sp.Stage:
+        sources = {
+            name: sp.OnlinePacker(sp.Encode(sp.TarShardReader(shards / name, lane), Ids()), max_length=9)
+            for name in "ab"
+        }
+        return sp.Batcher(sp.Blend(sources), size=1)
+
+    def ends(lane: sp.Lane) -> sp.Stage:
+        sources = {"a": sp.TarShardReader(shards / "a", lane), "b": sp.TarShardReader(shards / "b", lane, epochs=1)}
+        return sp.Batcher(sp.Blend(sources, weights={"a": 1, "b": 1}), size=1)
+
+    for make, what, says in [
+        (plain, {"weights": {"a": 1}}, "has no Blend"),
+        (plain, {"max_length": 3}, "here are none"),
+        (plain, {"exclude": [("a", "s000001")]}, "there are ''"),
+        (two, {"max_length": 3}, "a/OnlinePacker.max_length, b/OnlinePacker.max_length"),
+        (ends, {"weights": {"a": 0, "b": 1}}, "come to an end"),
+    ]:
+        with sp.SavableLoader(make, seed=1, lanes=2) as one, pytest.raises(ValueError, match=says):
+            one.decide(**what)
+    with loader(shards, settings={"on_iter": "restart"}) as one, pytest.raises(ValueError, match="restart"):
+        one.decide(max_length=3)
+    with loader(shards, policy=by_pairs) as one, pytest.raises(ValueError, match="a function as policy"):
+        one.decide(max_length=3)
+
+
+def by_pairs(lengths: list[int]) -> list[list[int]]:
+    return [[place] for place in range(len(lengths))]
+
+
+def test_ranks_that_decide_otherwise_are_named_when_their_states_are_merged(shards: Path) -> None:
+    def states(*weights: int) -> list[Any]:
+        found = []
+        for rank, weight in enumerate(weights):
+            with run(shards, rank, len(weights)) as one:
+                next(one)
+                if weight:
+                    one.decide(weights={"text/c": 1, "text/d": weight})
+                found.append(one.state_dict())
+        return found
+
+    merge_states(states(3, 3))
+    with pytest.raises(sp.CheckpointMismatchError, match=r"lane 0: .*text/d=3; lane 1: .*text/d=4"):
+        merge_states(states(3, 4))
+    with pytest.raises(sp.CheckpointMismatchError, match=r"lane 0: .*text/d=3; lane 1: nothing"):
+        merge_states(states(3, 0))
+
+
+def test_settings_given_after_it_win_with_a_warning(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with loader(shards) as one:
+        next(one)
+        one.decide(weights={"a": 1, "b": 1, "text": 1}, max_length=8, exclude=["s000001"])
+        state = one.state_dict()
+    weights = {"a": 1, "b": 9, "text": 1}
+    with loader(shards, weights=weights) as other:
+        other.load_state_dict(state, allow={"weights"})
+        decided = sp_decisions(other)
+        assert (decided.weights, decided.max_length) == ({}, 8) and len(decided.excluded) == 4
+        assert "those given now hold" in caplog.text
+        drawn = [(len(keys_of(other, "b")), len(other.trace().samples)) for _ in range(60) if next(other)]
+        of_b, of_all = map(sum, zip(*drawn, strict=True))
+        assert of_b > of_all / 2
+        again = other.state_dict()
+    with loader(shards, weights=weights) as other:
+        other.load_state_dict(again)
+        assert sp_decisions(other) == decided
+
+
+def test_rows_in_flight_are_given_again_as_they_were(shards: Path) -> None:
+    settings = {"acknowledge": True}
+    with loader(shards, settings=settings) as one:
+        given = [next(one) for _ in range(4)]
+        one.decide(exclude=[f"s{number:06d}" for number in range(20)], max_length=8)
+        next(one)
+        one.done(one.receipts())
+        state, following = one.state_dict(), next(one)
+    with loader(shards, settings=settings) as other:
+        other.load_state_dict(state)
+        for batch in given:
+            again = next(other)
+            assert {**again, "receipts": None} == {**batch, "receipts": None}
+            assert torch.equal(again["receipts"], batch["receipts"])
+        assert next(other)["items"] == following["items"]
+
+
+def test_many_keys_take_eight_bytes_each_in_a_lane_and_tiny_weights_are_bounded() -> None:
+    none = NOTHING_DECIDED.then(0, weights={}, excluded={}, max_length=0)
+    many = none.then(0, weights={}, excluded={7: range(10_000)}, max_length=0)
+    grown = len(msgspec.msgpack.encode(many)) - len(msgspec.msgpack.encode(none))
+    assert 80_000 <= grown < 80_100
+    assert many.numbers(7) == frozenset(range(10_000)) and not many.numbers(8)
+    tiny = none.then(0, weights={"": {"a": 3.3124783621789234e-25, "b": 1.0, "c": 0}}, excluded={}, max_length=0)
+    assert tiny.weights[""]["a"] == 1 and tiny.weights[""]["c"] == 0 and tiny.weights[""]["b"] > (1 << 30) - 9
+    assert none.then(4, weights={"": {"a": 0.7, "b": 0.3}}, excluded={}, max_length=0).weights == {"": {"a": 7, "b": 3}}
+
+
+def test_a_state_with_damaged_decisions_and_a_rescue_are_refused(shards: Path) -> None:
+    with loader(shards) as one:
+        next(one)
+        one.decide(exclude=["s000001"])
+        state = one.state_dict()
+        with loader(shards) as fresh, pytest.raises(sp.CheckpointMismatchError, match="something was decided"):
+            rescue(fresh, state)
+    body = msgspec.msgpack.decode(state[lane_name(0)][14:])
+    body["decisions"]["excluded"] = {1: b"odd"}
+    with pytest.raises(sp.StateError, match="8 bytes each"):
+        unpack_state(forged(body), LaneState, "lane 0")
+
+
+def forged(body: Any) -> bytes:
+    packed = msgspec.msgpack.encode(body)
+    return b"SAVL" + (1).to_bytes(2, "little") + xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+
+
+@pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: say what"])
+def test_ranks_that_can_talk_and_decide_otherwise_are_named_at_once(shards: Path, other: str) -> None:
+    class Talking(Ranks):
+        can_talk = True
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, (other, 1)]
+
+    with run(shards, 0, 2) as one:
+        next(one)
+        before = one.state_dict()
+        one.ranks = Talking(0, 2, None)
+        with pytest.raises(ValueError, match=f"rank 0 from slot 2 on: max_length=7; rank 1 {other}"):
+            one.decide(max_length=7)
+        assert one.state_dict() == before
