@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from task_encoders.contrastive import ContrastiveEncoder
     from task_encoders.interleaved import InterleavedEncoder
     from task_encoders.language_modeling import LanguageModelingEncoder
+    from task_encoders.parts.aspect_buckets import Buckets
     from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
     from task_encoders.parts.data_formats import Message
     from task_encoders.parts.image_text_tokens import Vision
-    from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+    from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
     from task_encoders.parts.square_crop import SquareCrop
     from task_encoders.parts.token_packing import IGNORED
     from task_encoders.parts.tokenizer import Tokenizer
@@ -61,7 +62,8 @@ _FILES = {
     "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
     "parts.data_formats": ["Message"],
     "parts.image_text_tokens": ["Vision"],
-    "parts.image_tiles": ["Buckets", "ImageTiles", "NativeSize", "Tiles"],
+    "parts.aspect_buckets": ["Buckets"],
+    "parts.image_tiles": ["ImageTiles", "NativeSize", "Tiles"],
     "parts.square_crop": ["SquareCrop"],
     "parts.token_packing": ["IGNORED"],
     "parts.tokenizer": ["Tokenizer"],

@@ -12,12 +12,25 @@ Parts: TypeAlias = dict[Any, tuple[Any, int]]
 
 
 def parts_of(item: Any) -> Parts:
-    """The keys, fields and attributes of an item, each with its length: what shows most changes cheaply."""
+    """The keys, fields and attributes of an item, each with its length or a tensor's version: cheap, but not complete.
+
+    A write into a NumPy array, or into what a part holds in turn, does not show.
+    """
     if isinstance(item, list):
         return {"the values": (item, len(item))}
     named = named_parts(item) if isinstance(item, dict) or not isinstance(item, Mapping) else None
     parts = {**(named or {}), **getattr(item, "__dict__", {})}
-    return {name: (part, len(part) if isinstance(part, list | dict) else 0) for name, part in parts.items()}
+    return {name: (part, _version(part)) for name, part in parts.items()}
+
+
+def _version(part: Any) -> int:
+    """The length of a list or dict, or how often a tensor has been written to."""
+    if isinstance(part, list | dict):
+        return len(part)
+    try:
+        return int(getattr(part, "_version", 0))
+    except (RuntimeError, TypeError, ValueError):  # a tensor of the mode of inference; a field of the user's own
+        return 0
 
 
 def changed_part(item: Any, before: Parts) -> Any:

@@ -103,8 +103,8 @@ class BucketBatcher(EncoderBatches):
         hold: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        if hold < 1:
-            raise ValueError(f"BucketBatcher: hold must be at least 1, not {hold}")
+        if type(hold) is not int or hold < 1:
+            raise ValueError(f"BucketBatcher: hold must be an integer of at least 1, not {hold!r}")
         self._sizes = BucketSizes(bounds, size, max_tokens, grouped=group is not None)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)

@@ -115,8 +115,10 @@ class BucketSizes:
 
 def plain_group(group: Any) -> Group:
     """A group as a state returns it. Raises ValueError unless it is an int, a str, None, or a tuple of these."""
-    if group is None or isinstance(group, str):
-        return group
+    if group is None:
+        return None
+    if isinstance(group, str):
+        return str.__str__(group)  # of an enum, say, its value: what a state returns must sort alike
     if isinstance(group, list | tuple):
         return tuple(plain_group(each) for each in group)
     try:

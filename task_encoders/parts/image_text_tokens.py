@@ -96,7 +96,7 @@ class Vision:
         Raises:
             OSError: The image is damaged.
         """
-        if self.decode == "exact":
+        if self.decode == "exact" or not self.tiles.takes_scaled:
             return sample.image(part)
         full = (0, 0)
 

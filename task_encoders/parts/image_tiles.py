@@ -20,7 +20,7 @@ from PIL import Image
 
 from task_encoders.parts.scaled_image import ScaledImage
 
-_BICUBIC = Image.Resampling.BICUBIC
+BICUBIC = Image.Resampling.BICUBIC
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,12 @@ class ImageTiles(ABC):
             height: Its height.
         """
         return width, height
+
+    @property
+    def takes_scaled(self) -> bool:
+        """Whether `tiles` may get a `ScaledImage`: not one that a subclass has defined without `at_least`."""
+        definers = [next(at for at in type(self).__mro__ if name in vars(at)) for name in ("at_least", "tiles")]
+        return issubclass(*definers)
 
     def tokens(self, grids: torch.Tensor) -> int:
         """Return the number of tokens of some tiles.
@@ -152,7 +158,7 @@ class NativeSize(ImageTiles):
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """The image, resized."""
-        return [image.resize(self.size(image.width, image.height), _BICUBIC)]
+        return [image.resize(self.size(image.width, image.height), BICUBIC)]
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """The size to which it is resized."""
@@ -179,75 +185,6 @@ class NativeSize(ImageTiles):
             grown = math.sqrt(self.min_pixels / (width * height))
             wide, high = (math.ceil(side * grown / unit) * unit for side in sides)
         return wide, high
-
-
-@dataclass(frozen=True)
-class Buckets(ImageTiles):
-    """One tile, of the shape among a few of like area that is nearest to the image's aspect.
-
-    The image is scaled until it covers the shape, and cropped evenly on both sides (NovelAI: aspect ratio bucketing,
-    2022). The shapes have sides from `min_side` to `max_side` in steps of `patch * merge`; for each width, the height
-    is the largest that keeps within `max_pixels`.
-
-    Args:
-        patch: The side of a patch, in pixels.
-        merge: A model merges `merge` × `merge` patches into one token.
-        max_pixels: The most pixels of a shape.
-        min_side: The least width and height, in pixels.
-        max_side: The greatest width and height, in pixels.
-
-    Raises:
-        ValueError: No shape fits.
-
-    Example:
-        ```python
-        from PIL import Image
-        from task_encoders import Buckets
-        buckets = Buckets(max_pixels=224 * 224)
-        buckets.shapes()[:3]                                     # [(168, 280), (196, 252), (224, 224)]
-        buckets.tiles(Image.new("RGB", (1280, 720)))[0].size     # (280, 168)
-        ```
-    """
-
-    max_pixels: int = 336 * 336
-    min_side: int = 168
-    max_side: int = 672
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.shapes():
-            raise ValueError(
-                f"Buckets: no shape has sides from {self.min_side} to {self.max_side}, multiples of {self.unit}, and "
-                f"at most {self.max_pixels} pixels"
-            )
-
-    def shapes(self) -> list[tuple[int, int]]:
-        """Width and height of each bucket, from the narrowest on."""
-        sides = [side for side in range(self.unit, self.max_side + 1, self.unit) if side >= self.min_side]
-        found: set[tuple[int, int]] = set()
-        for one in sides:
-            fitting = [other for other in sides if one * other <= self.max_pixels]
-            if fitting:
-                found |= {(one, fitting[-1]), (fitting[-1], one)}
-        return sorted(found)
-
-    def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """The size to which it is scaled."""
-        shrunk = min(full / side for full, side in zip((width, height), self._shape(width, height), strict=True))
-        return width / shrunk, height / shrunk
-
-    def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
-        """The image, scaled and cropped to its bucket."""
-        wide, high = self._shape(image.width, image.height)
-        scale = min(image.width / wide, image.height / high)
-        left, upper = (image.width - wide * scale) / 2, (image.height - high * scale) / 2
-        right, lower = min(image.width, left + wide * scale), min(image.height, upper + high * scale)
-        box = (max(0.0, left), max(0.0, upper), right, lower)  # rounding must not leave the image
-        return [image.resize((wide, high), _BICUBIC, box=box)]
-
-    def _shape(self, width: int, height: int) -> tuple[int, int]:
-        aspect = math.log(width / height)
-        return min(self.shapes(), key=lambda shape: abs(math.log(shape[0] / shape[1]) - aspect))
 
 
 @dataclass(frozen=True)
@@ -298,10 +235,10 @@ class Tiles(ImageTiles):
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """The tiles, row by row, then the thumbnail."""
         columns, rows = self.grid(image.width, image.height)
-        whole = image.resize((columns * self.side, rows * self.side), _BICUBIC)
+        whole = image.resize((columns * self.side, rows * self.side), BICUBIC)
         corners = [(column * self.side, row * self.side) for row in range(rows) for column in range(columns)]
         tiles = [whole.crop((left, upper, left + self.side, upper + self.side)) for left, upper in corners]
-        more = [image.resize((self.side, self.side), _BICUBIC)] if self.thumbnail and len(tiles) > 1 else []
+        more = [image.resize((self.side, self.side), BICUBIC)] if self.thumbnail and len(tiles) > 1 else []
         return tiles + more
 
     def grid(self, width: int, height: int) -> tuple[int, int]:

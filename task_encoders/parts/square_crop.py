@@ -64,6 +64,12 @@ class SquareCrop:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"the size of an image is at least 1 pixel, not {self.size}")
+        least, greatest = self.scale
+        if not 0 < least <= greatest <= 1 or not 0 <= self.flip <= 1:
+            raise ValueError(
+                f"scale is two shares of an image, 0 < least ≤ greatest ≤ 1, and flip a probability, not {self.scale} "
+                f"and {self.flip}"
+            )
         check_decode(self.decode)
         if self.draws not in (1, 2):
             raise ValueError(f"draws is 2, or 1 for a state of an earlier release, not {self.draws!r}")

@@ -59,6 +59,8 @@ def set_number(item: Any) -> None:
         ({"number": 1000, 3: 4}, lambda item: item.pop(3), 3),
         ({"tokens": torch.zeros(2)}, lambda item: item["tokens"].sum(), None),
         ({"tokens": torch.zeros(2)}, lambda item: item.update(tokens=item["tokens"] + 1), "tokens"),
+        ({"tokens": torch.zeros(2)}, lambda item: item["tokens"].add_(1), "tokens"),
+        ({"tokens": torch.zeros(2)}, lambda item: item["tokens"].__setitem__(1, 7), "tokens"),
         ([7, 8], lambda item: item.append(9), "the values"),
         ("text", len, None),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -208,6 +210,31 @@ def test_cut_anywhere_batches_of_groups_are_the_same(lengths: list[int], group: 
     assert batches + list(stage) == expected
 
 
+class Kind(enum.StrEnum):
+    """Groups as users may name them; their `repr` is no text's."""
+
+    LONG = "a"
+    MIDDLE = "b"
+    SHORT = "c"
+
+
+@pytest.mark.parametrize("kind", [Kind, np.str_])
+def test_groups_that_are_texts_of_a_class_are_kept_as_texts(kind: Any) -> None:
+    def make() -> sp.BucketBatcher:
+        return batcher(
+            [3] * 24, group=lambda item: kind("abc"[item[0] % 3]), size=2, encoder=Groups(), same_bucket=True, hold=4
+        )
+
+    expected = list(make())
+    for cut in range(len(expected)):
+        stage = make()
+        for _ in range(cut):
+            next(stage)
+        state, stage = msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())), make()
+        stage.restore_state(state)
+        assert list(stage) == expected[cut:]
+
+
 def grouped(shards: str, lane: sp.Lane) -> sp.Stage:
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), ToyEncoder())
     return sp.BucketBatcher(items, bounds=[4, 9], group=OfToys(3), size={0: [2, 3], 1: 2, 2: 4})
@@ -280,7 +307,7 @@ def test_a_state_with_other_groups_is_a_mismatch() -> None:
         ({"bounds": [5, 5]}, "ascending"),
         ({"bounds": [0, 5]}, "ascending"),
         ({"size": 0}, "at least 1"),
-        ({"hold": 0}, "hold must be at least 1"),
+        ({"hold": 0}, "hold must be an integer of at least 1"),
         ({"size": 3, "max_tokens": 8}, "either size or max_tokens"),
         ({"max_tokens": 4}, "no room for one item of 5"),
     ],

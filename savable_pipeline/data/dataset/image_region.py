@@ -7,8 +7,8 @@ decoded        501 × 351 by a half, where the full image takes the box (0, 0, 5
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from savable_pipeline.data.dataset.transparency import Colour, converted
 
@@ -38,12 +38,14 @@ def image_region(
     image, as its header says. Raises ValueError for a box that is empty or reaches beyond the image.
     """
     width, height = image.size
-    wanted = box(width, height) if callable(box) else box or (0, 0, width, height)
-    left, upper, right, lower = wanted
+    given = (0, 0, width, height) if box is None else box(width, height) if callable(box) else box
+    left, upper, right, lower = _numbers("box", given, 4)
     if not (0 <= left < right <= width and 0 <= upper < lower <= height):
-        raise ValueError(f"box={wanted} is empty or reaches beyond the image of {width} × {height} pixels")
-    needed = at_least(width, height) if callable(at_least) else at_least
-    if needed is not None:
+        raise ValueError(f"box={given} is empty or reaches beyond the image of {width} × {height} pixels")
+    if at_least is not None:
+        needed = _numbers("at_least", at_least(width, height) if callable(at_least) else at_least, 2)
+        if not min(needed) > 0:
+            raise ValueError(f"at_least={tuple(needed)}: a width and a height above 0, in pixels")
         across, down = _drafted(image, _scale((right - left, lower - upper), needed))
         left, upper, right, lower = left * across, upper * down, right * across, lower * down
     first, top = math.floor(left), math.floor(upper)
@@ -54,7 +56,18 @@ def image_region(
     return found
 
 
-def _scale(size: Size, needed: Size) -> int:
+def _numbers(name: str, given: Any, count: int) -> list[float]:
+    """These numbers. Raises ValueError unless they are as many."""
+    try:
+        numbers = [float(number) for number in given]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{name}={given!r}: {count} numbers, in pixels")
+    return numbers
+
+
+def _scale(size: Size, needed: Sequence[float]) -> int:
     """The strongest scale at which a region of this size has the needed pixels still."""
     return next((scale for scale in _SCALES if size[0] >= scale * needed[0] and size[1] >= scale * needed[1]), 1)
 

@@ -20,13 +20,14 @@ import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.data.dataset.sample import skip_counters
-from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.held_items import HeldItems, known_refs, left_of
 from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.item_selection import Select, select_places
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
+from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
@@ -50,13 +51,14 @@ class ItemPacker(ItemStage):
         size: Items of a round, all in memory while `select` looks at them.
         select: `select(items, rng)` returns the packs in their order, as lists of these very objects. Items in none
             are counted as skipped, "not selected". It may draw, as the encoder may, and sort its list, but not change
-            an item. A state keeps its name, and `settings()` of an object.
+            an item: an error where that shows, but a write into an array does not. A state keeps its name, and
+            `settings()` of an object.
         encoder: Packs. None: the one upstream.
         max_held_bytes: Most bytes of items of packs not given yet, in a process; others are made again.
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: `select` or the encoder raised, or `select` returned other objects or changed one.
+        EncodeError: `select` or the encoder raised, `select` returned other objects, or very many items made no pack.
 
     Example:
         >>> class Captions(sp.TaskEncoder):
@@ -87,8 +89,8 @@ class ItemPacker(ItemStage):
         encoder: TaskEncoder | None = None,
         max_held_bytes: int = 1 << 30,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"ItemPacker: size must be at least 1, not {size}")
+        if type(size) is not int or size < 1:
+            raise ValueError(f"ItemPacker: size must be an integer of at least 1, not {size!r}")
         check_function("ItemPacker", "select", select)
         self._check_source(source, ItemStage)
         super().__init__(source)
@@ -97,6 +99,7 @@ class ItemPacker(ItemStage):
         self._held = HeldItems(self, max_bytes=max_held_bytes)  # of pending packs, or of a round before they are chosen
         self._groups: list[int] = []  # how many of them are in each pending pack
         self._rounds, self._count = 0, 0  # rounds chosen; packs given, or skipped
+        self._in_vain = 0  # items in a row that came into no pack
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `pack` is used."""
@@ -116,8 +119,10 @@ class ItemPacker(ItemStage):
             packed, refs, sizes = self._pack([self._held.look(at) for at in range(self._groups[0])], self._count)
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
-            if type(packed) is not Skip:
-                self.ref, self.sizes = (self._count - 1, *refs), sizes
+            if type(packed) is Skip:
+                self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
+            else:
+                self.ref, self.sizes, self._in_vain = (self._count - 1, *refs), sizes, 0
                 self.counts.update(packs=1, items=len(refs), tokens=sum(length for length, _ in sizes or ()))
                 return packed
         raise StopIteration
@@ -147,7 +152,15 @@ class ItemPacker(ItemStage):
             self._held.add([items[place] for place in chosen], [refs[place] for place in chosen])
             for place in set(range(len(refs))).difference(chosen):
                 self.counts.update(skip_counters("not selected", next(sample_indices(refs[place]))))
+            if not groups:
+                self._give_up_after(len(items), "`select` chose none of the last")
         return True
+
+    def _give_up_after(self, items: int, last: str) -> None:
+        """Count items that came into no pack. Raises `EncodeError` for very many in a row."""
+        self._in_vain += items
+        if self._in_vain >= max_empty_samples(self.info.population):
+            raise EncodeError(f"ItemPacker: {self._in_vain} items in a row made no pack, {last}: this data never will")
 
     def _pack(self, made: list[tuple[Any, ItemRef]], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
         """Pack `number` of what is left of these items, and its refs and sizes; a `Skip` is counted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from savable_pipeline.core.item_changes import changed_part, parts_of
@@ -14,7 +14,7 @@ Select: TypeAlias = Callable[[list[Any], Rng], Sequence[Sequence[Any]]]
 def select_places(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
     """The groups that `select` makes, as places of their items. Raises ValueError for a wrong answer."""
     before = list(map(parts_of, items))
-    groups = [list(group) for group in select(list(items), rng)]
+    groups = _groups(select(list(items), rng))
     for item, parts in zip(items, before, strict=True):
         if (name := changed_part(item, parts)) is not None:
             raise ValueError(
@@ -27,12 +27,23 @@ def select_places(select: Select, items: list[Any], rng: Rng) -> list[list[int]]
     return [_places(group, number, free) for number, group in enumerate(groups)]
 
 
+def _groups(found: Any) -> list[list[Any]]:
+    if not isinstance(found, Iterable) or isinstance(found, dict | str):
+        raise ValueError(f"it returned {type(found).__name__}: return a list of packs, each a list of items")
+    groups = list(found)
+    for group in groups:
+        if not isinstance(group, list | tuple):
+            raise ValueError(f"a pack is a list of items, not {type(group).__name__}: return a list of such lists")
+    return [list(group) for group in groups]
+
+
 def _places(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
     places: list[int] = []
     for item in group:
         if id(item) not in free:
             raise ValueError(
-                f"group {number} has an object that is none of the items: return those that were given, no copies; "
+                f"group {number} has an object, of type {type(item).__name__}, that is none of the items: return "
+                "those that were given, no copies and no numbers; "
                 "what changes an item belongs in encode or pack"
             )
         if not free[id(item)]:

@@ -184,3 +184,26 @@ def test_a_bomb_is_one_at_every_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_box_that_is_empty_or_reaches_beyond_the_image_is_refused(box: Any) -> None:
     with pytest.raises(ValueError, match=r"box=\(.*\) is empty or reaches beyond the image of 1001 × 701 pixels"):
         sample(jpg=PHOTO).image(box=box)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"at_least": (0, 0)}, r"at_least=\(0.0, 0.0\): a width and a height above 0"),
+        ({"at_least": (-5, 5)}, "above 0"),
+        ({"at_least": 100}, "at_least=100: 2 numbers, in pixels"),
+        ({"at_least": (1, 2, 3)}, "2 numbers"),
+        ({"at_least": (float("nan"), 1)}, "2 numbers"),
+        ({"at_least": lambda width, height: None}, "at_least=None: 2 numbers"),
+        ({"box": ()}, r"box=\(\): 4 numbers"),
+        ({"box": (0, 0)}, "4 numbers"),
+        ({"box": "all"}, "box='all': 4 numbers"),
+    ],
+)
+def test_sizes_and_boxes_that_are_none_are_refused(how: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample(jpg=PHOTO).image(**how)
+
+
+def test_a_box_may_be_an_array() -> None:
+    assert sample(jpg=PHOTO).image(box=np.array([1, 2, 11, 22])).size == (10, 20)

@@ -60,6 +60,13 @@ class Drawing(Packs):
         return sp.Skip("by chance") if rng.integers(5) == 0 else [draw(rng)[:2], *items]
 
 
+class Never(Packs):
+    """Skips each pack."""
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return sp.Skip("never")
+
+
 def test_the_packs_are_the_groups_of_each_round_and_the_last_round_is_smaller() -> None:
     stage = packer([5, 1, 9, 2, 3, 8], longest_alone)
     assert list(stage) == [[(2, 9)], [(1, 1), (3, 2), (0, 5)], [(5, 8)], [(4, 3)]]
@@ -144,12 +151,14 @@ def test_the_function_draws_by_its_round_and_the_global_generators_are_seeded_fo
         (lambda items, rng: [items, []], "group 1 is empty"),
         (
             lambda items, rng: [items[:1], [copy.deepcopy([*items[1]])]],
-            "group 1 has an object that is none of the items",
+            "group 1 has an object, of type list, that is none of the items",
         ),
-        (lambda items, rng: items, "group 0 has an object that is none of the items: return those that were given"),
+        (lambda items, rng: items, "that is none of the items: return those that were given"),
         (lambda items, rng: [items[:2], items[1:]], "group 1 has an item that is in a group already"),
         (lambda items, rng: [[items[0], items[0]]], "group 0 has an item that is in a group already"),
-        (lambda items, rng: None, "TypeError"),
+        (lambda items, rng: None, "it returned NoneType: return a list of packs, each a list of items"),
+        (lambda items, rng: [0, 1], "a pack is a list of items, not int"),
+        (lambda items, rng: [[0, 1]], "of type int, that is none of the items"),
         (lambda items, rng: 1 // 0, "ZeroDivisionError.*stage ItemPacker, round 0 .4 items. of Lane"),
     ],
 )
@@ -244,6 +253,22 @@ def test_a_run_of_which_nothing_is_selected_ends_with_an_error(make_shards: Any,
         next(loader)
 
 
+@pytest.mark.parametrize(
+    ("select", "encoder", "what"),
+    [
+        (lambda items, rng: [], Packs(), "made no pack, `select` chose none of the last"),
+        (pairs, Never(), "made no pack, the last pack was skipped as 'never'"),
+    ],
+)
+def test_a_function_or_an_encoder_that_never_gives_a_pack_is_an_error(
+    select: Any, encoder: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("savable_pipeline.stages.packing.item_packer.max_empty_samples", lambda population: 300)
+    stage = packer([1] * 400, select, encoder=encoder, size=100)
+    with pytest.raises(sp.EncodeError, match=what):
+        next(stage)
+
+
 def test_an_item_that_is_lost_is_left_out_of_its_pack_alone() -> None:
     class Losing(Items):
         def fetch(self, ref: Any) -> Any:
@@ -271,7 +296,7 @@ def test_the_fingerprint_has_size_and_function() -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"size": 0}, "size must be at least 1, not 0"),
+        ({"size": 0}, "size must be an integer of at least 1, not 0"),
         ({"select": "pairs"}, "select must be a function"),
         ({"select": partial(pairs)}, "has no name and no settings"),
         ({"encoder": sp.TaskEncoder()}, "has no pack"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from task_encoders.parts.aspect_buckets import Buckets
 from task_encoders.parts.image_text_tokens import Vision
-from task_encoders.parts.image_tiles import Buckets, ImageTiles, NativeSize, Tiles
+from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
 from task_encoders.parts.scaled_image import ScaledImage
 from tests.support.toy_samples import sample
 
@@ -82,6 +84,22 @@ def test_tiles_of_ones_own_are_given_the_full_image() -> None:
     image = Vision(Halves(), token=1).image(sample(jpg=jpeg(500, 400)), "jpg")
     assert isinstance(image, Image.Image) and image.size == (500, 400)
     assert Halves().cut(image)[1].tolist() == [[2, 2], [2, 2]]
+
+
+@dataclass(frozen=True)
+class Gray(NativeSize):
+    """Tiles of one's own beside those of `NativeSize`, by methods of Pillow."""
+
+    def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
+        assert isinstance(image, Image.Image)
+        return super().tiles(image.convert("L").convert("RGB"))
+
+
+def test_a_subclass_whose_own_tiles_know_nothing_of_scaling_is_given_the_full_image() -> None:
+    small = Gray(max_pixels=56 * 56)
+    image = Vision(small, token=1).image(sample(jpg=jpeg(500, 400)), "jpg")
+    assert isinstance(image, Image.Image) and image.size == (500, 400)
+    assert small.cut(image)[1].tolist() == NativeSize(max_pixels=56 * 56).cut(image)[1].tolist()
 
 
 def test_an_image_that_tiles_refuse_is_decoded_all_the_same() -> None:

@@ -170,6 +170,10 @@ def test_settings_leave_out_what_earlier_states_do_not_have() -> None:
         ({"decode": "half"}, "decode is 'scaled' or 'exact', not 'half'"),
         ({"draws": 3}, "draws is 2, or 1 for a state of an earlier release, not 3"),
         ({"draws": 1}, "give decode='exact' too"),
+        ({"scale": (0.0, 1.0)}, "0 < least"),
+        ({"scale": (0.8, 0.5)}, "0 < least"),
+        ({"scale": (5, 6)}, "0 < least"),
+        ({"flip": 2}, "and flip a probability"),
     ],
 )
 def test_wrong_settings_are_refused(settings: Any, message: str) -> None:
