@@ -28,14 +28,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def killed(shards: str, world_size: int, *, acknowledge: bool) -> Checkpoint:
-    """The checkpoint after ten updates, of a run that is killed three updates later."""
+def killed(shards: str, world_size: int, *, acknowledge: bool, saved_at: int = 10) -> Checkpoint:
+    """The checkpoint after as many updates, of a run that is killed an update later."""
     trainer = Rollouts(shards, world_size, acknowledge=acknowledge)
     saved = None
     for trained in trainer.updates():
-        if trained == 10 * TRAINED_TOGETHER:
+        if trained == saved_at * TRAINED_TOGETHER:
             saved = trainer.checkpoint()
-        if trained == 13 * TRAINED_TOGETHER:
+        if trained == (saved_at + 1) * TRAINED_TOGETHER:
             break
     assert saved is not None
     return Checkpoint(saved.seen, through_a_file(saved.loader))
@@ -53,6 +53,12 @@ def test_of_736_prompts_none_is_skipped_and_none_is_trained_twice(prompts: str, 
     checkpoint = killed(prompts, before, acknowledge=True)
     assert checkpoint.seen.total() == 320
     assert resumed(prompts, after, checkpoint, acknowledge=True).seen == dict.fromkeys(range(PROMPTS), 1)
+
+
+def test_when_all_prompts_are_given_those_in_flight_come_first_in_the_next_epoch(prompts: str) -> None:
+    checkpoint = killed(prompts, 1, acknowledge=True, saved_at=21)
+    assert checkpoint.seen.total() == 672
+    assert resumed(prompts, 2, checkpoint, acknowledge=True).seen == dict.fromkeys(range(PROMPTS), 2)
 
 
 def test_a_position_alone_skips_the_95_of_736_that_were_in_flight_the_longest_ones(prompts: str) -> None:
