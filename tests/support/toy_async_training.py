@@ -1,0 +1,140 @@
+"""A small model that is trained on rollouts as they finish, of a pool of threads; what finishes too late is dropped.
+
+A rollout is generated in parts, each a task of the pool. Long ones have many, during which the model goes on.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import savable_pipeline as sp
+
+THREADS, IN_FLIGHT, TRAINED_TOGETHER = 3, 16, 8
+OLDEST, SAVED_EVERY = 3, 4  # updates
+
+
+class Vectors(sp.TaskEncoder):
+    """A prompt is its number, and a vector that is drawn."""
+
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return sample.json()["id"], [rng.normal() for _ in range(4)]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return {"prompt": torch.tensor([each for each, _ in items]), "x": torch.tensor([each for _, each in items])}
+
+
+def vectors(shards: str, lane: sp.Lane) -> sp.Stage:
+    """Four prompts a batch, each once an epoch."""
+    return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1), Vectors()), size=4)
+
+
+class Policy(nn.Module):
+    """A linear layer; its state has what became of each prompt, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.updates = 0
+        self.fates: dict[int, list[str]] = {}
+
+    def note(self, prompt: int, fate: str) -> None:
+        """Write down what became of a prompt."""
+        self.fates.setdefault(prompt, []).append(fate)
+
+    def get_extra_state(self) -> Any:
+        """The notes and the number of updates."""
+        return {"fates": self.fates, "updates": self.updates}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take the notes of a saved model."""
+        self.fates, self.updates = state["fates"], state["updates"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What is generated of a prompt so far; `version` is the number of updates of the model that began it."""
+
+    prompt: int
+    receipt: Tensor
+    version: int
+    weight: Tensor
+    x: Tensor
+    parts: int
+
+    def extended(self) -> Rollout:
+        """With one more part."""
+        return replace(self, x=torch.tanh(self.weight @ self.x), parts=self.parts - 1)
+
+
+class Killed(Exception):
+    """As if the process had been killed."""
+
+
+class Trainer:
+    """Trains one epoch, and saves model and loader into a file together."""
+
+    def __init__(self, loader: sp.SavableLoader, file: Path) -> None:
+        self.model, self._loader, self._file = Policy(), loader, file
+        if file.exists():
+            saved = torch.load(file, weights_only=True)
+            self.model.load_state_dict(saved["model"])
+            loader.load_state_dict(saved["loader"])
+
+    def train(self, *, kill_at: int | None = None) -> None:
+        """Train to the end of the epoch. Raises `Killed` at that update."""
+        running: set[Future[Rollout]] = set()
+        finished: list[Rollout] = []
+        has_more = True
+        with ThreadPoolExecutor(THREADS) as pool:
+            while has_more or running or finished:
+                while has_more and len(running) <= IN_FLIGHT:
+                    batch = next(self._loader, None)
+                    has_more = batch is not None
+                    running |= {pool.submit(begun.extended) for begun in self._begun(batch or {})}
+                ended, running = wait(running, return_when=FIRST_COMPLETED) if running else (set(), running)
+                parts = [each.result() for each in ended]
+                running |= {pool.submit(rollout.extended) for rollout in parts if rollout.parts}
+                finished += self._fresh([rollout for rollout in parts if not rollout.parts])
+                while len(finished) >= TRAINED_TOGETHER or (finished and not (has_more or running)):
+                    self._update(finished[:TRAINED_TOGETHER])
+                    finished = finished[TRAINED_TOGETHER:]
+                    if self.model.updates == kill_at:
+                        raise Killed
+
+    def _begun(self, batch: Any) -> list[Rollout]:
+        """A rollout of each row that is to be trained on; every ninth prompt is a long one."""
+        rows = zip(batch.get("prompt", ()), batch.get("receipts", ()), batch.get("x", ()), strict=True)
+        version, weight = self.model.updates, self.model.layer.weight.detach().clone()
+        return [
+            Rollout(int(prompt), receipt, version, weight, x, parts=1 if prompt % 9 else 40)
+            for prompt, receipt, x in rows
+            if receipt[0] >= 0
+        ]
+
+    def _fresh(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Those that are new enough; the others are dropped."""
+        stale = [each for each in rollouts if self.model.updates - each.version > OLDEST]
+        for each in stale:
+            self._loader.dropped(each.receipt[None], "stale")
+            self.model.note(each.prompt, "dropped")
+        return [each for each in rollouts if each not in stale]
+
+    def _update(self, rollouts: list[Rollout]) -> None:
+        loss = self.model.layer(torch.stack([each.x for each in rollouts])).square().mean()
+        (gradient,) = torch.autograd.grad(loss, self.model.layer.weight)
+        with torch.no_grad():
+            self.model.layer.weight -= 0.01 * gradient
+        self._loader.done(torch.stack([each.receipt for each in rollouts]))
+        for each in rollouts:
+            self.model.note(each.prompt, "trained")
+        self.model.updates += 1
+        if self.model.updates % SAVED_EVERY == 0:
+            torch.save({"model": self.model.state_dict(), "loader": self._loader.state_dict()}, self._file)

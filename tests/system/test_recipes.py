@@ -1,0 +1,127 @@
+"""What trainers do with acknowledgements and decisions, killed and resumed: rollouts, and a mixture by losses."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.testing import steps_of_ranks
+from tests.support.shards import write_numbered_shards
+from tests.support.streams import through_a_file
+from tests.support.toy_async_training import SAVED_EVERY, Killed, Trainer, vectors
+from tests.support.toy_online_mixing import DOMAINS, EVERY, MixedTraining, mixed_loader
+from tests.support.toy_rollouts import PROMPTS, TRAINED_TOGETHER, Checkpoint, Rollouts, duration
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("rollouts") / "shards"
+    write_numbered_shards(folder, [400, PROMPTS - 400])
+    return str(folder)
+
+
+def killed(shards: str, world_size: int, *, acknowledge: bool, saved_at: int = 10) -> Checkpoint:
+    """The checkpoint after as many updates, of a run that is killed an update later."""
+    trainer = Rollouts(shards, world_size, acknowledge=acknowledge)
+    saved = None
+    for trained in trainer.updates():
+        if trained == saved_at * TRAINED_TOGETHER:
+            saved = trainer.checkpoint()
+        if trained == (saved_at + 1) * TRAINED_TOGETHER:
+            break
+    assert saved is not None
+    return Checkpoint(saved.seen, through_a_file(saved.loader))
+
+
+def resumed(shards: str, world_size: int, checkpoint: Checkpoint, *, acknowledge: bool) -> Rollouts:
+    """Trained to the end of the epoch."""
+    trainer = Rollouts(shards, world_size, checkpoint, acknowledge=acknowledge)
+    assert list(trainer.updates())
+    return trainer
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (4, 1)])
+def test_of_736_prompts_none_is_skipped_and_none_is_trained_twice(prompts: str, before: int, after: int) -> None:
+    checkpoint = killed(prompts, before, acknowledge=True)
+    assert checkpoint.seen.total() == 320
+    assert resumed(prompts, after, checkpoint, acknowledge=True).seen == dict.fromkeys(range(PROMPTS), 1)
+
+
+def test_when_all_prompts_are_given_those_in_flight_come_first_in_the_next_epoch(prompts: str) -> None:
+    checkpoint = killed(prompts, 1, acknowledge=True, saved_at=21)
+    assert checkpoint.seen.total() == 672
+    assert resumed(prompts, 2, checkpoint, acknowledge=True).seen == dict.fromkeys(range(PROMPTS), 2)
+
+
+def test_a_position_alone_skips_the_95_of_736_that_were_in_flight_the_longest_ones(prompts: str) -> None:
+    seen = resumed(prompts, 1, killed(prompts, 1, acknowledge=False), acknowledge=False).seen
+    skipped = set(range(PROMPTS)) - set(seen)
+    assert len(skipped) == 95 and max(seen.values()) == 1
+    assert median(map(duration, skipped)) > 2 * median(map(duration, seen))
+
+
+@pytest.mark.parametrize("kills", [(6,), (SAVED_EVERY, 11)])
+def test_each_prompt_of_an_asynchronous_loop_is_trained_or_dropped_once_in_what_the_model_has_seen(
+    make_shards: Any, tmp_path: Path, kills: tuple[int, ...]
+) -> None:
+    pipeline = partial(vectors, str(make_shards([150, 27])))
+    for kill_at in (*kills, None):
+        with sp.SavableLoader(pipeline, seed=3, lanes=4, tail="pad", acknowledge=True) as loader:
+            trainer = Trainer(loader, tmp_path / "checkpoint.pt")
+            if kill_at is None:
+                trainer.train()
+                assert loader.in_flight() == (0, None) and "acknowledged/unknown" not in loader.stats()
+            else:
+                with pytest.raises(Killed):
+                    trainer.train(kill_at=kill_at)
+    fates = trainer.model.fates
+    assert sorted(fates) == list(range(177)) and {len(each) for each in fates.values()} == {1}
+    assert ["dropped"] in fates.values() and ["trained"] in fates.values()
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mixed")
+    for name in DOMAINS:
+        write_numbered_shards(folder / name, [40, 9])
+    return str(folder)
+
+
+@pytest.mark.parametrize("kill_at", [EVERY + 3, 4 * EVERY])
+def test_a_mixture_by_losses_decides_the_same_after_a_kill(mixed: str, kill_at: int) -> None:
+    straight, first = MixedTraining(mixed), MixedTraining(mixed)
+    straight.train(60)
+    first.train(kill_at)
+    second = MixedTraining(mixed, copy.deepcopy(first.saved()))
+    second.train(60)
+    assert first.decided | second.decided == straight.decided and len(straight.decided) == 9
+    assert list(map(digest, first.batches + second.batches)) == list(map(digest, straight.batches))
+    assert torch.equal(second.model.slopes, straight.model.slopes)
+
+
+def test_a_mixture_by_losses_gives_what_it_decided(mixed: str) -> None:
+    training = MixedTraining(mixed)
+    training.train(60)
+    given = torch.cat([batch["domain"] for batch in training.batches[54:]]).bincount(minlength=len(DOMAINS)) / 48
+    assert given.tolist() == pytest.approx(list(training.decided[54].values()), abs=0.05)
+    assert given[DOMAINS.index("noisy")] > 0.9, "the others are learnt by then"
+
+
+def test_its_decisions_are_replayed_on_two_ranks_without_a_model(mixed: str) -> None:
+    straight = MixedTraining(mixed)
+    straight.train(60)
+    ranks = [mixed_loader(mixed, rank, 2) for rank in range(2)]
+    found = []
+    for slot in range(0, 60, 2):
+        if slot in straight.decided:
+            assert {rank.decide(weights=straight.decided[slot]) for rank in ranks} == {slot}
+        found += next(steps_of_ranks(ranks))
+    assert list(map(digest, found)) == list(map(digest, straight.batches))
