@@ -86,7 +86,12 @@ class Downloader:
 
     def close(self) -> None:
         """Ends the process; in a fork of its owner, only closes what was inherited."""
-        self._child.close()
+        if os.getpid() != self.owner:
+            self._child.close()
+            return
+        self._child.kill()  # a thread that waits for an answer is told, before the descriptor is another's
+        with self._receiving, self._sending:
+            self._child.close()
 
 
 def retry_s() -> float:

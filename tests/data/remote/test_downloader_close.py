@@ -1,0 +1,40 @@
+"""A downloader that is closed while a thread waits for its answer leaves no one reading a descriptor of another's."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.remote.downloader import Downloader
+
+
+def test_a_thread_that_waits_has_ended_before_the_descriptor_is_free(tmp_path: Path) -> None:
+    downloader = Downloader(tmp_path, 1 << 20)
+    began, freed = threading.Event(), threading.Event()
+    receive = downloader._child.connection.recv
+    seen: list[bool] = []
+
+    def slow() -> object:
+        began.set()
+        try:
+            return receive()
+        finally:
+            freed.wait(0.2)  # a thread that the scheduler leaves here, between two reads of a message
+            seen.append(downloader._child.connection.closed)
+
+    downloader._child.connection.recv = slow  # type: ignore[method-assign]
+
+    def wait() -> None:
+        with pytest.raises(sp.RemoteError, match="ended with code"):
+            downloader.result(7)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    began.wait()
+    downloader.close()
+    freed.set()
+    thread.join()
+    assert seen == [False]
