@@ -35,7 +35,7 @@ def test_a_child_that_dies_is_an_end_of_file_and_closing_ends_one_that_lives() -
 
 def test_a_child_in_a_circle_of_garbage_is_ended_and_its_descriptor_is_closed() -> None:
     child = ChildProcess("tests.core.test_child_process:echo")
-    process, ours = child.process, os.readlink(f"/proc/self/fd/{child.connection.fileno()}")
+    process, ours = child.process, Path(f"/proc/self/fd/{child.connection.fileno()}").readlink()
     circle: list[object] = [child]
     circle.append(circle)
     del child, circle
@@ -44,12 +44,12 @@ def test_a_child_in_a_circle_of_garbage_is_ended_and_its_descriptor_is_closed() 
     assert ours not in _open_files()
 
 
-def _open_files() -> set[str]:
+def _open_files() -> set[Path]:
     """What the descriptors of this process are of; other threads may close some meanwhile."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            found.add(os.readlink(descriptor))
+            found.add(descriptor.readlink())
     return found
 
 
