@@ -429,7 +429,7 @@ def test_a_slow_link_delivers_as_long_as_bytes_come(
 ) -> None:
     write_numbered_shards(tmp_path / "large", [160], pad="x" * 10_000)
     sp.TarShardReader(tmp_path / "large", sp.Lane())  # makes the index
-    monkeypatch.setenv("SAVABLE_RETRY_S", "4")
+    monkeypatch.setenv("SAVABLE_RETRY_S", "8")
     server.fault = lambda path, number: "stalled" if path.endswith("0000.tar") else None
     dataset = open_any(f"{server.url}/large/")
     samples = dataset.open_samples(all_refs(dataset))
