@@ -242,9 +242,10 @@ class Acknowledgements:
     def state(self, batches: int, place: int) -> dict[str, bytes]:
         """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`."""
         with self._lock:
-            lanes = {lane: self._packed_lane(lane, of_lane, batches) for lane, of_lane in self._flights.items()}
+            own = self._ranks.lanes(self._lanes)
+            lanes = {lane: self._packed_lane(lane, self._flights.get(lane, {}), batches) for lane in own}
             acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < place}
-        found = {flights_name(lane): lanes[lane] for lane in sorted(lanes) if lanes[lane]}
+        found = {flights_name(lane): packed for lane, packed in lanes.items()}
         return found | packed_acks(self._ranks.rank, acks)
 
     def _packed_lane(self, lane: int, of_lane: Mapping[int, Outstanding], batches: int) -> bytes:
@@ -252,7 +253,7 @@ class Acknowledgements:
         if newest < batches:
             return packed
         given = [flight for flight in of_lane.values() if flight.number < batches]
-        packed = packed_flights(lane, given, self._lanes) if given else b""
+        packed = packed_flights(lane, given, self._lanes)
         if len(given) == len(of_lane):  # else one is being given
             self._packed[lane] = given[-1].number if given else -1, packed
         return packed

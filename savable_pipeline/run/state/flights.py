@@ -1,6 +1,7 @@
 """Batches in flight, as a state keeps them: given, with rows that nobody has acknowledged yet.
 
-    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them
+    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them;
+                     there also without any: torch.distributed.checkpoint loads only keys that it is asked for
     "acks_00003"     what rank 3 has acknowledged of other ranks' rows: by batch, its rows
 
 A batch is known by its slot, with the epoch above it, and rows by the bits of a number:
@@ -110,7 +111,7 @@ def _read(name: str, lane: int, raw: bytes, lanes: int, place: int) -> list[Flig
             if not before < batch < place or number * lanes + lane > SLOTS or done_rows >> rows or not still_open:
                 raise ValueError(f"round {number} of epoch {each.epoch} has {rows} rows, done {done_rows:#x}")
             flights.append(Flight(batch, bytes(ref), rows, still_open))
-    if saved.lane != lane or lane >= lanes or not flights:
+    if saved.lane != lane or lane >= lanes:
         raise ValueError(f"{len(flights)} batches of lane {saved.lane}")
     return flights
 
@@ -164,7 +165,7 @@ def _is_of_flights(name: Any) -> bool:
 
 def refuse_flights(state: Mapping[str, Any]) -> None:
     """Raise `CheckpointMismatchError` for a flat dict with batches in flight, which this loader would lose."""
-    number = sum(isinstance(name, str) and _FLIGHT.fullmatch(name) is not None for name in state)
+    number = sum(map(bool, read_flights(state).values()))
     if number:
         raise CheckpointMismatchError(
             f"the state has batches in flight of {number} lanes, given and not acknowledged, which only a "
@@ -191,7 +192,5 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
                 flight.open &= ~mask
         if rows:
             kept[name] = _packed_rows(rows)
-    for lane, of_lane in flights.items():
-        if left := [flight for flight in of_lane if flight.open]:
-            kept[flights_name(lane)] = packed_flights(lane, left, lanes)
-    return kept
+    left = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
+    return kept | {flights_name(lane): packed_flights(lane, of_lane, lanes) for lane, of_lane in left.items()}

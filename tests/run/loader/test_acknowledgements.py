@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from in_flight import history, voted_step
 
 import savable_pipeline as sp
@@ -455,7 +456,23 @@ def test_a_state_keeps_at_most_20_bytes_for_each_sample_in_flight(shards: str) -
             assert empty and flights <= 20 * size * batches
             for batch in list(_open(state)):
                 own.done([(batch, row) for row in range(size)])
-            assert not [name for name in own.state_dict() if name.startswith("flight_")]
+            assert not _open(own.state_dict())
+            assert [name for name in own.state_dict() if name.startswith("flight_")] == [
+                name.replace("lane", "flight") for name in state if name.startswith("lane_")
+            ]
+
+
+def test_a_distributed_checkpoint_gives_back_what_is_in_flight_to_a_fresh_loader(shards: str, tmp_path: Path) -> None:
+    """It loads the keys of the state that it is handed, which is a fresh loader's, and says nothing of others."""
+    with loader(partial(counted_pipeline, shards)) as own, loader(partial(counted_pipeline, shards)) as fresh:
+        for _ in range(6):
+            next(own)
+        own.done([(0, 0), (3, 0), (3, 1)])
+        checkpoint.save({"data": own.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+        loaded = {"data": fresh.state_dict()}
+        checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+        fresh.load_state_dict(loaded["data"])
+        assert _open(fresh.state_dict()) == _open(own.state_dict()) != {}
 
 
 def pickled(state: dict[str, Any]) -> bytes:
@@ -471,7 +488,9 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
             batch, other = next(own), next(plain)
             own.done(batch["receipts"])
             assert bare(batch) == bare(other) and "receipts" not in other
-        assert own.state_dict() == plain.state_dict()
+        lanes = {name: value for name, value in own.state_dict().items() if not name.startswith("flight_")}
+        assert lanes == plain.state_dict() and not _open(own.state_dict())
+        plain.load_state_dict(own.state_dict())
         assert not [name for name in plain.stats() if "acknowledged" in name or "in_flight" in name]
         for ask in (plain.receipts, plain.in_flight, partial(plain.done, []), partial(plain.again, [])):
             with pytest.raises(ValueError, match="make it with acknowledge=True"):
