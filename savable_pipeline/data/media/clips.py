@@ -1,9 +1,9 @@
 """`Clips`: short stretches of a video, of a sound or of both in step, at random or at fixed places.
 
-    0 s                                                          duration_s
-    ├───────────────────┼───────────────────┼───────────────────┼────────┤
-     stratum 0           stratum 1           stratum 2           length_s     count=3: one clip begins in each
-    ├──────┼──────┼──────┼──────┼──────┼──────┼──────┼──────┼──┤               stride_s: one clip begins at each mark
+0 s                                                          duration_s
+├───────────────────┼───────────────────┼───────────────────┼────────┤
+ stratum 0           stratum 1           stratum 2           length_s     count=3: one clip begins in each
+├──────┼──────┼──────┼──────┼──────┼──────┼──────┼──────┼──┤               stride_s: one clip begins at each mark
 """
 
 from __future__ import annotations
