@@ -7,6 +7,7 @@ objects with a role ("role", "from") and what it says ("content", "value"), a te
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from savable_pipeline.tools.preview.page import Card, CardEntry, Turn, cut, firs
 _MOST_PARTS = 16  # of a sample that are shown
 _TEXT_HEAD = 1 << 14  # bytes that are read of a longer text
 _JSON_LARGEST = 1 << 18  # bytes of JSON that is laid out anew
+_SUBTITLES = ("srt", "vtt")
+_CONVERSATIONS = ("messages", "conversations")  # columns of a table, as JSON
 _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
 
@@ -39,7 +42,8 @@ def sample_card(sample: Sample, number: int) -> Card:
 def part_entry(sample: Sample, extension: str) -> CardEntry:
     """One part, of which no more is read than is shown."""
     suffix = extension.lower().rpartition(".")[2]
-    limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if suffix == "json" else _TEXT_HEAD
+    is_json = suffix == "json" or suffix in _CONVERSATIONS
+    limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if is_json else _TEXT_HEAD
     note = ""
     try:
         head, size = sample.head(extension, limit)
@@ -48,9 +52,9 @@ def part_entry(sample: Sample, extension: str) -> CardEntry:
             raise ValueError(f"zero-filled: the first {len(head):,} bytes are zeros")
         if suffix in IMAGE_PARTS:
             return _image_entry(extension, note, head, size)
-        if suffix == "json" and len(head) == size:
+        if len(head) == size and (suffix == "json" or (is_json and head.startswith(b"["))):
             return _json_entry(extension, note, head)
-        if suffix in TEXT_PARTS or suffix == "json" or _is_text(head, size):
+        if suffix in TEXT_PARTS or suffix in _SUBTITLES or is_json or _is_text(head, size):
             return CardEntry(extension, note, text=_text(head, size))
         return CardEntry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
     except _FAULTS as error:
@@ -78,6 +82,7 @@ def _json_entry(extension: str, note: str, data: bytes) -> CardEntry:
 def _text(head: bytes, size: int) -> str:
     """The beginning of a text. Raises ValueError where that is no UTF-8."""
     cut_short = len(head) < size
+    head = head.removeprefix(BOM_UTF8).replace(b"\r\n", b"\n")
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
