@@ -18,6 +18,7 @@ from savable_pipeline.data.dataset.sample import REF
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.preview.chosen_samples import Numbers, Wanted, chosen_samples
+from savable_pipeline.tools.preview.media_entries import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.page import Card, first_line, render
 from savable_pipeline.tools.preview.sample_entries import sample_card
 
@@ -74,7 +75,7 @@ def _cards(dataset: Dataset, numbers: Numbers) -> list[Card]:
     refs = np.zeros(len(numbers), dtype=REF)
     refs["index"] = numbers
     drawn = zip(dataset.open_samples(refs), numbers.tolist(), strict=True)
-    return [sample_card(sample, number) for sample, number in drawn]
+    return [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
 
 
 def _numbers(dataset: Dataset) -> dict[str, Any]:

@@ -69,6 +69,24 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Player:
+    """A player of "video" or "audio": the data URI of what it plays, "" for nothing, and a note below it."""
+
+    kind: str
+    uri: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A waveform, as a path of SVG, and a spectrogram, a data URI or ""; `note` says of which time."""
+
+    waveform: str
+    spectrogram: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class CardEntry:
     """A part of a sample or a field of a batch: its kind and its content; or `fault`, why it cannot be shown."""
 
@@ -78,6 +96,8 @@ class CardEntry:
     thumbnails: Sequence[Thumbnail] = ()
     rows: Sequence[TokenRow] = ()
     turns: Sequence[Turn] = ()
+    player: Player | None = None
+    sound: Sound | None = None
     fault: str = ""
 
 

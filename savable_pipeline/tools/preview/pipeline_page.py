@@ -18,6 +18,7 @@ from savable_pipeline.stages.pipeline import Pipeline, data_path
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
+from savable_pipeline.tools.preview.media_entries import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.page import Card, CardEntry, cut, first_line, render
 from savable_pipeline.tools.preview.picture_documents import with_documents
 from savable_pipeline.tools.preview.sample_entries import part_entry
@@ -113,6 +114,7 @@ class Fields:
     def __init__(self, encoder: TaskEncoder | None) -> None:
         self._encoder = encoder
         self._decoder = Decoder(encoder)
+        self._room = Room(PAGE_BYTES)
         self._names = count()  # of the sequences of a page, for anchors
 
     def entries(self, batch: Any) -> Iterator[CardEntry]:
@@ -155,7 +157,7 @@ class Fields:
 
     def _sample(self, name: str, sample: Sample) -> Iterator[CardEntry]:
         for extension in sample:
-            entry = part_entry(sample, extension)
+            entry = part_entry(sample, extension, self._room)
             yield dataclasses.replace(entry, name=f"{name} {entry.name}".strip())
 
     def _leaf(self, name: str, value: Any) -> CardEntry:

@@ -16,6 +16,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
+from savable_pipeline.tools.preview.media_entries import MEDIA_PARTS, Room, media_entry
 from savable_pipeline.tools.preview.page import Card, CardEntry, Turn, cut, first_line
 
 _MOST_PARTS = 16  # of a sample that are shown
@@ -26,12 +27,12 @@ _CONVERSATIONS = ("messages", "conversations")  # columns of a table, as JSON
 _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
 
-def sample_card(sample: Sample, number: int) -> Card:
+def sample_card(sample: Sample, number: int, room: Room) -> Card:
     """A sample with its parts; a fault of it, or of a part, is shown in its place."""
     where = f"{sample.shard} · sample {number:,} of the dataset"
     try:
         names = list(sample)
-        entries = [part_entry(sample, name) for name in names[:_MOST_PARTS]]
+        entries = [part_entry(sample, name, room) for name in names[:_MOST_PARTS]]
         if len(names) > _MOST_PARTS:
             entries.append(CardEntry("…", f"{len(names) - _MOST_PARTS:,} parts more"))
         return Card(sample.key, where, entries)
@@ -39,7 +40,7 @@ def sample_card(sample: Sample, number: int) -> Card:
         return Card("unreadable sample", where, fault=first_line(error))
 
 
-def part_entry(sample: Sample, extension: str) -> CardEntry:
+def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
     """One part, of which no more is read than is shown."""
     suffix = extension.lower().rpartition(".")[2]
     is_json = suffix == "json" or suffix in _CONVERSATIONS
@@ -50,6 +51,8 @@ def part_entry(sample: Sample, extension: str) -> CardEntry:
         note = human_bytes(size)
         if len(head) >= 64 and not head.strip(b"\0"):
             raise ValueError(f"zero-filled: the first {len(head):,} bytes are zeros")
+        if suffix in MEDIA_PARTS:
+            return media_entry(sample, extension, note, room)
         if suffix in IMAGE_PARTS:
             return _image_entry(extension, note, head, size)
         if len(head) == size and (suffix == "json" or (is_json and head.startswith(b"["))):
