@@ -30,15 +30,16 @@ def clip_seconds(duration_s: float, limit: int, *, video: bool) -> float:
 
 def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -> bytes:
     """The first seconds, encoded anew; empty where that takes more than `limit` bytes. Raises `MediaError`."""
+    stream = video or audio
+    assert stream is not None
     file = io.BytesIO()
-    with media_errors((video or audio).name, "its clip cannot be encoded"):  # type: ignore[union-attr]
-        with pyav().open(file, "w", format="mp4") as made:
-            sound = _sound_stream(made, audio) if audio is not None else None
-            if video is not None:
-                own = 0 if audio is None else _AUDIO_BYTES
-                _write_frames(made, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - own)
-            if audio is not None:
-                _write_samples(made, sound, audio, seconds)
+    with media_errors(stream.name, "its clip cannot be encoded"), pyav().open(file, "w", format="mp4") as made:
+        sound = _sound_stream(made, audio) if audio is not None else None
+        if video is not None:
+            own = 0 if audio is None else _AUDIO_BYTES
+            _write_frames(made, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - own)
+        if audio is not None:
+            _write_samples(made, sound, audio, seconds)
     return file.getvalue() if len(file.getvalue()) <= limit else b""
 
 

@@ -2,7 +2,7 @@
 
     part, as a browser plays it, within the room ─ its bytes as they are ─┐
     part, any other ─ its first seconds, encoded anew (media_clips) ──────┴─ Player
-    video ─ 8 frames, each with its time ── Thumbnail
+    video ─ 9 frames, each with its time ── Thumbnail
     sound ─ its first 30 s (sound_pictures) ─ Sound
 
 Bytes are passed to the page as base64, for a player alone: nothing else of a page could take them for anything. What
@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 
 from PIL import Image
 
+from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
@@ -30,14 +32,12 @@ from savable_pipeline.tools.preview.sound_pictures import spectrogram_pixels, wa
 
 PAGE_BYTES = 64_000_000  # of all excerpts and pictures of media in a page, as base64
 EXCERPT_BYTES = 2_000_000  # of one part
-MEDIA_PARTS = {"mp4", "m4v", "webm", "mov", "mkv", "avi", "ogv", "mpg", "mpeg", "flv", "3gp", "wmv"}
-MEDIA_PARTS |= {"mp3", "wav", "m4a", "flac", "ogg", "oga", "opus", "aac", "wma", "aif", "aiff"}
-# Containers that browsers play, and the codecs in them by FFmpeg's names of the decoders.
+# Containers that browsers play, and the codecs in them.
 _PLAYED = {"mp4": "video/mp4", "m4v": "video/mp4", "webm": "video/webm", "mp3": "audio/mpeg", "wav": "audio/wav"}
 _PLAYED |= {"m4a": "audio/mp4", "flac": "audio/flac", "ogg": "audio/ogg", "oga": "audio/ogg", "opus": "audio/ogg"}
-_CODECS = {"h264", "vp8", "vp9", "av1", "libdav1d", "aac", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac"}
+_CODECS = {"h264", "vp8", "vp9", "av1", "aac", "mp3", "opus", "vorbis", "flac"}
 _CODECS |= {"pcm_s16le", "pcm_u8", "pcm_s24le", "pcm_f32le"}
-_FRAMES = 8
+_FRAMES = 9
 _FRAME_SIDE = 160  # pixels
 _SOUGHT_S = 30.0  # a longer video is shown by its keyframes, which are found without decoding what lies between
 _HEARD_S = 30.0
@@ -71,12 +71,12 @@ class Room:
 def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
     """What is damaged is the fault of the entry. Raises `MediaError` where nothing is known, and `SavableError`."""
     try:
-        info = sample.media(part)
         with ExitStack() as opened:
+            info = media_info(opened.enter_context(sample.open(part)), f"part {part!r}", part)
             video = opened.enter_context(sample.video(part)) if info.width else None
             audio = opened.enter_context(sample.audio(part)) if info.channels else None
-            facts = ", ".join(filter(None, [_seen(video), _heard(audio)]))
-            entry = CardEntry(part, f"{facts}, {note}")
+            facts = " · ".join(filter(None, [_seen(video), _heard(audio), note]))
+            entry = CardEntry(part, facts)
             try:
                 return _shown(entry, sample, video, audio, room)
             except MediaError as error:
@@ -93,7 +93,7 @@ def _shown(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio |
     if audio is not None:
         entry = replace(entry, sound=_sound(audio, room, coloured=video is None))
     kind = "audio" if video is None else "video"
-    plays = all(stream is None or stream.codec in _CODECS for stream in (video, audio))
+    plays = all(stream is None or _codec(stream) in _CODECS for stream in (video, audio))
     player = _as_it_is(sample, entry.name, kind, room) if plays else None
     return replace(entry, player=player or _clipped(video, audio, kind, room))
 
@@ -125,19 +125,25 @@ def _seen(video: Video | None) -> str:
     if video is None:
         return ""
     width, height = video.size
-    return f"{clock(video.duration_s)}, {width:,} × {height:,}, {video.fps:.4g} fps, {video.codec}"
+    return f"{clock(video.duration_s)}, {width:,} × {height:,}, {video.fps:.4g} fps, {_codec(video)}"
 
 
 def _heard(audio: Audio | None) -> str:
     if audio is None:
         return ""
-    return f"{clock(audio.duration_s)}, {audio.rate:,} Hz, {audio.channels} ch, {audio.codec}"
+    channels = counted(audio.channels, "channel")
+    return f"{clock(audio.duration_s)}, {audio.rate:,} Hz, {channels}, {_codec(audio)}"
+
+
+def _codec(stream: Video | Audio) -> str:
+    """The name of a codec, from that of a decoder of it."""
+    return {"mp3float": "mp3", "libdav1d": "av1", "libopus": "opus"}.get(stream.codec, stream.codec)
 
 
 def clock(seconds: float) -> str:
     """A time: "3.25 s", "2:03", "1:02:03"."""
     if seconds < 60:
-        return f"{seconds:.4g} s"
+        return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -168,7 +174,7 @@ def _sound(audio: Audio, room: Room, *, coloured: bool) -> Sound:
     seconds = min(audio.duration_s, _HEARD_S)
     rate = min(audio.rate, _HEARD_HZ)
     samples = audio.samples(0.0, seconds, rate=rate, mono=True)[0]
-    note = f"{'the first ' if seconds < audio.duration_s else ''}{clock(seconds)}"
+    note = f"0 to {clock(seconds)}"
     if not coloured:
         return Sound(waveform(samples), "", note)
     file = io.BytesIO()

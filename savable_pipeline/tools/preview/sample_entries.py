@@ -13,10 +13,10 @@ from typing import Any
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
-from savable_pipeline.tools.preview.media_entries import MEDIA_PARTS, Room, media_entry
+from savable_pipeline.tools.preview.media_entries import Room, media_entry
 from savable_pipeline.tools.preview.page import Card, CardEntry, Turn, cut, first_line
 
 _MOST_PARTS = 16  # of a sample that are shown
@@ -51,7 +51,7 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
         note = human_bytes(size)
         if len(head) >= 64 and not head.strip(b"\0"):
             raise ValueError(f"zero-filled: the first {len(head):,} bytes are zeros")
-        if suffix in MEDIA_PARTS:
+        if suffix in VIDEO_PARTS or suffix in AUDIO_PARTS:
             return media_entry(sample, extension, note, room)
         if suffix in IMAGE_PARTS:
             return _image_entry(extension, note, head, size)

@@ -35,14 +35,15 @@ def waveform(samples: Samples) -> str:
 
 
 def spectrogram(samples: Samples) -> NDArray[np.float64]:
-    """Decibels below the greatest, from -80 to 0, float64 (frequencies, times): row 0 is 0 Hz, the last half the rate."""
+    """Decibels below the greatest, -80 to 0, float64 (frequencies, times): from 0 Hz to half the rate."""
     padded = np.pad(samples, (0, max(0, _WINDOW - len(samples)))).astype(np.float64)
     hop = max(_LEAST_HOP, -(-(len(padded) - _WINDOW) // (_COLUMNS - 1)))
     pieces = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::hop]
     window = np.sin(np.pi * np.arange(_WINDOW) / _WINDOW) ** 2
     power = np.abs(np.fft.rfft(pieces * window, axis=1).T) ** 2
     decibels = 10 * np.log10(np.maximum(power, 1e-20))
-    return np.maximum(decibels - max(decibels.max(), _SILENCE_DB), -_RANGE_DB)
+    below: NDArray[np.float64] = np.maximum(decibels - max(decibels.max(), _SILENCE_DB), -_RANGE_DB)
+    return below
 
 
 def spectrogram_pixels(samples: Samples) -> NDArray[np.uint8]:
