@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from savable_pipeline import Rng, Sample, Skip
+from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.parts.data_formats import Message, parse_conversation
-from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision
-from task_encoders.parts.sample_parts import SampleImages, SeenImage
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
+from task_encoders.parts.mrope import MRope
+from task_encoders.parts.sample_parts import KINDS, MediaPart, SeenImage, kind_of
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
+from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
+from task_encoders.parts.vision import Vision
 
 
 class ChatEncoder(MixedEncoder):
@@ -75,21 +79,26 @@ class ChatEncoder(MixedEncoder):
         max_length: int | None = None,
         part: str = "json",
         multiple: int = 1,
+        video: VideoTokens | VideoFrames | None = None,
+        audio: AudioTokens | None = None,
+        rope: MRope | None = None,
     ) -> None:
         if answers not in ("all", "last"):
             raise ValueError(f"answers is 'all' or 'last', not {answers!r}")
-        super().__init__(tokenizer, vision=vision, max_length=max_length, part=part, multiple=multiple)
+        settings = {"max_length": max_length, "part": part, "multiple": multiple}
+        super().__init__(tokenizer, vision=vision, video=video, audio=audio, rope=rope, **settings)
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
-        marks = sorted(self.tokenizer.special_texts() - {vision.text if vision else ""})
+        self._texts = {kind: own.text for kind, own in zip(KINDS, (vision, video, audio), strict=True) if own}
+        marks = sorted(self.tokenizer.special_texts() - {*self._texts.values()})
+        self._places = re.compile(f"({'|'.join(map(re.escape, self._texts.values())) or '(?!)'})")
         self._special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
-        images_of = SampleImages(sample, self.vision.image) if self.vision else SampleImages(sample)
-        messages = parse_conversation(sample.json(self.part), images_of)
+        messages = parse_conversation(sample.json(self.part), self.media_of(sample))
         learned = [number for number, message in enumerate(messages) if message.is_answer]
         if not learned:
             return Skip("no answer")
@@ -97,10 +106,10 @@ class ChatEncoder(MixedEncoder):
         if any(self._special.search(part) for part in parts if isinstance(part, str)):
             return Skip("special token in text")
         asked = [part for message in messages[: learned[-1] + 1] for part in message.parts]
-        images = [part for part in asked if not isinstance(part, str)]
-        if images and self.vision is None:
+        shown = [part for part in asked if not isinstance(part, str)]
+        if self.vision is None and any(kind_of(part) == "image" for part in shown):
             raise ValueError("the conversation has images, but the encoder no way to see: give it vision=Vision(...)")
-        item = self._item(self._spans(messages, learned if self.answers == "all" else learned[-1:]), images)
+        item = self._item(self._spans(messages, learned if self.answers == "all" else learned[-1:]), sample, shown)
         if self.max_length is not None and len(item["tokens"]) > self.max_length:
             return Skip("longer than max_length")
         return item
@@ -129,20 +138,31 @@ class ChatEncoder(MixedEncoder):
             done = len(answered)
         return spans
 
-    def _item(self, spans: Sequence[tuple[str, bool]], images: Sequence[SeenImage]) -> dict[str, Any]:
-        mixed = MixedTokens(self.tokenizer, self.vision)
-        place = self.vision.text if self.vision else None
-        places = sum(text.count(place) for text, _ in spans) if place else 0
-        if place and places != len(images):
-            raise ValueError(f"the rendered text has {places} places {place!r} for {len(images)} images")
-        waiting = iter(images)
+    def _item(
+        self, spans: Sequence[tuple[str, bool]], sample: Sample, shown: Sequence[SeenImage | MediaPart]
+    ) -> dict[str, Any]:
+        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
+        waiting = self._waiting("".join(text for text, _ in spans), shown)
         for text, learned in spans:
-            first, *others = text.split(place) if place else [text]
-            mixed.add_text(first, target=learned)
-            for other in others:
-                mixed.add_image(next(waiting))
-                mixed.add_text(other, target=learned)
+            for piece in self._places.split(text):  # a text, what stands for an image, a text, …
+                if piece in waiting:
+                    mixed.add(self.pieces(sample, next(waiting[piece])))
+                else:
+                    mixed.add_text(piece, target=learned)
         return mixed.item()
+
+    def _waiting(
+        self, rendered: str, shown: Sequence[SeenImage | MediaPart]
+    ) -> dict[str, Iterator[SeenImage | MediaPart]]:
+        """Those of each kind, by what stands for them. Raises ValueError where the text has more or fewer places."""
+        waiting = {}
+        for kind, text in self._texts.items():
+            own = [part for part in shown if kind == kind_of(part)]
+            found = self._places.findall(rendered).count(text)
+            if found != len(own):
+                raise ValueError(f"the rendered text has {found} places {text!r} for {len(own)} {kind}s")
+            waiting[text] = iter(own)
+        return waiting
 
 
 def _template_of(tokenizer: Tokenizer) -> ChatTemplate:

@@ -7,11 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
+from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.data_formats import parse_document
-from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision, image_places
-from task_encoders.parts.sample_parts import SampleImages
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, places
+from task_encoders.parts.mrope import MRope
 from task_encoders.parts.token_packing import with_target
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
+from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
+from task_encoders.parts.vision import Vision
 
 
 class InterleavedEncoder(MixedEncoder):
@@ -69,23 +72,27 @@ class InterleavedEncoder(MixedEncoder):
         max_length: int | None = None,
         part: str = "json",
         multiple: int = 1,
+        video: VideoTokens | VideoFrames | None = None,
+        audio: AudioTokens | None = None,
+        rope: MRope | None = None,
     ) -> None:
-        super().__init__(tokenizer, vision=vision, max_length=max_length, part=part, multiple=multiple)
+        settings = {"max_length": max_length, "part": part, "multiple": multiple}
+        super().__init__(tokenizer, vision=vision, video=video, audio=audio, rope=rope, **settings)
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """Return one item, an iterator of items for a long document, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
-        document = parse_document(sample.json(self.part), SampleImages(sample, self.vision.image))
+        document = parse_document(sample.json(self.part), self.media_of(sample))
         if not document:
             return Skip("empty")
-        mixed = MixedTokens(self.tokenizer, self.vision)
+        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
         mixed.add_ids(self.tokenizer.before, target=False)
         for part in document:
             if isinstance(part, str):
                 mixed.add_text(part, target=True)
             else:
-                mixed.add_image(part)
+                mixed.add(self.pieces(sample, part))
         mixed.add_ids(self.tokenizer.after, target=True)
         item = mixed.item()
         if self.max_length is None or len(item["tokens"]) <= self.max_length:
@@ -94,11 +101,12 @@ class InterleavedEncoder(MixedEncoder):
 
     def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any] | Skip]:
         borders, start = [0], 0
-        images = image_places(item, self.vision)
-        if any(end - begin > max_length for begin, end in images):
-            return Skip("image longer than max_length")
+        found = [(begin, end, medium.kind) for medium in self.media for begin, end in places(item, medium)]
+        for begin, end, kind in found:
+            if end - begin > max_length:
+                return Skip(f"{kind} longer than max_length")
         while start < len(item["tokens"]):
             stop = min(start + max_length, len(item["tokens"]))
-            start = next((begin for begin, end in images if begin < stop < end), stop)
+            start = next((begin for begin, end, _ in found if begin < stop < end), stop)
             borders.append(start)
         return (with_target(self.cut(item, *cut)) for cut in pairwise(borders))
