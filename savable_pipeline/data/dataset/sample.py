@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -193,6 +193,27 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             extension: The name of the part.
         """
         return self.origin.array(self._shard, self._row, extension)
+
+    def open(self, part: str) -> BinaryIO:
+        """Open a part as a seekable, read-only file, such as PyAV, torchcodec, soundfile and Pillow read.
+
+        Of a tar only what is asked for is read, from the shard as it is on the disk, and nothing is copied into memory;
+        parts of other formats, compressed columns among them, are read whole. Each file has its own position, and is
+        for one thread at a time.
+
+        Args:
+            part: The name of the part.
+
+        Raises:
+            KeyError: The sample has no such part.
+
+        Example:
+            >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+            >>> with sample.open("png") as file:
+            ...     (file.seek(1), file.read(3), file.seek(0, 2) == len(sample["png"]))
+            (1, b'PNG', True)
+        """
+        return self.origin.open(self._shard, self._row, part)
 
     def head(self, extension: str, limit: int) -> tuple[bytes, int]:
         """Return the first bytes of a part, and the size of the part in bytes.
