@@ -62,7 +62,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AUDIO_PARTS",
     "IMAGE_PARTS",
+    "VIDEO_PARTS",
     "ArrowReader",
     "Balance",
     "BatchStage",

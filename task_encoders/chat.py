@@ -85,8 +85,16 @@ class ChatEncoder(MixedEncoder):
     ) -> None:
         if answers not in ("all", "last"):
             raise ValueError(f"answers is 'all' or 'last', not {answers!r}")
-        settings = {"max_length": max_length, "part": part, "multiple": multiple}
-        super().__init__(tokenizer, vision=vision, video=video, audio=audio, rope=rope, **settings)
+        super().__init__(
+            tokenizer,
+            vision=vision,
+            max_length=max_length,
+            part=part,
+            multiple=multiple,
+            video=video,
+            audio=audio,
+            rope=rope,
+        )
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
         self._texts = {kind: own.text for kind, own in zip(KINDS, (vision, video, audio), strict=True) if own}

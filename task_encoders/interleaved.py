@@ -76,8 +76,16 @@ class InterleavedEncoder(MixedEncoder):
         audio: AudioTokens | None = None,
         rope: MRope | None = None,
     ) -> None:
-        settings = {"max_length": max_length, "part": part, "multiple": multiple}
-        super().__init__(tokenizer, vision=vision, video=video, audio=audio, rope=rope, **settings)
+        super().__init__(
+            tokenizer,
+            vision=vision,
+            max_length=max_length,
+            part=part,
+            multiple=multiple,
+            video=video,
+            audio=audio,
+            rope=rope,
+        )
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """Return one item, an iterator of items for a long document, or `Skip`."""

@@ -108,19 +108,21 @@ def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> Message:
 
 
 def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
-    kind = part.get("type")
+    kind = str(part.get("type"))
     if kind == "text":
         text: str = _expect(part.get("text"), str, f"{at}.text")
         return text
     if kind in _LISTS:
         return media.of(kind, at).next(at)
-    named = str(kind).removesuffix("_url")
+    named = kind.removesuffix("_url")
     if kind != named and named in _LISTS:
         link = part.get(kind)
         url = link.get("url") if isinstance(link, dict) else link
         at = f"{at}.{kind}.url"
         return media.of(named, at).named(_expect(url, str, at), at)
-    raise ValueError(f"{at}.type: expected text, image, image_url, or these of video or audio, found {kind!r}")
+    raise ValueError(
+        f"{at}.type: expected text, image, image_url, or these of video or audio, found {part.get('type')!r}"
+    )
 
 
 def _expect(value: Any, kind: type, at: str) -> Any:

@@ -163,8 +163,8 @@ class SampleMedia:
 
     def check_all_used(self) -> None:
         """Raises ValueError that names the first one which no field asked for."""
-        for parts in (self.images, *self._others.values()):
-            parts.check_all_used()
+        for kind in self.kinds:
+            self.of(kind, kind).check_all_used()
 
 
 def _media_parts(sample: Sample, kind: str, text: str) -> SampleParts[MediaPart]:
