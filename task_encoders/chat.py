@@ -1,4 +1,4 @@
-"""`ChatEncoder`: conversations, with images anywhere in them, as tokens; the answers are learned."""
+"""`ChatEncoder`: conversations, with images, videos and sounds anywhere in them, as tokens; the answers are learned."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from task_encoders.parts.vision import Vision
 
 
 class ChatEncoder(MixedEncoder):
-    """Learns the answers of the assistant in a conversation, which may show images.
+    """Learns the answers of the assistant in a conversation, which may show images, videos and sounds.
 
     Conversations are JSON as LLaVA or OpenAI write them (parts/data_formats.py), with the images as parts of
-    the sample. Text is cut at images and where answers begin and end, and each piece is tokenized by itself, as it is
-    when a model answers.
+    the sample, and videos and sounds where `video` and `audio` take them. Text is cut at these and where answers begin
+    and end, and each piece is tokenized by itself, as it is when a model answers.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -39,6 +39,10 @@ class ChatEncoder(MixedEncoder):
         part: The part that holds the conversation.
         multiple: Each conversation of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for
             context parallelism over cp ranks. `length` counts the padding.
+        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. Without it, `<video>` is text,
+            and videos among the parts are passed over.
+        audio: How sounds become tokens. Without it, `<audio>` is text, and sounds are passed over.
+        rope: Positions in time, height and width as well: `MRope()`.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
@@ -50,6 +54,12 @@ class ChatEncoder(MixedEncoder):
     `grids` and `tile_counts` of all rows in order; `image_counts`, int64 (B,), the images of each row; and for
     attention within tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
 
+    With `VideoTokens`, an item also has `video_patches`, uint8 (p, 3, step, patch, patch), in the order of Qwen2.5-VL's
+    `pixel_values_videos`; `video_grids`, int64 (videos, 3), its `video_grid_thw`; and `video_seconds`, float64
+    (videos,), its `second_per_grid_ts`. With `audio`, `audio_mels`, float32 (frames, bins), and `audio_frames`, int64
+    (sounds,). With `rope`, `mrope_ids`, int64 (n, 3). A batch has those of all rows in order, `video_patches` float32
+    and normalized; `video_counts` and `audio_counts`, int64 (B,), of each row; and `mrope_ids`, int64 (B, T, 3).
+
     A sample is skipped as "no json" (the name of `part`), "no answer" (none to learn), "special token in text" (it
     would begin or end a message) or "longer than max_length".
 
@@ -57,6 +67,7 @@ class ChatEncoder(MixedEncoder):
         ValueError: It names the setting or the field at fault.
         JSONDecodeError: The conversation is no JSON.
         OSError: An image is damaged.
+        MediaError: A video or a sound is damaged.
 
     Example:
         ```python

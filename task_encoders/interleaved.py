@@ -1,4 +1,4 @@
-"""`InterleavedEncoder`: documents with images between their texts, as web pages are."""
+"""`InterleavedEncoder`: documents with images, videos and sounds between their texts, as web pages are."""
 
 from __future__ import annotations
 
@@ -21,17 +21,23 @@ class InterleavedEncoder(MixedEncoder):
     """Predicts the text of a document that has images between its texts.
 
     Documents are JSON as OBELICS or MMC4 write them (parts/data_formats.py), with the images as parts of the
-    sample. Each text is tokenized by itself, between the tokenizer's `bos` and `eos`.
+    sample, and videos and sounds where `video` and `audio` take them. Each text is tokenized by itself, between the
+    tokenizer's `bos` and `eos`.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
         vision: How images become tokens.
         max_length: The most tokens of an item, and the length of a batch's rows: a longer document becomes several
-            items, cut anywhere but in an image. None does not cut, and rows are as long as the longest.
+            items, cut anywhere but in an image, a video or a sound. None does not cut, and rows are as long as the
+            longest.
         part: The part that holds the document.
         multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
+        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. Without it, videos among the
+            parts are passed over.
+        audio: How sounds become tokens. Without it, sounds are passed over.
+        rope: Positions in time, height and width as well: `MRope()`.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
@@ -43,13 +49,20 @@ class InterleavedEncoder(MixedEncoder):
     `tile_counts` of all rows in order; `image_counts`, int64 (B,), the images of each row; and for attention within
     tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
 
-    A sample is skipped as "no json" (the name of `part`), "empty", or "image longer than max_length"; an item of images
-    alone as "no target".
+    With `VideoTokens`, an item also has `video_patches`, uint8 (p, 3, step, patch, patch), in the order of Qwen2.5-VL's
+    `pixel_values_videos`; `video_grids`, int64 (videos, 3), its `video_grid_thw`; and `video_seconds`, float64
+    (videos,), its `second_per_grid_ts`. With `audio`, `audio_mels`, float32 (frames, bins), and `audio_frames`, int64
+    (sounds,). With `rope`, `mrope_ids`, int64 (n, 3). A batch has those of all rows in order, `video_patches` float32
+    and normalized; `video_counts` and `audio_counts`, int64 (B,), of each row; and `mrope_ids`, int64 (B, T, 3).
+
+    A sample is skipped as "no json" (the name of `part`), "empty", or "image longer than max_length" (or
+    "video", or "audio"); an item of images alone as "no target".
 
     Raises:
         ValueError: It names the setting or the field at fault.
         JSONDecodeError: The document is no JSON.
         OSError: An image is damaged.
+        MediaError: A video or a sound is damaged.
 
     Example:
         ```python
