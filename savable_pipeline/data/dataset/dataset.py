@@ -60,6 +60,7 @@ class Dataset:
             raise ShardError(f"{self.address}: no sample in {len(self.entries)} shards")
         # What samples ask for: bound here, since a wrapper around `read` would cost as much as a tenth of it.
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
+        self.open = store.open
         self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
         self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
 

@@ -8,7 +8,7 @@ own sample      jpg, json                       sample["jpg"]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import numpy as np
@@ -80,6 +80,10 @@ class JoinedParts(msgspec.Struct, eq=False):
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         found = self._joined(shard, row, extension)
         return self.own.array(shard, row, extension) if found is None else found[0].array(found[1])
+
+    def open(self, shard: int, row: int, extension: str) -> BinaryIO:
+        found = self._joined(shard, row, extension)
+        return self.own.open(shard, row, extension) if found is None else found[0].open(found[1])
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         found = self._joined(shard, row, extension)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -37,6 +38,7 @@ class SampleSource(Protocol):
     def extensions(self, shard: int, row: int) -> list[str]: ...
     def read(self, shard: int, row: int, extension: str) -> bytes: ...
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]: ...
+    def open(self, shard: int, row: int, extension: str) -> BinaryIO: ...
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]: ...
 
 
@@ -71,6 +73,9 @@ class DetachedSample(msgspec.Struct, eq=False):
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
         return np.frombuffer(bytearray(self.read(shard, row, extension)), np.uint8)
+
+    def open(self, shard: int, row: int, extension: str) -> BinaryIO:
+        return io.BytesIO(self.read(shard, row, extension))
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         data = self.read(shard, row, extension)

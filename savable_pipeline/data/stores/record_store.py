@@ -12,10 +12,11 @@ is one file of the store, a table, or anything that is replaced as a whole. A st
 
 from __future__ import annotations
 
+import io
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +108,16 @@ class RecordStore(Protocol):
         array = empty_bytes(len(data))
         array[:] = np.frombuffer(data, np.uint8)
         return array
+
+    def open(self, shard: int, row: int, extension: str, /) -> BinaryIO:
+        """Return one part as a seekable file, for those who read a little of a large one.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+            extension: The name of the part.
+        """
+        return io.BytesIO(self.read(shard, row, extension))
 
     def head(self, shard: int, row: int, extension: str, limit: int, /) -> tuple[bytes, int]:
         """Return the first bytes of a part, and the size of the part in bytes.

@@ -7,8 +7,9 @@ import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import BinaryIO, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from savable_pipeline.core.open_files import keep_below, most_kept, register, with_handles
 from savable_pipeline.data.shards.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.stores.part_file import opened_part
 from savable_pipeline.errors import ShardError
 
 OPEN_SHARDS = 256  # descriptors kept open by one dataset in one process
@@ -100,6 +102,10 @@ class ShardFiles(OrderedDict[int, int], ABC):
                 done = os.preadv(self[shard], [array], offset)  # type: ignore[list-item]
         if done != len(array):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
+
+    def opened(self, shard: int, row: int, place: tuple[int, int]) -> BinaryIO:
+        """The bytes `place`, (offset, size), of a sample as a file; its reads raise the errors of `read`."""
+        return opened_part(partial(self.read, shard), *place)
 
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
         """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""

@@ -8,10 +8,12 @@ TarStore   both, with what downloads or reads ahead: a `RecordStore`
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,6 +206,12 @@ class TarStore:
     def prefetch_refs(self) -> int:
         """The number of refs that `prefetch` should be given ahead of their use."""
         return self.files.prefetch_refs
+
+    def open(self, shard: int, row: int, extension: str) -> BinaryIO:
+        """See `RecordStore.open`: nothing is read before it is asked for. Raises KeyError, or `ShardError`."""
+        if self.files.behind_url:
+            return io.BytesIO(self.read(shard, row, extension))
+        return self.files.opened(shard, row, self._rows.place(row, extension))
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""

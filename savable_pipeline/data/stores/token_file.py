@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -27,6 +28,9 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.file_kinds import TOKEN_FILES
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
+_parsing = (
+    threading.Lock()
+)  # NumPy parses a header with `ast`, which fails in two threads at once (CPython's gh-106905)
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -148,7 +152,8 @@ def _of_array(file: FileBytes, size: int) -> list[int]:
     try:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(head)
+        with _parsing:
+            shape, fortran, dtype = read(head)
     except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:
         raise TokenFileError(f"no .npy file, or its header is damaged: {error}; write it again") from error
     if dtype.name not in TYPES or dtype.newbyteorder("<") != dtype or len(shape) not in (1, 2) or fortran:

@@ -6,15 +6,19 @@ import errno
 import os
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import open_store
+from savable_pipeline.data.shards.file_bytes import opened
 from savable_pipeline.data.stores import token_store
+from savable_pipeline.data.stores.token_file import read_table
 from savable_pipeline.testing import assert_exact_resume
 
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9], list(range(10, 30))]
@@ -239,3 +243,25 @@ def test_an_array_that_lost_its_header_is_not_taken_for_bare_numbers(tmp_path: P
         reader = sp.TokenReader(tmp_path, sp.Lane(), length=10, dtype=dtype, epochs=1, on_error="skip")
         assert [sample.shard for sample in reader] == ["a.npy"] * 3
         assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
+
+
+def test_two_threads_never_parse_headers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ast` of some releases of Python raises SystemError then: files behind a URL are scanned by threads."""
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.int32))
+    parse, inside, most = np.lib.format.read_array_header_1_0, [0], [0]
+
+    def counted(head: BinaryIO) -> object:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        inside[0] -= 1
+        return parse(head)
+
+    def scan(_: int) -> object:
+        with opened(tmp_path / "a.npy") as file:
+            return read_table(file, "a.npy")
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", counted)
+    with ThreadPoolExecutor(4) as threads:
+        tables = list(threads.map(scan, range(8)))
+    assert most == [1] and all(table == tables[0] for table in tables)

@@ -1,0 +1,154 @@
+"""`sample.open`: a part of a tar as a file over the shard itself, checked as `read` is."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import random
+import time
+import wave
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import savable_pipeline as sp
+from savable_pipeline.core.open_files import keep_below
+from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.stores import pins
+from savable_pipeline.data.stores.shard_files import ShardFiles
+from tests.support.shards import write_tar
+
+NOISE = random.Random(0).randbytes(300_000)
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    write_tar(tmp_path / "a.tar", [("k.txt", b"before"), ("k.BIN", NOISE), ("k.none", b""), ("l.bin", b"behind")])
+    return tmp_path / "a.tar"
+
+
+def first_sample(path: Path) -> Sample:
+    return open_any(path).open_samples(np.array([(0, 0)], REF))[0]
+
+
+def test_it_reads_and_seeks_as_a_file_of_the_same_bytes_does(shard: Path) -> None:
+    draw, same = random.Random(1), io.BytesIO(NOISE)
+    with first_sample(shard).open("bin") as file:
+        for _ in range(2_000):
+            if draw.random() < 0.5:
+                offset, whence = draw.choice([(draw.randrange(350_000), 0), (-draw.randrange(300_000), 2), (0, 1)])
+                assert file.seek(offset, whence) == same.seek(offset, whence)
+            size = draw.choice([-1, 0, 1, 7, 4_096, 70_000, 400_000])
+            assert file.read(size) == same.read(size)
+            assert file.tell() == same.tell()
+
+
+def test_reading_a_little_reads_a_little_of_the_shard(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, read = list[int](), ShardFiles.read
+    monkeypatch.setattr(ShardFiles, "read", lambda *given: (sizes.append(given[-1]), read(*given))[1])
+    with first_sample(shard).open("bin") as file:
+        assert sizes == []
+        file.seek(200_000)
+        assert file.read(5) == NOISE[200_000:200_005]
+    assert 0 < sum(sizes) <= 1 << 16
+
+
+def test_it_cannot_be_written_and_ends_where_the_part_does(shard: Path) -> None:
+    sample = first_sample(shard)
+    with sample.open("bin") as file:
+        assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
+        with pytest.raises(io.UnsupportedOperation):
+            file.write(b"x")
+        with pytest.raises(OSError):  # no descriptor: it is the whole shard's
+            file.fileno()
+        with pytest.raises(ValueError, match="a file begins at byte 0"):
+            file.seek(-1 << 20, os.SEEK_CUR)
+        assert (file.seek(len(NOISE) + 9), file.read(), file.read(4)) == (len(NOISE) + 9, b"", b"")
+    assert sample.open("none").read() == b""
+    with pytest.raises(KeyError, match="no part 'jpg'; the sample has txt, BIN, none"):
+        sample.open("jpg")
+
+
+def test_two_files_of_one_part_have_a_position_each(shard: Path) -> None:
+    sample = first_sample(shard)
+    with sample.open("bin") as one, sample.open("bin") as other:
+        assert (one.read(10), other.read(4), one.read(10)) == (NOISE[:10], NOISE[:4], NOISE[10:20])
+
+
+def test_pillow_wave_and_zipfile_read_it(tmp_path: Path) -> None:
+    image, sound, archive = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    Image.effect_noise((90, 70), 40).save(image, "PNG")
+    with wave.open(sound, "wb") as writer:
+        writer.setparams((1, 2, 16_000, 0, "NONE", ""))
+        writer.writeframes(NOISE[:32_000])
+    with zipfile.ZipFile(archive, "w") as into:
+        into.writestr("inside", NOISE)
+    parts = {"png": image, "wav": sound, "zip": archive}
+    write_tar(tmp_path / "a.tar", [(f"k.{name}", file.getvalue()) for name, file in parts.items()])
+    sample = first_sample(tmp_path)
+    with Image.open(sample.open("png")) as found:
+        assert np.array_equal(found, Image.open(image))
+    with wave.open(sample.open("wav")) as reader:
+        assert (reader.getframerate(), reader.readframes(16_000)) == (16_000, NOISE[:32_000])
+    assert zipfile.ZipFile(sample.open("zip")).read("inside") == NOISE
+
+
+def test_it_reads_on_when_its_shard_was_closed_and_in_a_forked_child(shard: Path) -> None:
+    with first_sample(shard).open("bin") as file:
+        file.seek(150_000)
+        keep_below(0)
+        if not (child := os.fork()):
+            os._exit(0 if file.read(100_000) == NOISE[150_000:250_000] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert file.read(100_000) == NOISE[150_000:250_000]  # the child's position is its own
+
+
+def test_a_shard_that_was_cut_is_an_error_as_of_read(shard: Path) -> None:
+    with first_sample(shard).open("bin") as file:
+        file.read(10)
+        os.truncate(shard, 150_000)
+        with pytest.raises(sp.ShardError, match=r"a\.tar: \d+ bytes at byte \d+ are missing") as caught:
+            file.read()
+        assert caught.value.reason == "changed shard"
+
+
+def test_a_shard_that_was_replaced_or_overwritten_is_an_error_as_of_read(
+    shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "_LOOK_S", 0.0)
+    sample, raw = first_sample(shard), shard.read_bytes()
+    with sample.open("bin") as file:
+        file.read(10)
+        sample.origin.verify(0)  # type: ignore[attr-defined]
+        time.sleep(0.02)  # a tick of the clock that stamps files
+        with shard.open("r+b") as over:
+            over.write(raw)
+        with pytest.raises(sp.ShardError, match="it was overwritten while this run read from it"):
+            sample.origin.verify(1)  # type: ignore[attr-defined]
+        shard.unlink()
+        shard.write_bytes(raw)
+        keep_below(0)
+        file.seek(0)
+        with pytest.raises(sp.ShardError, match="it was replaced while this run read from it"):
+            file.read(200_000)
+
+
+def test_a_compressed_column_is_read_whole(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"raw": [NOISE]}), tmp_path / "a.parquet", compression="zstd")
+    with next(sp.ParquetReader(tmp_path, sp.Lane())).open("raw") as file:
+        assert (file.seek(299_990), file.read()) == (299_990, NOISE[-10:])
+
+
+def test_parts_of_joined_copied_and_other_samples_open_too(shard: Path, tmp_path: Path) -> None:
+    write_tar(tmp_path / "b.tar", [("k.raw", NOISE)])
+    joined = next(sp.Join(sp.TarShardReader(shard, sp.Lane(), shuffle=False), {"other": tmp_path / "b.tar"}))
+    for sample in (joined, pickle.loads(pickle.dumps(joined)), copy.deepcopy(joined)):
+        assert sample.open("bin").read() == sample.open("other.raw").read() == NOISE
