@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from savable_pipeline.data.dataset.random_access import open_dataset
     from savable_pipeline.data.dataset.sample import Ref, Sample
     from savable_pipeline.data.media.clips import Clips
-    from savable_pipeline.data.shards.part_types import IMAGE_PARTS
+    from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
     from savable_pipeline.data.shards.shard_list import ShardEntry
     from savable_pipeline.data.stores.record_store import RecordStore
     from savable_pipeline.errors import (
@@ -63,7 +63,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AUDIO_PARTS",
     "IMAGE_PARTS",
+    "VIDEO_PARTS",
     "ArrowReader",
     "Balance",
     "BatchStage",
@@ -125,6 +127,7 @@ __all__ = [
 
 # Where each name lies: a program imports what it uses, and `savable convert` starts at once.
 _PLACES = {
+    "AUDIO_PARTS": "data.shards.part_types",
     "IMAGE_PARTS": "data.shards.part_types",
     "ArrowReader": "stages.readers.columnar_readers",
     "Balance": "stages.packing.balance",
@@ -172,6 +175,7 @@ _PLACES = {
     "TarShardReader": "stages.readers.readers",
     "TaskEncoder": "stages.task_encoder",
     "TokenReader": "stages.readers.readers",
+    "VIDEO_PARTS": "data.shards.part_types",
     "WorkerError": "errors",
     "as_ref": "stages.item_ref",
     "attention_cost": "stages.cost",
