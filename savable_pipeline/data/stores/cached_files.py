@@ -196,7 +196,7 @@ class CachedFiles(DownloadedFiles):
     def _without_long(self, rows: Rows) -> Rows:
         """These rows without those of long samples that are absent, which are announced to `LongSamples`."""
         absent = rows[self._cached.present[rows] & 1 == 0]
-        long = self._cached.lengths(absent) > LONG
+        long = np.array([self._is_long(row) for row in absent.tolist()], dtype=bool)
         if not long.any():
             return rows
         self._long.prefetch(np.unique(absent[long]))
