@@ -112,7 +112,11 @@ def excerpts(place: str, lane: sp.Lane) -> sp.Stage:
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(place, lane), size=4), Excerpts()), size=1)
 
 
-def test_a_run_that_reads_excerpts_gives_those_of_a_disk_and_downloads_little(server: ToyServer, made: Path) -> None:
+@pytest.mark.parametrize("cache_bytes", [100 * MIB, 20 * MIB], ids=["all fit", "not all fit"])
+def test_a_run_that_reads_excerpts_gives_those_of_a_disk_and_downloads_little(
+    server: ToyServer, made: Path, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(cache_bytes))
     found = []
     for place, workers in ((str(made / "data"), 0), (f"{server.url}/data", 0), (f"{server.url}/data", 2)):
         with sp.SavableLoader(partial(excerpts, place), seed=3, lanes=2, num_workers=workers) as loader:
@@ -163,13 +167,16 @@ def test_a_shard_that_is_replaced_is_an_error_whatever_was_read_before_and_index
 def test_a_sample_that_lies_elsewhere_than_indexed_is_an_error(server: ToyServer) -> None:
     films = [FILMS[0][:-600] + FILMS[1][-600:] * 2, FILMS[1][:-600], FILMS[2]]
     replace(server, films)  # of the same size
-    with samples_of(open_any(f"{server.url}/data"))["film1"].open("bin") as file:
-        with pytest.raises(sp.ShardError, match=r"a\.tar: its samples lie elsewhere than when it was indexed"):
-            file.read(100)
+    fault = r"a\.tar: its samples lie elsewhere than when it was indexed"
+    with (
+        samples_of(open_any(f"{server.url}/data"))["film1"].open("bin") as file,
+        pytest.raises(sp.ShardError, match=fault),
+    ):
+        file.read(100)
     assert samples_of(open_any(f"{server.url}/data"))["film1"]["bin"] == films[1]
 
 
-def test_a_cache_smaller_than_a_sample_gives_its_bytes_and_keeps_to_its_bound(server: ToyServer, tmp_path: Path) -> None:
+def test_a_cache_smaller_than_a_sample_gives_its_bytes_and_keeps_its_bound(server: ToyServer, tmp_path: Path) -> None:
     samples = samples_of(open_any(f"{server.url}/data", cache_size=3 * MIB))
     for _ in range(2):
         with samples["film0"].open("bin") as one, samples["film1"].open("bin") as other:
@@ -190,7 +197,7 @@ def test_a_block_that_is_evicted_while_it_is_read_is_fetched_again(
     def evict_first(fd: int, size: int, offset: int) -> bytes:
         if not evicted and fd == blocks.get(0):
             evicted.append(fd)
-            with open(blocks.path(0), "r+b") as shard:
+            with blocks.path(0).open("r+b") as shard:
                 blocks._cached.evict(0, shard.fileno(), wanted=True)
             assert not any(pread(fd, size, offset))  # what is read now is a hole
         return pread(fd, size, offset)
