@@ -125,7 +125,7 @@ class ReadBytes:
             self.reads.append(size)
             return self._read(files, shard, offset, size)
 
-        ShardFiles.read = read  # type: ignore[method-assign]
+        ShardFiles.read = read  # type: ignore[assignment, method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
