@@ -2,15 +2,16 @@
 
 python tools/bench/media.py --python Energon=VENV/bin/python --python torchcodec=VENV/bin/python
 
-Clips of 2 s at 8 frames a second, resized to 224 × 224, at random from a tar of 60 videos of 20 s, 640 × 360, H.264. The
-others read the same files from the disk's cache (PyAV) or have them in memory already (Energon, torchcodec), and pass no
-clip to another process. Those that are not installed in the interpreter named for them are left out.
+Clips of 2 s at 8 frames a second, resized to 224 × 224, at random from a tar of 60 videos of 20 s, 640 × 360, H.264.
+The others read the same files from the disk's cache (PyAV) or have them in memory already (Energon, torchcodec), and
+pass no clip to another process. Those that are not installed in the interpreter named for them are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data import FOLDER, console, prepared
+from data import FOLDER, prepared
 from media_peers import DECODERS, FPS, LENGTH_S, SIDE
 from rounds import Contender, Loader, compete
 
@@ -55,8 +56,9 @@ class Programs:
 
     def __init__(self, python: str, decoder: str, folder: Path) -> None:
         command = [python, str(Path(__file__).with_name("media_peers.py")), decoder, str(folder)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._programs = [subprocess.Popen([*command, str(seed)], **pipes) for seed in range(WORKERS)]
+        alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": alone}
+        self._programs: list[Any] = [subprocess.Popen([*command, str(seed)], **pipes) for seed in range(WORKERS)]
         answers = {self._answer(program) for program in self._programs}
         if answers != {"ready"}:
             self.close()
@@ -77,7 +79,7 @@ class Programs:
     def close(self) -> None:
         """End the processes."""
         for program in self._programs:
-            program.stdin.close()
+            program.terminate()  # who closes its input is not heard: workers forked meanwhile have it open, too
             program.wait()
 
 
