@@ -1,8 +1,8 @@
 """Every public name has a docstring with an example, and the examples run.
 
 An example is a block of Python in a docstring, fenced as in Markdown (```python). It runs in a folder with `shards/`
-and `speech/` (tests/support/example_shards.py), and `sp` is imported. The comment behind an expression is its result, or
-the error that it raises, in which `...` stands for anything:
+and `speech/` (tests/support/example_shards.py), and `sp` is imported. The comment behind an expression is its result,
+or the error that it raises, in which `...` stands for anything:
 
     sp.Lane(1, 4).index      # 1
     sp.Lane(4, 4)            # ValueError: lane ...
