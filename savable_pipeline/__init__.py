@@ -129,6 +129,7 @@ __all__ = [
 _PLACES = {
     "AUDIO_PARTS": "data.shards.part_types",
     "IMAGE_PARTS": "data.shards.part_types",
+    "VIDEO_PARTS": "data.shards.part_types",
     "ArrowReader": "stages.readers.columnar_readers",
     "Balance": "stages.packing.balance",
     "BatchStage": "stages.stage",
@@ -175,7 +176,6 @@ _PLACES = {
     "TarShardReader": "stages.readers.readers",
     "TaskEncoder": "stages.task_encoder",
     "TokenReader": "stages.readers.readers",
-    "VIDEO_PARTS": "data.shards.part_types",
     "WorkerError": "errors",
     "as_ref": "stages.item_ref",
     "attention_cost": "stages.cost",

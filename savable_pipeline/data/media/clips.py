@@ -1,9 +1,9 @@
 """`Clips`: short stretches of a video, of a sound or of both in step, at random or at fixed places.
 
-    0 s                                                          duration_s
-    ├───────────────────┼───────────────────┼───────────────────┼────────┤
-     stratum 0           stratum 1           stratum 2           length_s     count=3: one clip begins in each
-    ├──────┼──────┼──────┼──────┼──────┼──────┼──────┼──────┼──┤               stride_s: one clip begins at each mark
+0 s                                                          duration_s
+├───────────────────┼───────────────────┼───────────────────┼────────┤
+ stratum 0           stratum 1           stratum 2           length_s     count=3: one clip begins in each
+├──────┼──────┼──────┼──────┼──────┼──────┼──────┼──────┼──┤               stride_s: one clip begins at each mark
 """
 
 from __future__ import annotations
@@ -209,10 +209,7 @@ class _Media:
     def start(self, part: int, rng: Rng) -> float:
         """Where a clip begins, in seconds."""
         clips = self._clips
-        if clips.stride_s is not None:
-            drawn = part * clips.stride_s
-        else:
-            drawn = (part + rng.random()) / self.count * self._room
+        drawn = (part + rng.random()) / self.count * self._room if clips.stride_s is None else part * clips.stride_s
         return self._video.keyframe_at(drawn) if self._video is not None and clips.align == "keyframe" else drawn
 
     def clip(self, start: float) -> Clip:

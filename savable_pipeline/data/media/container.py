@@ -104,6 +104,7 @@ class MediaStream:
     """
 
     kind: Literal["video", "audio"]
+    codec: str
 
     def __init__(self, file: BinaryIO, name: str, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
         self.name, self._file = name, file

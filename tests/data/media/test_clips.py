@@ -126,9 +126,7 @@ def test_clips_passed_over_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> N
     ("duration_s", "length_s", "stride_s", "count"),
     [(10, 2, 2, 5), (9.99, 2, 2, 4), (0.3, 0.1, 0.1, 3), (2, 2, 5, 1), (7, 2, 0.5, 11), (1, 0.7, 0.1, 4)],
 )
-def test_strides_go_on_as_long_as_a_clip_fits(
-    duration_s: float, length_s: float, stride_s: float, count: int
-) -> None:
+def test_strides_go_on_as_long_as_a_clip_fits(duration_s: float, length_s: float, stride_s: float, count: int) -> None:
     assert starts(duration_s, length_s, stride_s=stride_s) == [part * stride_s for part in range(count)]
 
 
@@ -231,3 +229,23 @@ def test_settings_are_plain_and_a_clip_has_the_size_of_its_arrays() -> None:
     }  # fmt: skip
     clip = next(clips.of(video(), sp.Rng(0), audio=sound()))
     assert 0 < size_of(clip) - (16 * 3 * 64 * 48 + 4 * 2 * RATE) < 1000
+
+
+@pytest.mark.parametrize("b_frames", [0, 2, 4])
+def test_frames_of_a_clip_over_keyframes_are_decoded_once(b_frames: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    frames = Video._frames
+
+    def counted(self: Video) -> Any:
+        for frame in frames(self):
+            decoded.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(Video, "_frames", counted)
+    source = video(video_bytes(240, fps=24, gop=24, b_frames=b_frames))
+    for start in range(12, 36, 2):
+        decoded.clear()
+        clip = source.frames([(start + 3 * n) / 24 for n in range(16)])
+        assert [frame_number(frame) for frame in clip] == list(range(start, start + 48, 3))
+        assert len(decoded) <= 2 * 24 + 48 + 8  # up to two groups before, where the first of them begins late
+        assert len(decoded) - len(set(decoded)) <= 24
