@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from savable_pipeline.core.rng import Rng
     from savable_pipeline.data.dataset.random_access import open_dataset
     from savable_pipeline.data.dataset.sample import Ref, Sample
+    from savable_pipeline.data.media.clips import Clips
     from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
     from savable_pipeline.data.shards.shard_list import ShardEntry
     from savable_pipeline.data.stores.record_store import RecordStore
@@ -72,6 +73,7 @@ __all__ = [
     "Blend",
     "BucketBatcher",
     "CheckpointMismatchError",
+    "Clips",
     "Decoded",
     "Encode",
     "EncodeError",
@@ -135,6 +137,7 @@ _PLACES = {
     "Blend": "stages.blending.blend",
     "BucketBatcher": "stages.bucket_batcher",
     "CheckpointMismatchError": "errors",
+    "Clips": "data.media.clips",
     "Decoded": "stages.task_encoder",
     "Encode": "stages.encode",
     "EncodeError": "errors",
