@@ -230,3 +230,57 @@ def test_internvl_sees_the_same_tokens_and_nearly_the_same_pixels() -> None:
     tiles = patches.view(3, 32, 32, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(3, 3, 448, 448)
     off = (tiles - theirs["pixel_values"]).abs().max()
     assert off * min(STD) * 255 < 3
+
+
+def test_qwens_own_model_makes_of_a_pack_what_it_makes_of_each_conversation_with_its_own_positions() -> None:
+    photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
+    encoder = qwen(MRope(2))
+    samples = [asked("a <image> b <video>?", png=png(photo), mp4=film(3, 12, (160, 96)))]
+    samples.append(asked("q <video>", mp4=film(2, 12, (96, 96))))
+    items = [item(encoder, given) for given in samples]
+    model = _small_qwen()
+    packed = _logits(model, encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), own_positions=False)
+    alone = [_logits(model, encoder.batch([each], Rng(7)), own_positions=True) for each in items]
+    assert (packed - torch.cat(alone)).abs().max() < 1e-12 < packed.std()
+
+
+def _small_qwen() -> Any:
+    """The model with two layers, float64, of random weights."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text = {**size, **heads, "vocab_size": len(tokenizer()), "rope_parameters": rope}
+    sight = {**size, "depth": 2, "out_hidden_size": 32, "num_heads": 2, "tokens_per_second": 2}
+    sight |= {"window_size": 112, "fullatt_block_indexes": [1]}
+    ids = {f"{kind}_token_id": number(f"<|{kind}_pad|>") for kind in ("image", "video")}
+    torch.manual_seed(0)
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sight, **ids)).double()
+
+
+@torch.no_grad()
+def _logits(model: Any, batch: dict[str, Any], *, own_positions: bool) -> torch.Tensor:
+    """The model's logits of a batch of one row; it numbers the tokens itself, or the batch does."""
+    inputs: dict[str, Any] = {"input_ids": batch["tokens"], "video_grid_thw": batch["video_grids"]}
+    inputs |= {"pixel_values_videos": batch["video_patches"].flatten(1).double()}
+    if len(batch["grids"]):
+        inputs["image_grid_thw"] = torch.nn.functional.pad(batch["grids"], (1, 0), value=1)
+        inputs["pixel_values"] = _by_tokens(batch["patches"], batch["grids"]).double()
+    if own_positions:
+        kinds = [(batch["tokens"] == number(f"<|{kind}_pad|>")).int() for kind in ("image", "video")]
+        inputs |= {"mm_token_type_ids": kinds[0] + 2 * kinds[1], "second_per_grid_ts": batch["video_seconds"]}
+    else:
+        both = torch.cat([batch["position_ids"][..., None], batch["mrope_ids"]], -1)
+        inputs["position_ids"] = both.permute(2, 0, 1)
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
+    return logits
+
+
+def _by_tokens(patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    """Patches of images, row by row, as the model takes them: those of a token together, and twice."""
+    made = []
+    for own, (rows, columns) in zip(patches.split(grids.prod(1).tolist()), grids.tolist(), strict=True):
+        blocks = own.view(rows // 2, 2, columns // 2, 2, 3, 1, 14, 14).transpose(1, 2)
+        made.append(blocks.expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(rows * columns, -1))
+    return torch.cat(made)
