@@ -1,6 +1,6 @@
 """Arrays of a batch as entries, and images as thumbnails: small images, every byte of which we encode.
 
-No byte of a dataset is copied to the page: an image is decoded, and only its pixels are encoded again.
+No byte of an image is copied to the page: it is decoded, and only its pixels are encoded again.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ _CODECS |= {"pcm_s16le", "pcm_u8", "pcm_s24le", "pcm_f32le"}
 _FRAMES = 9
 _FRAME_SIDE = 160  # pixels
 _SOUGHT_S = 30.0  # a longer video is shown by its keyframes, which are found without decoding what lies between
+_SHORTEST_S = 0.5  # of a clip
 _HEARD_S = 30.0
 _HEARD_HZ = 16_000
 
@@ -83,15 +84,19 @@ def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
                 return replace(entry, fault=first_line(error))
     except ImportError as error:
         kind = "video" if _played(part).startswith("video") else "audio"
-        return CardEntry(part, note, player=_as_it_is(sample, part, kind, room), text=f"to show more of it: {error}")
+        player = _as_it_is(sample, part, kind, room) or Player(kind, "")
+        return CardEntry(part, note, player=replace(player, note=first_line(error)))
 
 
 def _shown(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio | None, room: Room) -> CardEntry:
     """First what is decoded: the bytes of what is damaged go no further."""
+    half = room.left // 2
+    pictures = Room(half)
     if video is not None:
-        entry = replace(entry, thumbnails=_sheet(video, room))
+        entry = replace(entry, thumbnails=_sheet(video, pictures))
     if audio is not None:
-        entry = replace(entry, sound=_sound(audio, room, coloured=video is None))
+        entry = replace(entry, sound=_sound(audio, pictures, coloured=video is None))
+    room.left -= half - pictures.left
     kind = "audio" if video is None else "video"
     plays = all(stream is None or _codec(stream) in _CODECS for stream in (video, audio))
     player = _as_it_is(sample, entry.name, kind, room) if plays else None
@@ -112,10 +117,8 @@ def _as_it_is(sample: Sample, part: str, kind: str, room: Room) -> Player | None
 
 
 def _clipped(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
-    stream = video or audio
-    assert stream is not None
-    seconds = clip_seconds(stream.duration_s, room.excerpt, video=video is not None)
-    data = clip(video, audio, seconds, room.excerpt) if seconds > 0 else b""
+    seconds, whole = clip_seconds(video, audio, room.excerpt), (video or audio).duration_s  # type: ignore[union-attr]
+    data = clip(video, audio, seconds, room.excerpt) if seconds >= min(_SHORTEST_S, whole) else b""
     if not data:
         return Player(kind, "", "no room for an excerpt: let the page show fewer samples")
     return Player(kind, room.take(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded anew")
@@ -137,7 +140,8 @@ def _heard(audio: Audio | None) -> str:
 
 def _codec(stream: Video | Audio) -> str:
     """The name of a codec, from that of a decoder of it."""
-    return {"mp3float": "mp3", "libdav1d": "av1", "libopus": "opus"}.get(stream.codec, stream.codec)
+    name: str = stream.codec
+    return {"mp3float": "mp3", "libdav1d": "av1", "libopus": "opus"}.get(name, name)
 
 
 def clock(seconds: float) -> str:
