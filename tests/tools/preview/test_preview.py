@@ -30,8 +30,8 @@ from savable_pipeline.tools.preview.token_entries import Decoder, tokens_entry
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize
+from task_encoders.parts.vision import Vision
 from tests.conftest import MakeShards, write_tar
 from tests.support.toy_files import jpeg
 
