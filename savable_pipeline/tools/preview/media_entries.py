@@ -11,12 +11,8 @@ PyAV finds damaged is not passed on.
 
 from __future__ import annotations
 
-import base64
-import io
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-
-from PIL import Image
+from dataclasses import replace
 
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
@@ -28,10 +24,9 @@ from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
 from savable_pipeline.tools.preview.media_clips import clip, clip_seconds
 from savable_pipeline.tools.preview.page import CardEntry, Player, Sound, Thumbnail, first_line
-from savable_pipeline.tools.preview.sound_pictures import spectrogram_pixels, waveform
+from savable_pipeline.tools.preview.room import Room
+from savable_pipeline.tools.preview.sound_pictures import picture_of, spectrogram_pixels, waveform
 
-PAGE_BYTES = 64_000_000  # of all excerpts and pictures of media in a page, as base64
-EXCERPT_BYTES = 2_000_000  # of one part
 # Containers that browsers play, and the codecs in them.
 _PLAYED = {"mp4": "video/mp4", "m4v": "video/mp4", "webm": "video/webm", "mp3": "audio/mpeg", "wav": "audio/wav"}
 _PLAYED |= {"m4a": "audio/mp4", "flac": "audio/flac", "ogg": "audio/ogg", "oga": "audio/ogg", "opus": "audio/ogg"}
@@ -43,30 +38,6 @@ _SOUGHT_S = 30.0  # a longer video is shown by its keyframes, which are found wi
 _SHORTEST_S = 0.5  # of a clip
 _HEARD_S = 30.0
 _HEARD_HZ = 16_000
-
-
-@dataclass(slots=True)
-class Room:
-    """The bytes that media may still take in a page, or in a card of it."""
-
-    left: int
-
-    @property
-    def excerpt(self) -> int:
-        """The most bytes of an excerpt, which takes a third more as base64."""
-        return min(EXCERPT_BYTES, self.left * 3 // 4 - 3)
-
-    def take(self, kind: str, data: bytes) -> str:
-        """The data as a URI, or "" where there is no room for it."""
-        uri = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        return uri if self.fits(uri) else ""
-
-    def fits(self, uri: str) -> bool:
-        """Whether there is room for this URI, which then takes it."""
-        if len(uri) > self.left:
-            return False
-        self.left -= len(uri)
-        return True
 
 
 def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
@@ -95,7 +66,7 @@ def _shown(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio |
     if video is not None:
         entry = replace(entry, thumbnails=_sheet(video, pictures))
     if audio is not None:
-        entry = replace(entry, sound=_sound(audio, pictures, coloured=video is None))
+        entry = replace(entry, sounds=[_sound(audio, pictures, coloured=video is None)])
     room.left -= half - pictures.left
     kind = "audio" if video is None else "video"
     plays = all(stream is None or _codec(stream) in _CODECS for stream in (video, audio))
@@ -181,6 +152,5 @@ def _sound(audio: Audio, room: Room, *, coloured: bool) -> Sound:
     note = f"0 to {clock(seconds)}"
     if not coloured:
         return Sound(waveform(samples), "", note)
-    file = io.BytesIO()
-    Image.fromarray(spectrogram_pixels(samples)).save(file, "JPEG", quality=85)
-    return Sound(waveform(samples), room.take("image/jpeg", file.getvalue()), f"{note}; 0 to {rate / 2000:g} kHz")
+    picture = picture_of(spectrogram_pixels(samples), room)
+    return Sound(waveform(samples), picture, f"{note}; 0 to {rate / 2000:g} kHz")
