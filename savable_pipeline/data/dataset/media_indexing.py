@@ -23,8 +23,16 @@ from savable_pipeline.data.dataset.kinds import format_of, named_files, seen
 from savable_pipeline.data.dataset.sample import REF
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.media.container import MediaError
-from savable_pipeline.data.media.media_info import media_info
-from savable_pipeline.data.media.media_table import BROKEN, KIND, MEDIA_PARTS, TABLE_NAME, Known, MediaTable, packed
+from savable_pipeline.data.media.media_table import (
+    KIND,
+    MEDIA_PARTS,
+    TABLE_NAME,
+    Known,
+    MediaTable,
+    headers,
+    is_touched,
+    packed,
+)
 from savable_pipeline.data.shards.index_file import PlaceIndex, ShardTable
 from savable_pipeline.data.shards.index_making import Progress
 from savable_pipeline.data.shards.index_place import in_first_place
@@ -81,7 +89,9 @@ def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress)
     shards = indexed.index.shards
     now = {entry.name: entry for entry in shards}
     old = _table_at(path)
-    kept = {} if old is None else {name: i for i, name in enumerate(old.shards.names) if _is_kept(old, i, now)}
+    names = () if old is None else old.shards.names
+    kept = {name: number for number, name in enumerate(names) if old and _is_the_same(old.shards[number], now)}
+    kept = {n: i for n, i in kept.items() if old and old.is_whole(i) and not is_touched(indexed.root / n, path)}
     with ScannedTables(path) as scanned:
         left = {name for name in scanned if _is_the_same(scanned[name].entry, now)}
         missing = [name for name in indexed.entries.names if name not in kept and name not in left]
@@ -103,10 +113,6 @@ def _table_at(path: Path) -> PlaceIndex | None:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return PlaceIndex(path, KIND)
     return None
-
-
-def _is_kept(old: PlaceIndex, number: int, now: dict[str, ShardEntry]) -> bool:
-    return _is_the_same(old.shards[number], now) and old.is_whole(number)
 
 
 def _is_the_same(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
@@ -171,15 +177,7 @@ def _of_samples(dataset: Dataset) -> Iterator[list[tuple[str, Known]]]:
     """What the headers say of each sample's parts."""
     for row in dataset.locate(np.arange(dataset.count))[1].tolist():
         parts = [part for part in dataset.extensions(0, row) if part_type(part) in MEDIA_PARTS]
-        yield [(part, _headers(dataset, row, part)) for part in parts]
-
-
-def _headers(dataset: Dataset, row: int, part: str) -> Known:
-    try:
-        with dataset.open(0, row, part) as file:
-            return media_info(file, part, part)
-    except MediaError:
-        return BROKEN
+        yield [(part, headers(dataset.store, 0, row, part)) for part in parts]
 
 
 def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:

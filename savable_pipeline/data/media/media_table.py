@@ -6,11 +6,13 @@
 
 The rows from begins[i] to begins[i + 1] are of sample i: one for each of its parts that is of a kind in `MEDIA_PARTS`.
 The file is mapped: to open it reads no row, and to find one reads no other than its shard's. It has size, samples and
-digest of each shard that it was made of, as the index of the dataset says; of other shards it is never used.
+digest of each shard that it was made of, as the index of the dataset says; of other shards it is never used. Of a shard
+that was touched since, some headers are read again.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from savable_pipeline.data.media.media_info import MediaInfo
+from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places
 from savable_pipeline.data.shards.index_place import index_name, index_places
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
@@ -73,15 +76,14 @@ class MediaTable:
                 self._known.clear()
             rows = self._known[shard] = self._opened(shard)
             rows.first_row = int(store.rows(np.array([shard]), np.zeros(1, np.int64))[0])
+            self._check_touched(store, shard, rows)
         return rows.find(row - rows.first_row, part)
 
     def broken(self) -> Iterator[tuple[int, int, str]]:
         """Number of the shard, place in it and name of each part whose headers cannot be read."""
         for shard in range(len(self._numbers)):
             rows = self._opened(shard)
-            for number in np.flatnonzero(rows.rows["broken"]).tolist():
-                place = int(np.searchsorted(rows.begins, number, side="right")) - 1
-                yield shard, place, rows.names[int(rows.rows["part"][number])]
+            yield from ((shard, *rows.part_of(number)) for number in np.flatnonzero(rows.rows["broken"]).tolist())
 
     def by_part(self) -> dict[str, NDArray[Any]]:
         """The rows of each part: ROW (any,)."""
@@ -91,6 +93,18 @@ class MediaTable:
             for number, name in enumerate(rows.names):
                 found.setdefault(name, []).append(rows.rows[rows.rows["part"] == number])
         return {name: np.concatenate(each) for name, each in found.items()}
+
+    def _check_touched(self, store: RecordStore, shard: int, rows: _ShardMedia) -> None:
+        """Raise `ShardError` if a shard was written since, and some of its headers say something else now."""
+        name = self._index.shards.names[int(self._numbers[shard])]
+        if store.root is None or not is_touched(store.root / name, self.path):
+            return
+        numbers = range(len(rows.rows))
+        for number in {numbers[0], numbers[len(numbers) // 2], numbers[-1]} if numbers else ():
+            place, part = rows.part_of(number)
+            with contextlib.suppress(ImportError):
+                if headers(store, shard, rows.first_row + place, part) != _info_of(rows.rows[number]):
+                    raise _unfit(self.path, f"{name} was rewritten since, or is read otherwise by this release of PyAV")
 
     def _opened(self, shard: int) -> _ShardMedia:
         number = int(self._numbers[shard])
@@ -120,10 +134,33 @@ class _ShardMedia:
         if not fits or (rows and int(self.rows["part"].max()) >= len(self.names)):
             raise ValueError(f"{samples} samples")
 
+    def part_of(self, number: int) -> tuple[int, str]:
+        """The place of the sample of a row, and the name of its part."""
+        place = int(np.searchsorted(self.begins, number, side="right")) - 1
+        return place, self.names[int(self.rows["part"][number])]
+
     def find(self, place: int, part: str) -> Known | None:
         rows = self.rows[self.begins[place] : self.begins[place + 1]]
         found = rows[rows["part"] == self._numbers.get(part, -1)]
         return _info_of(found[0]) if len(found) else None
+
+
+def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
+    """What the headers of a part say. Raises the errors of reading it, ImportError without PyAV."""
+    try:
+        with store.open(shard, row, part) as file:
+            return media_info(file, part, part)
+    except MediaError:
+        return BROKEN
+
+
+def is_touched(shard: Path, table: Path) -> bool:
+    """Whether a shard, on a disk, may have been written since the table was."""
+    try:
+        look, made = shard.stat(), table.stat().st_mtime_ns
+    except OSError:
+        return False
+    return max(look.st_mtime_ns, look.st_ctime_ns) >= made
 
 
 def _info_of(row: Any) -> Known:
