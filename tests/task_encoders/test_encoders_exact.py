@@ -19,10 +19,13 @@ from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.aspect_buckets import Buckets
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize, Tiles
+from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.vision import Vision
+from task_encoders.speech import SpeechEncoder
+from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.toy_samples import NAMES, digits, python_sources, trained_tokenizer, write_samples
 
 CROP = SquareCrop(12, scale=(0.6, 1.0))
@@ -104,6 +107,29 @@ def sources() -> list[dict[str, Any]]:
     return [{"py": text, "json": {"prompt": f"# {name}\n", "code": text[:300]}} for name, text in python_sources()]
 
 
+@cache
+def sounds() -> list[dict[str, Any]]:
+    """Tones of several lengths, rates and containers with their text; every ninth has none, every eleventh is long."""
+    made = []
+    for number in range(40):
+        container = ("flac", "wav", "ogg")[number % 3]
+        seconds = 0.1 + number % 7 * 0.05 + (number % 11 == 0)
+        audio = audio_bytes(
+            seconds, rate=(16_000, 44_100, 48_000)[number % 3], channels=1 + number % 2, container=container
+        )
+        made.append({container: audio, "txt": "" if number % 9 == 0 else f"tone {number}"})
+    return made
+
+
+@cache
+def videos() -> list[dict[str, Any]]:
+    """Small videos of half a second with two captions each."""
+    return [
+        {"mp4": video_bytes(6, fps=12, size=(48, 32), gop=3, noise=1 + n), "json": {"texts": [f"video {n}", "another"]}}
+        for n in range(40)
+    ]
+
+
 CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, and the length of packs
     "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled, None),
     "mixed classes": (lambda: ClassificationEncoder(10, crop=EXACT, mixup=0.4, cutmix=1.0), labelled, None),
@@ -142,6 +168,17 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
         lambda: LanguageModelingEncoder(max_length=400, part="json[code]", prompt="json[prompt]"),
         sources,
         400,
+    ),
+    "speech": (
+        lambda: SpeechEncoder(max_s=1.0, speeds=(0.9, 1.0, 1.1), masks=SpecAugment(band_width=9, time_width=9)),
+        sounds,
+        None,
+    ),
+    "packed speech": (lambda: SpeechEncoder(trained_tokenizer(), max_s=1.0), sounds, 60),
+    "clips of videos": (
+        lambda: ContrastiveEncoder(text="json[texts]", crop=CROP, clips=sp.Clips(length_s=0.2, fps=10, count=2)),
+        videos,
+        None,
     ),
 }
 
