@@ -91,7 +91,9 @@ def test_a_part_that_lies_elsewhere_now_is_refused(dataset: Path) -> None:
 def test_values_that_are_none_are_refused(dataset: Path, value: Any) -> None:
     with sqlite3.connect(dataset / ".nv-meta/index.sqlite") as database:
         database.execute("UPDATE media_metadata SET metadata_json = ?", (value,))
-    with pytest.raises(sp.ShardError, match=r"index.sqlite: Energon's metadata of media do not fit the shards: d/s0.mp4"):
+    with pytest.raises(
+        sp.ShardError, match=r"index.sqlite: Energon's metadata of media do not fit the shards: d/s0.mp4"
+    ):
         said(dataset)
 
 

@@ -65,11 +65,7 @@ def index_media(
     Returns its path, and what could not be read. Raises `ShardError`, also for files behind a URL; ImportError without
     PyAV, if there is audio or video.
     """
-    if is_remote(files):
-        raise ShardError(
-            f"{files}: headers are read where the shards lie: run `savable index --media` there, and upload "
-            f"{TABLE_NAME} beside the shards"
-        )
+    refuse_remote(files)
     form = format_of(files)
     found = open_files(named_files(files), form, tolerant=True)
     indexed = IndexedFiles(form, found.index, found.path, found.names, found.root, tolerant=True)
@@ -80,6 +76,15 @@ def index_media(
 
     path = in_first_place(found.root, TABLE_NAME, make)
     return path, _faults(path, indexed)
+
+
+def refuse_remote(files: Shards) -> None:
+    """Raises `ShardError` for files behind a URL."""
+    if is_remote(files):
+        raise ShardError(
+            f"{files}: headers are read where the shards lie: run `savable index --media` there, and upload "
+            f"{TABLE_NAME} beside the shards"
+        )
 
 
 def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:

@@ -97,9 +97,12 @@ def index(
     for `sample.media()`. Parts whose headers cannot be read are listed; the exit code is then 1.
     """
     from savable_pipeline.data.dataset.kinds import index_any
+    from savable_pipeline.data.dataset.media_indexing import refuse_remote
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
 
     with errors_as_lines():
+        if media:
+            refuse_remote(path)
         with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
             place, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
             if is_written(Path(path)) and not faults:
