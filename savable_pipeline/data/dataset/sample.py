@@ -14,10 +14,13 @@ from savable_pipeline.data.dataset.decoding import decoded_part, unpacked
 from savable_pipeline.data.dataset.image_region import Box, Size, image_region
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
 from savable_pipeline.data.dataset.transparency import Colour, converted
-from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS, open_image
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, open_image
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from savable_pipeline.data.media.audio import Audio
+    from savable_pipeline.data.media.video import Video
 
 # A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
 REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
@@ -275,6 +278,37 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             return converted(opened, mode, background)
         return image_region(opened, mode, background, at_least=at_least, box=box)
 
+    def video(self, part: str | None = None) -> Video:
+        """Open a part as a video, of which no more is read and decoded than is asked for.
+
+        Args:
+            part: The name of the part. None: the first with the extension of a video (mp4, webm, mkv, …).
+
+        Raises:
+            MediaError: The part is damaged, or no video.
+            ImportError: PyAV, of the extra `media`, is not installed.
+        """
+        from savable_pipeline.data.media.video import Video  # here: most samples have none
+
+        name = part or self._first(VIDEO_PARTS)
+        return Video(self.open(name), self._name_of(name))
+
+    def audio(self, part: str | None = None) -> Audio:
+        """Open a part as a sound, of which no more is read and decoded than is asked for.
+
+        Args:
+            part: The name of the part, which may be a video with a sound. None: the first with the extension of a
+                sound (flac, wav, mp3, …), then of a video.
+
+        Raises:
+            MediaError: The part is damaged, or has no sound.
+            ImportError: PyAV, of the extra `media`, is not installed.
+        """
+        from savable_pipeline.data.media.audio import Audio  # here: most samples have none
+
+        name = part or self._first((*AUDIO_PARTS, *VIDEO_PARTS))
+        return Audio(self.open(name), self._name_of(name))
+
     def decoded(self) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
 
@@ -295,6 +329,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             origin: Where the parts are read from.
         """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
+
+    def _name_of(self, part: str) -> str:
+        return f"part {part!r} of sample {self.key!r} of {self.shard}"
 
     def _first(self, extensions: tuple[str, ...]) -> str:
         for extension in extensions:

@@ -1,4 +1,4 @@
-"""Which parts of samples are images, texts or JSON, by their extension; and whether the bytes of a part are."""
+"""Which parts of samples are images, texts, JSON or media, by their extension; and whether the bytes of a part are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "pbm")
 TEXT_PARTS = ("txt", "text", "caption", "md")
 JSON_PARTS = ("json",)
+VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", "ts", "flv", "wmv", "3gp")
+AUDIO_PARTS = ("flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "oga", "aiff", "aif", "wma", "amr", "w64", "au")
 # What a part may be, whatever its extension says; never one for which Pillow starts another program (EPS: Ghostscript).
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 LARGEST_PIXELS = 178_956_970  # width × height of an image; Pillow's own limit, which programs switch off
@@ -60,8 +62,10 @@ def _json_error(data: bytes) -> str:
     return ""
 
 
-def open_image(data: bytes, extension: str = "") -> Image.Image:
+def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
     """An image of `IMAGE_FORMATS`, or of the format of this extension, its pixels not decoded yet.
+
+    Of a file no more is read than its header.
 
     Raises `PIL.UnidentifiedImageError` for bytes of another format, `PIL.Image.DecompressionBombError` for more than
     `LARGEST_PIXELS`.
@@ -73,9 +77,10 @@ def open_image(data: bytes, extension: str = "") -> Image.Image:
         named = Image.registered_extensions().get(f".{part_type(extension)}", "EPS")
         formats = (*IMAGE_FORMATS, named) if named != "EPS" else formats
     try:
-        image = Image.open(io.BytesIO(data), formats=formats)
+        image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=formats)
     except UnidentifiedImageError:
-        raise UnidentifiedImageError(f"{len(data)} bytes that are no image of {', '.join(formats)}") from None
+        size = f"{len(data)} bytes" if isinstance(data, bytes) else "the bytes of a file"
+        raise UnidentifiedImageError(f"{size} that are no image of {', '.join(formats)}") from None
     if image.width * image.height > LARGEST_PIXELS:
         raise Image.DecompressionBombError(
             f"too large an image: {image.width:,} × {image.height:,}, more than {LARGEST_PIXELS:,} pixels; decode the "

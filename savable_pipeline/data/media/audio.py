@@ -1,0 +1,154 @@
+"""`Audio`: the samples of a sound by time, at the rate that is asked for."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import gcd
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.data.media.container import MediaError, MediaStream, media_errors, pyav
+
+_BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames depend on those before
+_AROUND = 64  # periods of the common clock of two rates, resampled beside the range, since a filter reaches beyond it
+_GAP_S = Fraction(1, 500)  # a container's clock may round a frame's time by as much
+_MOST_SAMPLES = 1 << 30
+# Where a point to begin from is estimated from bytes, times are not exact: these are decoded from their begin.
+_UNSOUGHT = ("mp3", "aac", "ac3", "eac3", "amr")
+
+
+class Audio(MediaStream):
+    """The sound in a seekable file; `sample.audio()` opens one.
+
+    Args:
+        file: A binary file that can be read and sought, which stays open meanwhile.
+        name: The file's name in messages.
+        begin_s: Where the range that is heard begins in the file, in seconds.
+        end_s: Where it ends; None: at the end of the file.
+
+    Attributes:
+        rate: Samples in a second, in Hz.
+        channels: The number of channels.
+
+    Raises:
+        MediaError: There is no sound in it, or it is damaged.
+        ImportError: PyAV is not installed.
+
+    Example:
+        >>> audio = sample.audio("flac")  # doctest: +SKIP
+        >>> audio.duration_s, audio.rate, audio.channels  # doctest: +SKIP
+        (12.5, 44100, 2)
+        >>> audio.samples(1.0, 3.0, rate=16_000, mono=True).shape  # doctest: +SKIP
+        (1, 32000)
+    """
+
+    kind = "audio"
+
+    def __init__(self, file: BinaryIO, name: str, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
+        super().__init__(file, name, begin_s=begin_s, end_s=end_s)
+        self.rate: int = self._stream.codec_context.sample_rate
+        self.channels: int = self._stream.codec_context.channels
+        if self.rate <= 0 or self.channels <= 0:
+            self.close()
+            raise MediaError(f"{name}: a sound of {self.channels} channels at {self.rate} Hz")
+
+    def samples(
+        self, start_s: float = 0.0, stop_s: float | None = None, *, rate: int | None = None, mono: bool = False
+    ) -> NDArray[np.float32]:
+        """Decode the sound between two times.
+
+        Args:
+            start_s: Seconds from the begin.
+            stop_s: Where to stop; None: at the end.
+            rate: Samples in a second to resample to; None: as they are.
+            mono: Give the mean of the channels.
+
+        Returns:
+            float32 (channels, samples), from -1 to 1: `round((stop_s - start_s) * rate)` samples, zeros where the range
+            reaches beyond the end, and where there is a pause between two packets. The begin is exact to one sample; in
+            Matroska and WebM, whose clocks have milliseconds, to one of these.
+
+        Raises:
+            ValueError: The range begins before 0, or ends before it begins.
+            MediaError: The sound is damaged.
+        """
+        stop = self._duration if stop_s is None else Fraction(stop_s)
+        if not 0 <= start_s <= stop:
+            raise ValueError(f"{self.name}: a range from {start_s} to {stop_s} s")
+        if rate is not None and rate <= 0:
+            raise ValueError(f"a rate of {rate} Hz")
+        wanted = rate or self.rate
+        count = round((stop - Fraction(start_s)) * wanted)
+        if count * self.channels > _MOST_SAMPLES:
+            raise ValueError(f"{self.name}: {count} samples at once; take shorter ranges")
+        first = round(Fraction(start_s) * self.rate)
+        found = self._native(first, count) if wanted == self.rate else self._resampled(first, count, wanted)
+        return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
+
+    def _resampled(self, first: int, count: int, rate: int) -> NDArray[np.float32]:
+        """`count` samples at `rate`, the first of them at the stream's own sample `first`."""
+        common = gcd(rate, self.rate)
+        period, new_period = self.rate // common, rate // common
+        around = -(-_AROUND // period) if period < _AROUND else 1
+        before = around * period
+        native = self._native(first - before, -(-count * self.rate // rate) + 2 * before)
+        resampled = resample(native, self.rate, rate, self.name)[:, around * new_period :][:, :count]
+        found = np.zeros((self.channels, count), np.float32)
+        found[:, : resampled.shape[1]] = resampled
+        return found
+
+    def _native(self, first: int, count: int) -> NDArray[np.float32]:
+        """The samples from number `first` on, which may lie before the begin: float32 (channels, count)."""
+        found = np.zeros((self.channels, count), np.float32)
+        end = first + count if self._whole else round(self._duration * self.rate)
+        expected: int | None = None
+        for frame in self._frames_before(Fraction(first, self.rate)) if count else ():
+            place = round(self._time(frame.pts) * self.rate)
+            if expected is not None and abs(place - expected) <= _GAP_S * self.rate:
+                place = expected  # one after the other, whatever a coarse clock says
+            elif expected is not None and self.codec == "flac":  # whose damaged frames the demuxer leaves out
+                raise MediaError(f"{self.name}: its sound is damaged at {expected / self.rate:.3f} s")
+            if place >= first + count:
+                break
+            block = self._floats(frame)
+            expected = place + block.shape[1]
+            low, high = max(place, first, 0), min(expected, first + count, end)
+            if low < high:
+                found[:, low - first : high - first] = block[:, low - place : high - place]
+        else:
+            if count and self._container.format.name not in _UNSOUGHT:  # of which the length is estimated
+                self._check_end(Fraction(expected or 0, self.rate), Fraction(first + count, self.rate))
+        return found
+
+    def _frames_before(self, time: Fraction) -> Any:
+        """The frames from some time before `time` on."""
+        if self._container.format.name in _UNSOUGHT:
+            return self._from_start()
+        return self._decoded_from(self._ticks(max(time, Fraction(0)) - _BEFORE_S))
+
+    def _floats(self, frame: Any) -> NDArray[np.float32]:
+        """A frame as float32 (channels, samples)."""
+        if frame.layout.nb_channels != self.channels or frame.sample_rate != self.rate:
+            raise MediaError(f"{self.name}: its sound changes from {self.channels} channels at {self.rate} Hz")
+        data: NDArray[Any] = frame.to_ndarray()
+        if not frame.format.is_planar:
+            data = data.reshape(-1, self.channels).T
+        if data.dtype == np.uint8:
+            data = (data - 128.0) / 128
+        elif data.dtype.kind == "i":
+            data = data / -float(np.iinfo(data.dtype).min)
+        return data.astype(np.float32, copy=False)
+
+
+def resample(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
+    """Resample float32 (channels, samples) by FFmpeg's filter, windowed sinc: float32 (channels, about as long)."""
+    av = pyav()
+    layout = f"{len(samples)}c"
+    with media_errors(name, f"cannot be resampled from {rate} to {new_rate} Hz"):
+        resampler = av.AudioResampler("fltp", layout, new_rate)
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), "fltp", layout)
+        frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+        frames = [*resampler.resample(frame), *resampler.resample(None)]
+        return np.concatenate([one.to_ndarray() for one in frames], 1) if frames else samples[:, :0]

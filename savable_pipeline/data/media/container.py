@@ -1,0 +1,236 @@
+"""`MediaStream`: one stream of a media file, decoded from any time on: the base of `Video` and `Audio`.
+
+Time 0 is where the container begins, so that audio and video of one file agree; or `begin_s` of a range of a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, BinaryIO, Literal, Self
+
+# Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
+_CONTAINERS = (
+    "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
+    "hevc,ivf,gif,dts,ape,tta"
+)
+_READ_BYTES = 1 << 16  # that PyAV asks a file for at once
+LATE = Fraction(1, 2000)  # s: a time that a float or a file's clock rounds belongs to the frame that it names
+_CUT_S = Fraction(1, 4)  # that a stream may end before its header says
+_EARLIER = (0, 1, 4, 16, 64, 256)  # s before a time from which decoding is tried until a frame comes that is not late
+
+
+class MediaError(ValueError):
+    """Media that are broken, cut short, of a format that is not read, or not what their header says."""
+
+
+def pyav() -> Any:
+    """The module `av`. Raises ImportError that says what to install."""
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("audio and video need PyAV: pip install 'savable_pipeline[media]'") from error
+    return av
+
+
+@contextlib.contextmanager
+def media_errors(name: str, doing: str) -> Iterator[None]:
+    """Make PyAV's errors a `MediaError`; those of reading the file pass."""
+    error_type = pyav().error.FFmpegError
+    try:
+        yield
+    except error_type as error:
+        reason = error.strerror or type(error).__name__
+        raise MediaError(f"{name}: {doing}: {reason}; the bytes are damaged, or no media that is read") from error
+    except (UnicodeDecodeError, OverflowError) as error:
+        raise MediaError(f"{name}: {doing}: {error}; the header is damaged") from error
+
+
+def open_container(file: BinaryIO, name: str) -> Any:
+    """A file as PyAV's container; nothing of it is decoded. Raises `MediaError`, ImportError without PyAV."""
+    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
+    with media_errors(name, "cannot be opened"):
+        return pyav().open(file, container_options=options, buffer_size=_READ_BYTES, metadata_errors="replace")
+
+
+@contextlib.contextmanager
+def kept_place(file: BinaryIO) -> Iterator[None]:
+    """Go on afterwards where a file is being read: an open container does not seek before each read."""
+    place = file.tell()
+    try:
+        yield
+    finally:
+        file.seek(place)
+
+
+def is_mp4(container: Any) -> bool:
+    """Whether a container is MP4 or QuickTime."""
+    return "mov" in container.format.name.split(",")
+
+
+def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
+    """The first stream of a kind; no picture that is attached to a sound. None without one."""
+    found = getattr(container.streams, kind)
+    return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
+
+
+def header_duration(container: Any, stream: Any, origin: Fraction) -> tuple[Fraction | None, bool]:
+    """The time at which a stream ends by the headers, in seconds from `origin`, None where they do not say it; and
+    whether it is this stream's, not that of the longest one.
+    """
+    if stream.duration is not None:
+        start = stream.start_time * stream.time_base if stream.start_time is not None else origin
+        return Fraction(start + stream.duration * stream.time_base) - origin, True
+    if told := re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d{1,9})?)\d*", stream.metadata.get("DURATION", "")):  # Matroska's
+        return int(told[1]) * 3600 + int(told[2]) * 60 + Fraction(told[3]), True
+    if container.duration is None:
+        return None, False
+    return Fraction(container.duration, 1_000_000), len(container.streams) == 1
+
+
+def origin_of(container: Any) -> Fraction:
+    """The time at which a container begins, in seconds of its own clock."""
+    return Fraction(container.start_time or 0, 1_000_000)
+
+
+class MediaStream:
+    """One stream of a file, decoded by one thread. Closes itself when it is freed; a context manager.
+
+    Attributes:
+        name: The file's name in messages.
+        codec: The name of the codec, as FFmpeg has it.
+    """
+
+    kind: Literal["video", "audio"]
+
+    def __init__(self, file: BinaryIO, name: str, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
+        self.name, self._file = name, file
+        self._open()
+        self._origin = origin_of(self._container) + Fraction(begin_s)
+        self._end = None if end_s is None else Fraction(end_s) - Fraction(begin_s)
+        self._whole = end_s is None  # else what follows in the file is of another range
+        if not 0 <= begin_s < float("inf") or (self._end is not None and self._end <= 0):
+            self.close()
+            raise MediaError(f"{name}: a range from {begin_s} to {end_s} s")
+
+    def _open(self) -> None:
+        """Open the file at its begin, and its stream of this kind."""
+        self._container = open_container(self._file, self.name)
+        stream = first_stream(self._container, self.kind)
+        if stream is None or stream.codec_context is None:
+            found = ", ".join(one.type for one in self._container.streams) or "nothing"
+            self.close()
+            raise MediaError(f"{self.name}: no {self.kind} that can be decoded; it has {found}")
+        for other in self._container.streams:
+            if other is not stream:
+                other.discard = type(other.discard).all
+        stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
+        self._stream, self.codec = stream, stream.codec_context.name
+        self._at_start = True  # nothing was decoded so far
+
+    @property
+    def duration_s(self) -> float:
+        """The time from 0 to the end, in seconds: as the headers say, or where they do not, by reading all packets."""
+        return float(self._duration)
+
+    @property
+    def _duration(self) -> Fraction:
+        if self._end is None:
+            told = header_duration(self._container, self._stream, self._origin)[0]
+            self._end = self._packets_end() if told is None else told
+        return self._end
+
+    def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
+        """Raise `MediaError` if a stream that was decoded to its end has less than its header says, up to `wanted`."""
+        told, own = header_duration(self._container, self._stream, origin_of(self._container))
+        begin = self._origin - origin_of(self._container)
+        if told is not None and own and min(wanted + begin, told) > reached + begin + _CUT_S:
+            raise MediaError(
+                f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, though it lasts "
+                f"{float(told - begin):.3f} s by its header: it was cut short"
+            )
+
+    def close(self) -> None:
+        """Free the decoder; the file stays open."""
+        self._container.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ticks(self, time_s: float | Fraction) -> int:
+        """A time on the stream's own clock, rounded down."""
+        return int((self._origin + Fraction(time_s)) // self._stream.time_base)
+
+    def _time(self, ticks: int) -> Fraction:
+        """The time of a tick of the stream's clock."""
+        return Fraction(ticks * self._stream.time_base) - self._origin
+
+    def _decoded_from(self, ticks: int) -> Iterator[Any]:
+        """The frames from the last one at or before `ticks` from which decoding can begin; else from the first."""
+        for earlier in _EARLIER:
+            frames = self._sought(ticks - int(earlier / self._stream.time_base))
+            first = next(frames, None)
+            if first is not None and first.pts <= ticks:
+                return _chained(first, frames)
+        frames = self._from_start()
+        first = next(frames, None)
+        if first is None:
+            raise MediaError(f"{self.name}: not one frame of its {self.kind} can be decoded")
+        return _chained(first, frames)
+
+    def _sought(self, ticks: int) -> Iterator[Any]:
+        """The frames from a point at or before `ticks`, as far as the container knows such points."""
+        begin = self._stream.start_time
+        if begin is None or ticks <= begin:
+            return self._from_start()
+        self._at_start = False
+        with media_errors(self.name, f"cannot be sought to {float(self._time(ticks)):.3f} s"):
+            self._container.seek(ticks, stream=self._stream)
+        return self._frames()
+
+    def _from_start(self) -> Iterator[Any]:
+        """The frames from the first one on; not every container can be sought to it."""
+        if not self._at_start:
+            self.close()
+            self._file.seek(0)
+            self._open()
+        self._at_start = False
+        return self._frames()
+
+    def _frames(self) -> Iterator[Any]:
+        """The frames from here on, each with a time. Raises `MediaError` for a damaged one."""
+        decoded = self._container.decode(self._stream)
+        while True:
+            with media_errors(self.name, f"its {self.kind} cannot be decoded"):
+                frame = next(decoded, None)
+            if frame is None:
+                return
+            if frame.pts is None:
+                frame.pts = frame.dts
+            if frame.pts is None or frame.is_corrupt:
+                raise MediaError(f"{self.name}: a frame of its {self.kind} is damaged, or without a time")
+            yield frame
+
+    def _packet_times(self) -> list[tuple[int, int]]:
+        """Time and duration of each packet, in ticks, ascending; nothing is decoded. The file is read to its end."""
+        with kept_place(self._file), media_errors(self.name, "its packets cannot be read"):
+            self._file.seek(0)
+            with open_container(self._file, self.name) as container:
+                stream = container.streams[self._stream.index]
+                packets = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
+                times = [(packet.dts if packet.pts is None else packet.pts, packet.duration or 0) for packet in packets]
+        return sorted(time for time in times if time[0] is not None)
+
+    def _packets_end(self) -> Fraction:
+        times = self._packet_times()
+        return self._time(times[-1][0] + times[-1][1]) if times else Fraction(0)
+
+
+def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest

@@ -1,0 +1,211 @@
+"""`Video`: the frames of a video by time or by index, each the very frame that decoding from the begin would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.media.container import LATE, MediaError, MediaStream, is_mp4, kept_place, media_errors, pyav
+from savable_pipeline.data.media.display_matrix import is_turned
+
+_MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
+_FORWARD_S = 4  # decoded rather than sought, where no index says what lies between
+
+
+class Video(MediaStream):
+    """A video in a seekable file; `sample.video()` opens one.
+
+    Args:
+        file: A binary file that can be read and sought, which stays open meanwhile.
+        name: The file's name in messages.
+        begin_s: Where the range that is shown begins in the file, in seconds.
+        end_s: Where it ends; None: at the end of the file.
+
+    Raises:
+        MediaError: There is no video in it, or it is damaged.
+        ImportError: PyAV is not installed.
+
+    Example:
+        >>> video = sample.video("mp4")  # doctest: +SKIP
+        >>> video.duration_s, video.fps, video.size  # doctest: +SKIP
+        (10.0, 30.0, (640, 360))
+        >>> video.frames([0.0, 2.5], size=(224, 224)).shape  # doctest: +SKIP
+        (2, 3, 224, 224)
+    """
+
+    kind = "video"
+
+    def __init__(self, file: BinaryIO, name: str, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
+        super().__init__(file, name, begin_s=begin_s, end_s=end_s)
+        self.size = shown_size(self._container, self._stream, file)
+        if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
+            self.close()
+            raise MediaError(f"{name}: frames of {self.size[0]} × {self.size[1]} pixels")
+        self._shown: Any = None  # the frame decoded last,
+        self._coming: Any = None  # and the one after it; None at the end
+        self._decoder: Iterator[Any] = iter(())
+
+    @property
+    def fps(self) -> float:
+        """The average number of frames in a second."""
+        return float(frame_rate(self._stream) or 0)
+
+    @property
+    def frame_count(self) -> int | None:
+        """The number of frames, as the header says; None where it does not, or in a range of a file."""
+        return self._stream.frames or None
+
+    def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+        """Decode the frame that is on display at each of these times.
+
+        Args:
+            times_s: Seconds from the begin, in any order; ascending ones are decoded in one pass.
+            size: Width and height to resize to, bicubic; None: as they are.
+
+        Returns:
+            uint8 (frames, 3, height, width), RGB.
+
+        Raises:
+            ValueError: A time before 0 or behind the end.
+            MediaError: The video is damaged, or ends before its header says.
+        """
+        for time in times_s:
+            if not 0 <= time <= self._duration + LATE:
+                raise ValueError(f"{self.name}: no frame at {time} s; the video lasts {self.duration_s} s")
+        return self._frames_at([self._ticks(Fraction(time) + LATE) for time in times_s], size)
+
+    def frames_by_index(self, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+        """Decode frames by their numbers, from 0 on.
+
+        Args:
+            indices: Numbers of frames, in any order. Unless the container's index says that all frames last equally
+                long, all packets are read once to find them.
+            size: Width and height to resize to; None: as they are.
+
+        Returns:
+            uint8 (frames, 3, height, width), RGB.
+
+        Raises:
+            IndexError: There is no such frame.
+            MediaError: The video is damaged.
+        """
+        times = self._frame_ticks
+        if not all(0 <= index < len(times) for index in indices):
+            raise IndexError(f"{self.name}: no frame {max(indices)}; there are {len(times)}")
+        return self._frames_at([times[index] for index in indices], size)
+
+    def keyframe_at(self, time_s: float) -> float:
+        """Find the last frame at or before a time from which decoding can begin; the first one if there is none.
+
+        Args:
+            time_s: Seconds from the begin.
+
+        Returns:
+            Its time, in seconds; 0 if it lies before the begin.
+        """
+        self._seek(self._ticks(Fraction(time_s) + LATE))
+        return max(0.0, float(self._time(self._shown.pts)))
+
+    @cached_property
+    def _frame_ticks(self) -> Sequence[int]:
+        """The time of each frame of the range, in ticks."""
+        begin, end = self._ticks(-LATE), None if self._end is None else self._ticks(self._end - LATE)
+        ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
+        self._decoder, self._shown = iter(()), None
+        return [time for time in ticks if time >= begin and (end is None or time <= end)]
+
+    def _even_ticks(self) -> Sequence[int] | None:
+        """The times of all frames where the index lists them all, one as long as the other."""
+        entries, first = self._stream.index_entries, self._stream.start_time
+        if not is_mp4(self._container) or len(entries) < 2 or len(entries) != self._stream.frames or first is None:
+            return None
+        ticks = np.array([entry.timestamp for entry in entries if not entry.is_discard])
+        step = int(ticks[1] - ticks[0])
+        if len(ticks) != len(entries) or step <= 0 or (np.diff(ticks) != step).any():
+            return None
+        return range(first, first + step * len(ticks), step)
+
+    def _frames_at(self, ticks: list[int], size: tuple[int, int] | None) -> NDArray[np.uint8]:
+        width, height = self.size if size is None else size
+        if not (width > 0 and height > 0):
+            raise ValueError(f"a size of {width} × {height}; it must be at least 1 × 1")
+        frames = empty_bytes(len(ticks) * 3 * height * width).reshape(len(ticks), 3, height, width)
+        filled: Any = None  # the frame that was converted last, and its place
+        for place in sorted(range(len(ticks)), key=ticks.__getitem__):
+            shown = self._frame_at(ticks[place])
+            if filled is None or shown is not filled[0]:
+                with media_errors(self.name, "a frame cannot be converted"):
+                    _write_frame(frames[place], shown, pixels=None if size is None else (width, height))
+                filled = shown, place
+            else:
+                frames[place] = frames[filled[1]]
+        return frames
+
+    def _frame_at(self, ticks: int) -> Any:
+        """The last frame that begins at or before `ticks`; the first one if none does."""
+        if self._shown is None or self._shown.pts > ticks or self._is_far(ticks):
+            self._seek(ticks)
+        while self._coming is not None and self._coming.pts <= ticks:
+            self._advance()
+        if self._coming is None:
+            lasts = max(self._shown.duration or 0, 2 / (frame_rate(self._stream) or 1) / self._stream.time_base)
+            self._check_end(self._time(self._shown.pts + lasts), self._time(ticks))
+        return self._shown
+
+    def _is_far(self, ticks: int) -> bool:
+        """Whether there is a point to begin from between the next frame and `ticks`."""
+        if self._coming is None or self._coming.pts >= ticks:
+            return False
+        entries = self._stream.index_entries
+        found = entries.search_timestamp(ticks) if len(entries) > 1 else -1
+        if found >= 0:
+            return bool(entries[found].timestamp > self._coming.pts)
+        return bool((ticks - self._coming.pts) * self._stream.time_base > _FORWARD_S)
+
+    def _seek(self, ticks: int) -> None:
+        self._decoder = self._decoded_from(ticks)
+        self._shown, self._coming = next(self._decoder), next(self._decoder, None)
+
+    def _advance(self) -> None:
+        self._shown, self._coming = self._coming, next(self._decoder, None)
+
+
+def frame_rate(stream: Any) -> Fraction | None:
+    """The average rate of a stream of video; None where the headers do not say it."""
+    return stream.average_rate or stream.guessed_rate or None
+
+
+def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
+    """Width and height in pixels, as a frame is shown: a camera that was held upright says so beside the pixels."""
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if not is_mp4(container):
+        return width, height
+    with kept_place(file):
+        return (height, width) if is_turned(file, stream.id) else (width, height)
+
+
+def _write_frame(out: NDArray[np.uint8], frame: Any, *, pixels: tuple[int, int] | None) -> None:
+    """Write a frame to `out`, uint8 (3, height, width), turned as it is shown; resized to `pixels`."""
+    turns = round(frame.rotation / 90) % 4
+    width, height = pixels or (None, None)
+    if turns % 2:
+        width, height = height, width
+    # Planes need no transposition, and hold the numbers of "rgb24".
+    exact = None if pixels is None else _bicubic()
+    planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
+    for channel, number in enumerate((2, 0, 1)):  # green, blue, red
+        plane = planar.planes[number]
+        rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: planar.height, : planar.width]
+        out[channel] = np.rot90(rows, turns)
+
+
+def _bicubic() -> Any:
+    """Bicubic resizing, rounded exactly, so that no kind of processor gives other pixels."""
+    kinds = pyav().video.reformatter.Interpolation
+    return kinds.BICUBIC | kinds.ACCURATE_RND | kinds.BITEXACT

@@ -1,0 +1,108 @@
+"""Samples by time against a full decode, for each container; resampling, ranges, damage."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import pytest
+
+from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.container import MediaError
+from tests.support.media_files import audio_bytes, tone, video_bytes
+
+KINDS = {
+    "flac": ({"container": "flac"}, 16000, 0.0),
+    "flac of 44.1 kHz, stereo": ({"container": "flac", "rate": 44100, "channels": 2}, 44100, 0.0),
+    "wav": ({"container": "wav", "channels": 2}, 16000, 0.0),
+    "opus in ogg": ({"container": "ogg", "rate": 48000}, 48000, 2e-2),
+    "opus in WebM": ({"container": "webm", "rate": 48000}, 48000, 2e-2),
+    "mp3": ({"container": "mp3"}, 16000, 1e-6),
+    "aac in mp4": ({"container": "mp4", "channels": 2}, 16000, 1e-3),
+    "flac in Matroska": ({"container": "matroska", "codec": "flac", "rate": 44100}, 44100, 0.0),
+}
+COARSE = ("opus in WebM", "flac in Matroska")  # whose clocks have milliseconds
+
+
+def audio(data: bytes, **settings: float) -> Audio:
+    return Audio(io.BytesIO(data), "the part", **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_range_is_that_of_a_full_decode(kind: str) -> None:
+    """To the bit where nothing is lost in coding; else a decoder begun before the range comes as near as this."""
+    settings, rate, tolerance = KINDS[kind]
+    data, order = audio_bytes(6.0, **settings), random.Random(kind)  # type: ignore[arg-type]
+    with audio(data) as found:
+        assert (found.rate, found.channels) == (rate, settings.get("channels", 1))
+        assert found.duration_s == pytest.approx(6.0, abs=0.1)
+        whole = found.samples(0.0, 6.0)
+        assert whole.shape == (found.channels, 6 * rate) and whole.dtype == np.float32
+        assert np.abs(whole - tone(6.0, rate, found.channels)).mean() < 0.05
+        for _ in range(8):
+            start = order.randrange(rate // 9, 5 * rate) / rate
+            part = found.samples(start, start + 0.5)
+            first = round(start * rate)
+            assert part.shape == (found.channels, rate // 2)
+            shifts = range(-rate // 1000, rate // 1000 + 1) if kind in COARSE else (0,)
+            near = [
+                np.abs(part[:, 99:-99] - whole[:, first + n : first + n + rate // 2][:, 99:-99]).max() for n in shifts
+            ]
+            assert min(near) <= tolerance
+
+
+def test_a_range_beyond_the_end_is_filled_with_zeros() -> None:
+    with audio(audio_bytes(1.0)) as found:
+        samples = found.samples(0.75, 1.5)
+        assert samples.shape == (1, 12000) and samples[:, :4000].any() and not samples[:, 4000:].any()
+        assert found.samples(2.0, 2.5).shape == (1, 8000) and found.samples(0.5, 0.5).shape == (1, 0)
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 24000, 48000])
+def test_resampled_samples_follow_the_tone_wherever_the_range_begins(rate: int) -> None:
+    with audio(audio_bytes(4.0, rate=16000)) as found:
+        for start in (0.0, 1.0, 2.48):
+            samples = found.samples(start, start + 1.0, rate=rate)
+            assert samples.shape == (1, rate)
+            expected = tone(4.0, rate, 1)[:, round(start * rate) :][:, :rate]
+            assert np.abs(samples - expected)[:, 100:].max() < 2e-3
+
+
+def test_mono_is_the_mean_of_the_channels() -> None:
+    with audio(audio_bytes(1.0, channels=2)) as found:
+        both = found.samples()
+        assert np.array_equal(found.samples(mono=True), both.mean(0, keepdims=True)) and both.shape == (2, 16000)
+
+
+def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
+    data = audio_bytes(4.0)
+    with audio(data) as whole, audio(data, begin_s=1.0, end_s=2.5) as found:
+        assert found.duration_s == 1.5
+        assert np.array_equal(found.samples(), whole.samples(1.0, 2.5))
+        assert np.array_equal(found.samples(0.5, 2.0)[:, :16000], whole.samples(1.5, 2.5))
+        assert not found.samples(0.5, 2.0)[:, 16000:].any()
+
+
+def test_the_sound_of_a_video_has_its_clock() -> None:
+    data = video_bytes(40, fps=10, audio="aac")
+    with audio(data) as found:
+        samples = found.samples(1.0, 2.0)
+        assert np.abs(samples - tone(4.0, 16000, 1)[:, 16000:32000]).mean() < 0.02
+
+
+def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
+    data = audio_bytes(2.0)
+    for wrong in (b"", b"no sound", video_bytes(3)):
+        with pytest.raises(MediaError, match="the part: "):
+            audio(wrong)
+    with pytest.raises(MediaError, match="the part: "), audio(data[:9000] + bytes(8000) + data[17000:]) as found:
+        found.samples()
+    with pytest.raises(MediaError, match="cut short"), audio(data[: len(data) // 2]) as found:
+        found.samples()
+    with audio(data) as found:
+        for start, stop in ((-1.0, 1.0), (1.0, 0.5)):
+            with pytest.raises(ValueError, match="a range from"):
+                found.samples(start, stop)
+        with pytest.raises(ValueError, match="a rate of 0 Hz"):
+            found.samples(rate=0)

@@ -1,0 +1,158 @@
+"""Frames by time and index against a full decode, for each container; damage, ranges, rotation, hostile files."""
+
+from __future__ import annotations
+
+import io
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.data.media.video import Video
+from tests.support.media_files import audio_bytes, frame_number, numbered_frame, video_bytes
+
+KINDS = {
+    "mp4, frames that refer to later ones": {},
+    "mp4, its header at the front": {"options": {"movflags": "faststart"}},
+    "mp4 in fragments": {"options": {"movflags": "frag_keyframe+empty_moov"}},
+    "mp4 with sound": {"audio": "aac"},
+    "one keyframe": {"gop": 1000},
+    "HEVC": {"codec": "libx265"},
+    "Matroska": {"container": "matroska"},
+    "WebM": {"container": "webm", "codec": "libvpx-vp9", "b_frames": 0, "audio": "libopus"},
+    "AVI": {"container": "avi", "codec": "mpeg4"},
+    "transport stream": {"container": "mpegts"},
+    "29.97 frames a second": {"fps": Fraction(30000, 1001)},
+    "frames that last differently": {"times": [n * 80 + n % 3 * 25 + (500 if n > 30 else 0) for n in range(40)]},
+}
+
+
+def video(data: bytes, **settings: float) -> Video:
+    return Video(io.BytesIO(data), "the part", **settings)
+
+
+def times_of(data: bytes) -> list[float]:
+    """When each frame begins, by decoding all."""
+    with av.open(io.BytesIO(data)) as made:
+        begin = (made.start_time or 0) / 1e6
+        return [float(frame.pts * frame.time_base) - begin for frame in made.decode(video=0)]
+
+
+def numbers(frames: np.ndarray) -> list[int]:
+    return [frame_number(frame) for frame in frames]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_by_its_time_or_its_index_is_that_of_a_full_decode(kind: str) -> None:
+    data = video_bytes(40, **KINDS[kind])  # type: ignore[arg-type]
+    with av.open(io.BytesIO(data)) as made:
+        full = [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in made.decode(video=0)]
+    begins, random_order = times_of(data), random.Random(kind)
+    assert numbers(np.array(full)) == list(range(40))
+    with video(data) as found:
+        assert found.size == (64, 48) and found.fps > 0 and found.codec
+        for _ in range(12):
+            chosen = [random_order.randrange(40) for _ in range(random_order.choice([1, 1, 3]))]
+            if random_order.random() < 0.5:
+                frames = found.frames_by_index(chosen)
+            else:
+                ends = [*begins[1:], begins[-1] + 0.05]
+                frames = found.frames([begins[n] + (ends[n] - begins[n]) * random_order.random() * 0.9 for n in chosen])
+            assert numbers(frames) == chosen
+            assert all((frame == full[n]).all() for frame, n in zip(frames, chosen, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_header_says_of_length_and_frames_is_so(kind: str) -> None:
+    data = video_bytes(40, **KINDS[kind])  # type: ignore[arg-type]
+    begins = times_of(data)
+    with video(data) as found:
+        assert found.frame_count in (None, 40)
+        assert found.duration_s == pytest.approx(begins[-1] + 1 / 12, abs=0.12)
+
+
+def test_a_range_of_a_file_begins_at_zero() -> None:
+    data = video_bytes(40, fps=10)
+    with video(data, begin_s=1.5, end_s=2.5) as found:
+        assert found.duration_s == 1.0
+        assert numbers(found.frames([0.0, 0.05, 0.1, 0.95])) == [15, 15, 16, 24]
+        assert numbers(found.frames_by_index(range(10))) == list(range(15, 25))
+        with pytest.raises(IndexError, match="there are 10"):
+            found.frames_by_index([10])
+        with pytest.raises(ValueError, match=r"no frame at 1\.2 s"):
+            found.frames([1.2])
+
+
+def test_frames_are_resized_and_a_time_may_come_twice() -> None:
+    with video(video_bytes(12)) as found:
+        frames = found.frames([0.5, 0.0, 0.5], size=(100, 80))
+        assert frames.shape == (3, 3, 80, 100) and frames.dtype == np.uint8
+        assert numbers(frames) == [6, 0, 6] and (frames[0] == frames[2]).all()
+        for size in ((0, 10), (10, -1)):
+            with pytest.raises(ValueError, match="at least 1 × 1"):
+                found.frames([0.0], size=size)
+
+
+def test_the_keyframe_at_a_time_is_the_last_one_before_it() -> None:
+    with video(video_bytes(40, fps=10, gop=8, options={"movflags": "faststart"})) as found:
+        keyframes = {found.keyframe_at(n / 10) for n in range(40)}
+        assert keyframes == {0.0, 0.8, 1.6, 2.4, 3.2}
+        assert numbers(found.frames([found.keyframe_at(2.3)])) == [16]
+
+
+@pytest.mark.parametrize("degrees", [90, 180, -90])
+def test_a_video_that_was_held_otherwise_is_turned(degrees: int) -> None:
+    """As players turn it: by what the display matrix says, which counts against the clock."""
+    with video(video_bytes(3, rotation=degrees)) as found:
+        assert found.size == ((48, 64) if degrees % 180 else (64, 48))
+        upright = numbered_frame(1, (64, 48)).transpose(2, 0, 1)
+        turned = found.frames([1 / 12])[0]
+        assert np.abs(np.rot90(upright, degrees // 90, (1, 2)).astype(int) - turned).mean() < 20
+        assert found.frames([0], size=(30, 50)).shape == (1, 3, 50, 30)
+
+
+def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
+    data = video_bytes(40, noise=60)
+    for wrong in (b"", b"no video at all" * 100, data[: len(data) // 2], audio_bytes(0.1)):
+        with pytest.raises(MediaError, match="the part: "):
+            video(wrong)
+    for damaged in (data[:1000] + b"\xa5" * 9000 + data[10000:],):
+        with pytest.raises(MediaError, match="the part: "), video(damaged) as found:
+            found.frames_by_index(range(40))
+
+
+def test_a_file_that_is_cut_short_behind_its_header_is_a_fault_where_frames_are_missing() -> None:
+    data = video_bytes(120, noise=60, options={"movflags": "faststart"})
+    with video(data[: len(data) // 2]) as found:
+        assert found.duration_s == 10.0 and numbers(found.frames([0.5])) == [6]
+        with pytest.raises(MediaError, match="the part: "):
+            found.frames([9.0])
+
+
+@pytest.mark.parametrize("text", ["#EXTM3U\n#EXTINF:5,\n{}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {}\n"])
+def test_a_list_of_other_files_opens_none_of_them(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.mp4").write_bytes(video_bytes(3))
+    for path in (tmp_path / "other.mp4", "other.mp4"):
+        with pytest.raises(MediaError, match="cannot be opened"):
+            video(text.format(path).encode())
+
+
+def test_an_error_of_reading_the_file_passes_as_it_is() -> None:
+    class Broken(io.BytesIO):
+        fails = False
+
+        def read(self, size: int | None = -1) -> bytes:
+            if self.fails:
+                raise OSError(5, "Input/output error")
+            return super().read(size)
+
+    file = Broken(video_bytes(100, noise=60, size=(160, 120), options={"movflags": "faststart"}))
+    with Video(file, "the part") as found:
+        file.fails = True
+        with pytest.raises(OSError, match="Input/output") as raised:
+            found.frames([8.0])
+        assert raised.value.errno == 5 and not isinstance(raised.value, MediaError)

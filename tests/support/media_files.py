@@ -1,0 +1,115 @@
+"""Small media files: videos whose frames carry their number, read back after any lossy codec; tones as audio."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+_GRID = 4  # blocks a side: 16 bits of a frame's number
+
+
+def numbered_frame(number: int, size: tuple[int, int], noise: int = 0) -> NDArray[np.uint8]:
+    """A frame uint8 (height, width, 3) of 4 × 4 blocks, black or white by the bits of its number."""
+    bits = (number >> np.arange(_GRID * _GRID) & 1).reshape(_GRID, _GRID).astype(np.uint8) * 160 + 20
+    rows, columns = np.arange(size[1]) * _GRID // size[1], np.arange(size[0]) * _GRID // size[0]
+    gray = bits[rows][:, columns]
+    if noise:
+        gray = gray + np.random.default_rng(number).integers(0, noise, gray.shape, np.uint8)
+    return np.ascontiguousarray(np.broadcast_to(gray[..., None], (*gray.shape, 3)))
+
+
+def frame_number(frame: NDArray[np.uint8]) -> int:
+    """The number that a decoded frame, uint8 (3, height, width), carries, whatever its size."""
+    height, width = frame.shape[1:]
+    rows, columns = (
+        (np.arange(_GRID) * 2 + 1) * height // (2 * _GRID),
+        (np.arange(_GRID) * 2 + 1) * width // (2 * _GRID),
+    )
+    bits = frame[1][rows][:, columns].ravel() > 120
+    return int((bits << np.arange(_GRID * _GRID)).sum())
+
+
+def tone(seconds: float, rate: int, channels: int) -> NDArray[np.float32]:
+    """A rising tone, float32 (channels, samples), another in each channel: every moment of it differs."""
+    times = np.arange(round(seconds * rate)) / rate
+    each = [0.5 * np.sin(2 * np.pi * (220 * (channel + 1) * times + 40 * times**2)) for channel in range(channels)]
+    return np.array(each, np.float32).reshape(channels, -1)
+
+
+def video_bytes(
+    frames: int = 24,
+    *,
+    fps: int | Fraction = 12,
+    size: tuple[int, int] = (64, 48),
+    codec: str = "libx264",
+    container: str = "mp4",
+    gop: int = 8,
+    b_frames: int = 2,
+    noise: int = 0,
+    audio: str = "",
+    rotation: int = 0,
+    times: list[int] | None = None,
+    options: dict[str, str] | None = None,
+) -> bytes:
+    """A video of numbered frames. `audio`: a codec, for a tone beside them; `times`: of frames, in 1/1000 s."""
+    with tempfile.TemporaryDirectory() as folder:  # by its name a header can be brought to the front in a second pass
+        path = Path(folder) / "made"
+        with av.open(str(path), "w", format=container, options=options or {}) as made:
+            stream: Any = made.add_stream(codec, rate=fps)
+            stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+            stream.codec_context.gop_size, stream.codec_context.max_b_frames = gop, b_frames
+            stream.codec_context.thread_count = 1
+            if rotation:
+                stream.set_display_rotation(rotation)
+            if times is not None:
+                stream.codec_context.time_base = Fraction(1, 1000)
+            sound: Any = (
+                made.add_stream(audio, rate=48000 if audio == "libopus" else 16000, layout="mono") if audio else None
+            )
+            for number in range(frames):
+                frame = av.VideoFrame.from_ndarray(numbered_frame(number, size, noise), "rgb24")
+                frame.pts, frame.time_base = (
+                    (number, 1 / Fraction(fps)) if times is None else (times[number], Fraction(1, 1000))
+                )
+                made.mux(stream.encode(frame))
+            made.mux(stream.encode())
+            if sound is not None:
+                _encode_tone(made, sound, frames / float(fps), sound.codec_context.sample_rate, 1)
+        return path.read_bytes()
+
+
+def audio_bytes(
+    seconds: float = 2.0, *, rate: int = 16000, channels: int = 1, container: str = "flac", codec: str = ""
+) -> bytes:
+    """A tone. `codec`: by default the container's usual one."""
+    usual = {"flac": "flac", "wav": "pcm_s16le", "ogg": "libopus", "mp3": "libmp3lame", "mp4": "aac", "webm": "libopus"}
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as made:
+        layout = "mono" if channels == 1 else "stereo"
+        stream: Any = made.add_stream(codec or usual[container], rate=rate, layout=layout)
+        _encode_tone(made, stream, seconds, rate, channels)
+    return file.getvalue()
+
+
+def _encode_tone(made: Any, stream: Any, seconds: float, rate: int, channels: int) -> None:
+    layout = stream.codec_context.layout.name
+    formats = {one.name for one in stream.codec_context.codec.audio_formats or ()}
+    format_name = next(name for name in ("s16", "s16p", "flt", "fltp") if name in formats)
+    resampler = av.AudioResampler(format_name, layout, rate)
+    pcm = (tone(seconds, rate, channels) * 32767).astype(np.int16)
+    for begin in range(0, pcm.shape[1], 1024):
+        block = np.ascontiguousarray(pcm[:, begin : begin + 1024].T).reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(block, "s16", layout)
+        frame.sample_rate, frame.pts, frame.time_base = rate, begin, Fraction(1, rate)
+        for converted in resampler.resample(frame):
+            made.mux(stream.encode(converted))
+    for converted in resampler.resample(None):
+        made.mux(stream.encode(converted))
+    made.mux(stream.encode())
