@@ -10,6 +10,7 @@ import msgspec
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex, ShardTable
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS
 from savable_pipeline.data.stores.arrow_file import ARROW
 from savable_pipeline.data.stores.arrow_store import ArrowStore
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
@@ -19,8 +20,7 @@ from savable_pipeline.data.stores.jsonl import JSONL, JsonlStore
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
 from savable_pipeline.data.stores.ranges import MediaRange, RangedRows, is_media_as_indexed, read_media
 
-_MEDIA = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "mp4", "m4v", "mkv", "webm", "mov", "avi", "ogv")
-_ENDINGS = tuple(f".{each}" for name in _MEDIA for each in (name, name.upper()))
+_ENDINGS = tuple(f".{each}" for name in (*AUDIO_PARTS, *VIDEO_PARTS) for each in (name, name.upper()))
 
 
 def with_media(form: FileFormat, constant: str) -> FileFormat:

@@ -8,7 +8,6 @@ A row chooses among the files of the dataset, by a path from its table's folder 
 
 from __future__ import annotations
 
-import io
 import posixpath
 from abc import abstractmethod
 from bisect import bisect_left
@@ -25,11 +24,10 @@ from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.part_file import PartFile
+from savable_pipeline.data.stores.part_file import PartFile, RangeFile
 from savable_pipeline.errors import ShardError
 
 _SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
-_BUFFER = 1 << 16  # bytes that small reads share
 
 
 class MediaRange(msgspec.Struct, frozen=True):
@@ -38,19 +36,6 @@ class MediaRange(msgspec.Struct, frozen=True):
     path: str
     begin_s: float = 0.0
     end_s: float | None = None
-
-
-class RangeFile(io.BufferedReader):
-    """A whole file, of which `begin_s` to `end_s` belong to a sample."""
-
-    def __init__(self, file: PartFile, begin_s: float, end_s: float | None) -> None:
-        super().__init__(file, _BUFFER)
-        self.begin_s, self.end_s = begin_s, end_s
-
-
-def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
-    """From where to where an opened part belongs to its sample, in seconds; None: to its end."""
-    return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)
 
 
 def read_media(file: FileBytes, name: str) -> ShardTable:
