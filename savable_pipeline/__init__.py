@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from savable_pipeline.core.rng import Rng
     from savable_pipeline.data.dataset.random_access import open_dataset
     from savable_pipeline.data.dataset.sample import Ref, Sample
-    from savable_pipeline.data.shards.part_types import IMAGE_PARTS
+    from savable_pipeline.data.media.clips import Clips
+    from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
     from savable_pipeline.data.shards.shard_list import ShardEntry
     from savable_pipeline.data.stores.record_store import RecordStore
     from savable_pipeline.errors import (
@@ -62,7 +63,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AUDIO_PARTS",
     "IMAGE_PARTS",
+    "VIDEO_PARTS",
     "ArrowReader",
     "Balance",
     "BatchStage",
@@ -70,6 +73,7 @@ __all__ = [
     "Blend",
     "BucketBatcher",
     "CheckpointMismatchError",
+    "Clips",
     "Decoded",
     "Encode",
     "EncodeError",
@@ -123,7 +127,9 @@ __all__ = [
 
 # Where each name lies: a program imports what it uses, and `savable convert` starts at once.
 _PLACES = {
+    "AUDIO_PARTS": "data.shards.part_types",
     "IMAGE_PARTS": "data.shards.part_types",
+    "VIDEO_PARTS": "data.shards.part_types",
     "ArrowReader": "stages.readers.columnar_readers",
     "Balance": "stages.packing.balance",
     "BatchStage": "stages.stage",
@@ -131,6 +137,7 @@ _PLACES = {
     "Blend": "stages.blending.blend",
     "BucketBatcher": "stages.bucket_batcher",
     "CheckpointMismatchError": "errors",
+    "Clips": "data.media.clips",
     "Decoded": "stages.task_encoder",
     "Encode": "stages.encode",
     "EncodeError": "errors",

@@ -3,13 +3,14 @@
 ClassificationEncoder    an image and its class; MixUp and CutMix in batches
 CaptioningEncoder        an image and its caption
 ContrastiveEncoder       pairs of an image and a text
-ChatEncoder              conversations with images; the answers are learned
-InterleavedEncoder       documents with images between the texts
+ChatEncoder              conversations with images, videos and sounds; the answers are learned
+InterleavedEncoder       documents with these between the texts
 LanguageModelingEncoder  text; with a prompt before it, or without
 
 Their arguments are `Tokenizer`; for a single image `SquareCrop`; for images among text `Vision`, with `NativeSize`,
-`Tiles` or `Buckets`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of tokens that
-are not learned. `task_encoders.parts` has more parts for an encoder of your own.
+`Tiles` or `Buckets`; for videos `VideoTokens` or `VideoFrames`, for sounds `AudioTokens`, for positions in time, height
+and width `MRope`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of tokens that are not learned.
+`task_encoders.parts` has more parts for an encoder of your own.
 """
 
 from importlib import import_module
@@ -23,16 +24,20 @@ if TYPE_CHECKING:
     from task_encoders.interleaved import InterleavedEncoder
     from task_encoders.language_modeling import LanguageModelingEncoder
     from task_encoders.parts.aspect_buckets import Buckets
+    from task_encoders.parts.audio_tokens import AudioTokens
     from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
     from task_encoders.parts.data_formats import Message
-    from task_encoders.parts.image_text_tokens import Vision
     from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
+    from task_encoders.parts.mrope import MRope
     from task_encoders.parts.square_crop import SquareCrop
     from task_encoders.parts.token_packing import IGNORED
     from task_encoders.parts.tokenizer import Tokenizer
+    from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
+    from task_encoders.parts.vision import Vision
 
 __all__ = [
     "IGNORED",
+    "AudioTokens",
     "Buckets",
     "CaptioningEncoder",
     "ChatEncoder",
@@ -43,12 +48,15 @@ __all__ = [
     "ImageTiles",
     "InterleavedEncoder",
     "LanguageModelingEncoder",
+    "MRope",
     "Message",
     "NativeSize",
     "OwnTemplate",
     "SquareCrop",
     "Tiles",
     "Tokenizer",
+    "VideoFrames",
+    "VideoTokens",
     "Vision",
 ]
 
@@ -61,12 +69,15 @@ _FILES = {
     "language_modeling": ["LanguageModelingEncoder"],
     "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
     "parts.data_formats": ["Message"],
-    "parts.image_text_tokens": ["Vision"],
     "parts.aspect_buckets": ["Buckets"],
+    "parts.audio_tokens": ["AudioTokens"],
     "parts.image_tiles": ["ImageTiles", "NativeSize", "Tiles"],
+    "parts.mrope": ["MRope"],
     "parts.square_crop": ["SquareCrop"],
     "parts.token_packing": ["IGNORED"],
     "parts.tokenizer": ["Tokenizer"],
+    "parts.video_tokens": ["VideoFrames", "VideoTokens"],
+    "parts.vision": ["Vision"],
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
 

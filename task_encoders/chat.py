@@ -1,25 +1,29 @@
-"""`ChatEncoder`: conversations, with images anywhere in them, as tokens; the answers are learned."""
+"""`ChatEncoder`: conversations, with images, videos and sounds anywhere in them, as tokens; the answers are learned."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from savable_pipeline import Rng, Sample, Skip
+from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.parts.data_formats import Message, parse_conversation
-from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision
-from task_encoders.parts.sample_parts import SampleImages, SeenImage
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
+from task_encoders.parts.mrope import MRope
+from task_encoders.parts.sample_parts import KINDS, MediaPart, SeenImage, kind_of
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
+from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
+from task_encoders.parts.vision import Vision
 
 
 class ChatEncoder(MixedEncoder):
-    """Learns the answers of the assistant in a conversation, which may show images.
+    """Learns the answers of the assistant in a conversation, which may show images, videos and sounds.
 
     Conversations are JSON as LLaVA or OpenAI write them (parts/data_formats.py), with the images as parts of
-    the sample. Text is cut at images and where answers begin and end, and each piece is tokenized by itself, as it is
-    when a model answers.
+    the sample, and videos and sounds where `video` and `audio` take them. Text is cut at these and where answers begin
+    and end, and each piece is tokenized by itself, as it is when a model answers.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
@@ -35,6 +39,10 @@ class ChatEncoder(MixedEncoder):
         part: The part that holds the conversation.
         multiple: Each conversation of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for
             context parallelism over cp ranks. `length` counts the padding.
+        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. Without it, `<video>` is text,
+            and videos among the parts are passed over.
+        audio: How sounds become tokens. Without it, `<audio>` is text, and sounds are passed over.
+        rope: Positions in time, height and width as well: `MRope()`.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
@@ -46,6 +54,12 @@ class ChatEncoder(MixedEncoder):
     `grids` and `tile_counts` of all rows in order; `image_counts`, int64 (B,), the images of each row; and for
     attention within tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
 
+    With `VideoTokens`, an item also has `video_patches`, uint8 (p, 3, step, patch, patch), in the order of Qwen2.5-VL's
+    `pixel_values_videos`; `video_grids`, int64 (videos, 3), its `video_grid_thw`; and `video_seconds`, float64
+    (videos,), its `second_per_grid_ts`. With `audio`, `audio_mels`, float32 (frames, bins), and `audio_frames`, int64
+    (sounds,). With `rope`, `mrope_ids`, int64 (n, 3). A batch has those of all rows in order, `video_patches` float32
+    and normalized; `video_counts` and `audio_counts`, int64 (B,), of each row; and `mrope_ids`, int64 (B, T, 3).
+
     A sample is skipped as "no json" (the name of `part`), "no answer" (none to learn), "special token in text" (it
     would begin or end a message) or "longer than max_length".
 
@@ -53,6 +67,7 @@ class ChatEncoder(MixedEncoder):
         ValueError: It names the setting or the field at fault.
         JSONDecodeError: The conversation is no JSON.
         OSError: An image is damaged.
+        MediaError: A video or a sound is damaged.
 
     Example:
         ```python
@@ -75,21 +90,34 @@ class ChatEncoder(MixedEncoder):
         max_length: int | None = None,
         part: str = "json",
         multiple: int = 1,
+        video: VideoTokens | VideoFrames | None = None,
+        audio: AudioTokens | None = None,
+        rope: MRope | None = None,
     ) -> None:
         if answers not in ("all", "last"):
             raise ValueError(f"answers is 'all' or 'last', not {answers!r}")
-        super().__init__(tokenizer, vision=vision, max_length=max_length, part=part, multiple=multiple)
+        super().__init__(
+            tokenizer,
+            vision=vision,
+            max_length=max_length,
+            part=part,
+            multiple=multiple,
+            video=video,
+            audio=audio,
+            rope=rope,
+        )
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
-        marks = sorted(self.tokenizer.special_texts() - {vision.text if vision else ""})
+        self._texts = {kind: own.text for kind, own in zip(KINDS, (vision, video, audio), strict=True) if own}
+        marks = sorted(self.tokenizer.special_texts() - {*self._texts.values()})
+        self._places = re.compile(f"({'|'.join(map(re.escape, self._texts.values())) or '(?!)'})")
         self._special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
-        images_of = SampleImages(sample, self.vision.image) if self.vision else SampleImages(sample)
-        messages = parse_conversation(sample.json(self.part), images_of)
+        messages = parse_conversation(sample.json(self.part), self.media_of(sample))
         learned = [number for number, message in enumerate(messages) if message.is_answer]
         if not learned:
             return Skip("no answer")
@@ -97,10 +125,10 @@ class ChatEncoder(MixedEncoder):
         if any(self._special.search(part) for part in parts if isinstance(part, str)):
             return Skip("special token in text")
         asked = [part for message in messages[: learned[-1] + 1] for part in message.parts]
-        images = [part for part in asked if not isinstance(part, str)]
-        if images and self.vision is None:
+        shown = [part for part in asked if not isinstance(part, str)]
+        if self.vision is None and any(kind_of(part) == "image" for part in shown):
             raise ValueError("the conversation has images, but the encoder no way to see: give it vision=Vision(...)")
-        item = self._item(self._spans(messages, learned if self.answers == "all" else learned[-1:]), images)
+        item = self._item(self._spans(messages, learned if self.answers == "all" else learned[-1:]), sample, shown)
         if self.max_length is not None and len(item["tokens"]) > self.max_length:
             return Skip("longer than max_length")
         return item
@@ -129,20 +157,31 @@ class ChatEncoder(MixedEncoder):
             done = len(answered)
         return spans
 
-    def _item(self, spans: Sequence[tuple[str, bool]], images: Sequence[SeenImage]) -> dict[str, Any]:
-        mixed = MixedTokens(self.tokenizer, self.vision)
-        place = self.vision.text if self.vision else None
-        places = sum(text.count(place) for text, _ in spans) if place else 0
-        if place and places != len(images):
-            raise ValueError(f"the rendered text has {places} places {place!r} for {len(images)} images")
-        waiting = iter(images)
+    def _item(
+        self, spans: Sequence[tuple[str, bool]], sample: Sample, shown: Sequence[SeenImage | MediaPart]
+    ) -> dict[str, Any]:
+        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
+        waiting = self._waiting("".join(text for text, _ in spans), shown)
         for text, learned in spans:
-            first, *others = text.split(place) if place else [text]
-            mixed.add_text(first, target=learned)
-            for other in others:
-                mixed.add_image(next(waiting))
-                mixed.add_text(other, target=learned)
+            for piece in self._places.split(text):  # a text, what stands for an image, a text, …
+                if piece in waiting:
+                    mixed.add(self.pieces(sample, next(waiting[piece])))
+                else:
+                    mixed.add_text(piece, target=learned)
         return mixed.item()
+
+    def _waiting(
+        self, rendered: str, shown: Sequence[SeenImage | MediaPart]
+    ) -> dict[str, Iterator[SeenImage | MediaPart]]:
+        """Those of each kind, by what stands for them. Raises ValueError where the text has more or fewer places."""
+        waiting = {}
+        for kind, text in self._texts.items():
+            own = [part for part in shown if kind == kind_of(part)]
+            found = self._places.findall(rendered).count(text)
+            if found != len(own):
+                raise ValueError(f"the rendered text has {found} places {text!r} for {len(own)} {kind}s")
+            waiting[text] = iter(own)
+        return waiting
 
 
 def _template_of(tokenizer: Tokenizer) -> ChatTemplate:

@@ -1,4 +1,4 @@
-"""`InterleavedEncoder`: documents with images between their texts, as web pages are."""
+"""`InterleavedEncoder`: documents with images, videos and sounds between their texts, as web pages are."""
 
 from __future__ import annotations
 
@@ -7,28 +7,37 @@ from itertools import pairwise
 from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
+from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.data_formats import parse_document
-from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, Vision, image_places
-from task_encoders.parts.sample_parts import SampleImages
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, places
+from task_encoders.parts.mrope import MRope
 from task_encoders.parts.token_packing import with_target
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
+from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
+from task_encoders.parts.vision import Vision
 
 
 class InterleavedEncoder(MixedEncoder):
     """Predicts the text of a document that has images between its texts.
 
     Documents are JSON as OBELICS or MMC4 write them (parts/data_formats.py), with the images as parts of the
-    sample. Each text is tokenized by itself, between the tokenizer's `bos` and `eos`.
+    sample, and videos and sounds where `video` and `audio` take them. Each text is tokenized by itself, between the
+    tokenizer's `bos` and `eos`.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
         vision: How images become tokens.
         max_length: The most tokens of an item, and the length of a batch's rows: a longer document becomes several
-            items, cut anywhere but in an image. None does not cut, and rows are as long as the longest.
+            items, cut anywhere but in an image, a video or a sound. None does not cut, and rows are as long as the
+            longest.
         part: The part that holds the document.
         multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
+        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. Without it, videos among the
+            parts are passed over.
+        audio: How sounds become tokens. Without it, sounds are passed over.
+        rope: Positions in time, height and width as well: `MRope()`.
 
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
     of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
@@ -40,13 +49,20 @@ class InterleavedEncoder(MixedEncoder):
     `tile_counts` of all rows in order; `image_counts`, int64 (B,), the images of each row; and for attention within
     tiles `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int.
 
-    A sample is skipped as "no json" (the name of `part`), "empty", or "image longer than max_length"; an item of images
-    alone as "no target".
+    With `VideoTokens`, an item also has `video_patches`, uint8 (p, 3, step, patch, patch), in the order of Qwen2.5-VL's
+    `pixel_values_videos`; `video_grids`, int64 (videos, 3), its `video_grid_thw`; and `video_seconds`, float64
+    (videos,), its `second_per_grid_ts`. With `audio`, `audio_mels`, float32 (frames, bins), and `audio_frames`, int64
+    (sounds,). With `rope`, `mrope_ids`, int64 (n, 3). A batch has those of all rows in order, `video_patches` float32
+    and normalized; `video_counts` and `audio_counts`, int64 (B,), of each row; and `mrope_ids`, int64 (B, T, 3).
+
+    A sample is skipped as "no json" (the name of `part`), "empty", or "image longer than max_length" (or
+    "video", or "audio"); an item of images alone as "no target".
 
     Raises:
         ValueError: It names the setting or the field at fault.
         JSONDecodeError: The document is no JSON.
         OSError: An image is damaged.
+        MediaError: A video or a sound is damaged.
 
     Example:
         ```python
@@ -69,23 +85,35 @@ class InterleavedEncoder(MixedEncoder):
         max_length: int | None = None,
         part: str = "json",
         multiple: int = 1,
+        video: VideoTokens | VideoFrames | None = None,
+        audio: AudioTokens | None = None,
+        rope: MRope | None = None,
     ) -> None:
-        super().__init__(tokenizer, vision=vision, max_length=max_length, part=part, multiple=multiple)
+        super().__init__(
+            tokenizer,
+            vision=vision,
+            max_length=max_length,
+            part=part,
+            multiple=multiple,
+            video=video,
+            audio=audio,
+            rope=rope,
+        )
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """Return one item, an iterator of items for a long document, or `Skip`."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
-        document = parse_document(sample.json(self.part), SampleImages(sample, self.vision.image))
+        document = parse_document(sample.json(self.part), self.media_of(sample))
         if not document:
             return Skip("empty")
-        mixed = MixedTokens(self.tokenizer, self.vision)
+        mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
         mixed.add_ids(self.tokenizer.before, target=False)
         for part in document:
             if isinstance(part, str):
                 mixed.add_text(part, target=True)
             else:
-                mixed.add_image(part)
+                mixed.add(self.pieces(sample, part))
         mixed.add_ids(self.tokenizer.after, target=True)
         item = mixed.item()
         if self.max_length is None or len(item["tokens"]) <= self.max_length:
@@ -94,11 +122,12 @@ class InterleavedEncoder(MixedEncoder):
 
     def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any] | Skip]:
         borders, start = [0], 0
-        images = image_places(item, self.vision)
-        if any(end - begin > max_length for begin, end in images):
-            return Skip("image longer than max_length")
+        found = [(begin, end, medium.kind) for medium in self.media for begin, end in places(item, medium)]
+        for begin, end, kind in found:
+            if end - begin > max_length:
+                return Skip(f"{kind} longer than max_length")
         while start < len(item["tokens"]):
             stop = min(start + max_length, len(item["tokens"]))
-            start = next((begin for begin, end in images if begin < stop < end), stop)
+            start = next((begin for begin, end, _ in found if begin < stop < end), stop)
             borders.append(start)
         return (with_target(self.cut(item, *cut)) for cut in pairwise(borders))

@@ -101,7 +101,7 @@ class LanguageModelingEncoder(MixedEncoder):
         return {**self.tokenizer.settings(), **own, **multiple_setting(self.multiple)}
 
     def _prompted(self, prompt: str, text: str) -> dict[str, Any]:
-        mixed = MixedTokens(self.tokenizer, vision=None)
+        mixed = MixedTokens(self.tokenizer)
         mixed.add_ids(self.tokenizer.before, target=False)
         mixed.add_text(prompt, target=False)
         mixed.add_text(text, target=True)

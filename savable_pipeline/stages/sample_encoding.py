@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -75,15 +75,21 @@ class KeyedEncoder:
             item = made if not part or type(made) is Skip else DONE
         else:
             fan = FanOut(self, sample, (made, rng))
-            item = fan.next()
-            while item is not DONE and fan.given <= part:
-                item = fan.next()
+            item = fan.next() if fan.pass_over(part) else DONE
         if item is DONE:
             raise EncodeError(
                 f"{self._name}.encode made no part {part} of shard {sample.shard}, key {sample.key!r} this time; it "
                 "must depend on the sample and `rng` alone"
             )
         return item
+
+
+@runtime_checkable
+class PassesOver(Protocol):
+    """An encoder's iterator that can leave out items without making them."""
+
+    def pass_over(self, parts: int) -> int:
+        """Go on behind this many more items, or the last; returns how many there were."""
 
 
 class FanOut:
@@ -110,14 +116,30 @@ class FanOut:
         made, rng = self.made = self._keyed.encoded(self.sample)
         wanted, self.given = self.given, 0
         fans_out = hasattr(made, "__next__")
-        while self.given < wanted:
-            if not fans_out or self._next(made, rng) is DONE:
-                raise CheckpointMismatchError(
-                    f"Encode: by the state, {wanted} items of sample {self.sample.key!r} of {self.sample.shard} were "
-                    f"given, but made again it gives {self.given if fans_out else 'one alone'}; is the encoder the one "
-                    "of the saved run, and pure?"
-                )
+        if not fans_out or not self.pass_over(wanted):
+            raise CheckpointMismatchError(
+                f"Encode: by the state, {wanted} items of sample {self.sample.key!r} of {self.sample.shard} were "
+                f"given, but made again it gives {self.given if fans_out else 'one alone'}; is the encoder the one "
+                "of the saved run, and pure?"
+            )
         return self._next(made, rng)
+
+    def pass_over(self, parts: int) -> bool:
+        """Go on behind this many items, unmade where the iterator can do so; False if there are fewer.
+
+        Raises `EncoderError`.
+        """
+        assert self.made is not None
+        made, rng = self.made
+        if parts and isinstance(made, PassesOver):
+            try:
+                self.given = index(made.pass_over(parts))
+            except Exception as error:
+                raise EncoderError(error) from error
+        else:
+            while self.given < parts and self._next(made, rng) is not DONE:
+                pass
+        return self.given == parts
 
     def _next(self, made: Iterator[Any], rng: Rng) -> Any:
         rng.rekey((self.sample.index, self.sample.epoch, self.given))

@@ -72,7 +72,10 @@ class TaskEncoder:
 
         Returns:
             One item, any value but None; or `Skip(reason)`; or an iterator of items (an object with `__next__`; a list
-            is one item). If it raises, `Encode(on_error=)` decides whether to skip the sample.
+            is one item). If it raises, `Encode(on_error=)` decides whether to skip the sample. An iterator may have a
+            method `pass_over(parts)`, which goes on behind that many more items without making them and returns how
+            many there were: a resume in the middle of a sample calls it, and the random numbers of the next item are
+            set as if they had been made.
 
         Example:
             >>> class Captions(sp.TaskEncoder):

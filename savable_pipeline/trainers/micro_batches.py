@@ -9,6 +9,8 @@ Fields that a batch may have to be cut; each is required only where its kind of 
     of images             `image_counts`, of B rows; `image`, and `image_index` into it
     of images in patches  `tile_counts` of the images; `grids` of the tiles; `patches`; `patch_cu_seqlens`,
                           `patch_max_seqlen`
+    of videos             `video_counts`, of B rows; `video_grids`, `video_seconds`; `video_patches`
+    of sounds             `audio_counts`, of B rows; `audio_frames` of each; `audio_mels`
 """
 
 from __future__ import annotations
@@ -20,9 +22,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-_PATCHES = ("patches", "patch_cu_seqlens", "patch_max_seqlen")
+_PATCHES = ("patches", "patch_cu_seqlens", "patch_max_seqlen", "video_patches")
 _SAMPLES = ("sample_ids", "sample_rows")
-_BY_COUNTS = {"image": "image_counts", "tile_counts": "image_counts", "grids": "tile_counts"}
+_BY_COUNTS = {  # fields of which each element of another, which counts them, has several
+    "image": "image_counts",
+    "tile_counts": "image_counts",
+    "grids": "tile_counts",
+    "video_grids": "video_counts",
+    "video_seconds": "video_counts",
+    "audio_frames": "audio_counts",
+    "audio_mels": "audio_frames",
+}
 
 
 def rows(batch: Any) -> int:
@@ -138,19 +148,19 @@ class _RowSpan(NamedTuple):
 
 
 class _Counted:
-    """Where the images, tiles and patches of rows begin."""
+    """Where the images, tiles and patches of rows begin; and their videos and sounds."""
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self._batch = batch
 
     def span(self, counts: str, rows: _RowSpan) -> tuple[int, int]:
         """The range, start and end, of these rows' elements among those that this field counts."""
-        start, stop = self.span("image_counts", rows) if counts == "tile_counts" else (rows.start, rows.stop)
+        start, stop = self.span(_BY_COUNTS[counts], rows) if counts in _BY_COUNTS else (rows.start, rows.stop)
         return self._sums(self._batch[counts], start, stop)
 
-    def patches(self, rows: _RowSpan) -> tuple[int, int]:
-        """The range, start and end, of these rows' patches."""
-        return self._sums(self._batch["grids"].prod(1), *self.span("tile_counts", rows))
+    def patches(self, grids: str, rows: _RowSpan) -> tuple[int, int]:
+        """The range, start and end, of these rows' patches in the tiles, or the videos, of these grids."""
+        return self._sums(self._batch[grids].prod(1), *self.span(_BY_COUNTS[grids], rows))
 
     @staticmethod
     def _sums(counts: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
@@ -168,8 +178,10 @@ def _part(batch: Mapping[str, Any], name: str, rows: _RowSpan, counted: _Counted
     if name in _SAMPLES and "sample_rows" in batch:
         own = (batch["sample_rows"] >= rows.start) & (batch["sample_rows"] < rows.stop)
         return value[own] - rows.start if name == "sample_rows" else value[own]
+    if name == "video_patches" and "video_grids" in batch:
+        return value[slice(*counted.patches("video_grids", rows))]
     if name in _PATCHES and "grids" in batch:
-        return _patches(batch, name, counted.patches(rows))
+        return _patches(batch, name, counted.patches("grids", rows))
     if name == "image_index":
         first, _ = counted.span("image_counts", rows)
         own = value[rows.start : rows.stop]

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from xxhash import xxh3_128_hexdigest
 
 from task_encoders.parts.data_formats import Message
+from task_encoders.parts.sample_parts import MediaPart, kind_of
 
 
 class ChatTemplate(Protocol):
@@ -33,7 +34,7 @@ class ChatTemplate(Protocol):
 
         Args:
             messages: The messages, in order.
-            image: The text in the place of each image.
+            image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
         """
 
@@ -66,7 +67,7 @@ class ChatML:
 
         Args:
             messages: The messages, in order.
-            image: The text in the place of each image.
+            image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
 
         Raises:
@@ -109,8 +110,8 @@ class OwnTemplate:
     Args:
         tokenizer: An object with `chat_template` and `apply_chat_template`.
         arguments: What the template takes, such as {"enable_thinking": False}.
-        content: "parts" passes lists of {"type": "text"} and {"type": "image"}, for templates that write the places of
-            images themselves; "text" passes the text with these written in it.
+        content: "parts" passes lists of {"type": "text"}, "image", "video" and "audio", for templates that write the
+            places of these themselves; "text" passes the text with these written in it.
 
     Raises:
         ValueError: The tokenizer has no template, or several.
@@ -142,7 +143,7 @@ class OwnTemplate:
 
         Args:
             messages: The messages, in order.
-            image: The text in the place of each image.
+            image: The text in the place of each image; a video's and a sound's is `part.text`.
             answering: End with the beginning of an answer.
 
         Raises:
@@ -168,9 +169,11 @@ class OwnTemplate:
         if self.content == "text":
             return _text(message, image)
         return [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
+            for part in message.parts
         ]
 
 
 def _text(message: Message, image: str) -> str:
-    return "".join(part if isinstance(part, str) else image for part in message.parts)
+    texts = [part.text if isinstance(part, MediaPart) else part for part in message.parts]
+    return "".join(part if isinstance(part, str) else image for part in texts)

@@ -1,4 +1,4 @@
-"""Conversations and documents with images, as data sets write them, as lists of messages, and of texts and images.
+"""Conversations and documents with images, videos and sounds, as data sets write them, as lists of messages and parts.
 
 LLaVA's conversations, and OpenAI's:
 
@@ -8,7 +8,8 @@ LLaVA's conversations, and OpenAI's:
                   {"role": "assistant", "content": "A cat."}]}
 
 A place for an image is `<image>` in LLaVA's text, and in OpenAI's content {"type": "image"}, which takes the images of
-the sample in order, or {"type": "image_url", "image_url": {"url": …}} with the name of a part or a `data:` URL.
+the sample in order, or {"type": "image_url", "image_url": {"url": …}} with the name of a part or a `data:` URL. So
+with `video` and `audio` in the place of `image`, where the encoder takes them.
 
 OBELICS' documents (Laurençon et al., 2023), two lists, one with null where the other has something; and MMC4's (Zhu et
 al., 2023), where an image comes before the text it is matched with:
@@ -18,20 +19,21 @@ al., 2023), where an image comes before the text it is matched with:
     {"text_list": ["A cat.", "A dog."], "image_info": [{"image_name": "0.jpg", "matched_text_index": 1}]}
 
 Their images are known by the names of their parts, or, where one of the document's is none, such as a URL, taken in
-order.
+order. OBELICS' may have the lists `videos` and `audios` as well: one list has something where all others have null.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from task_encoders.parts.sample_parts import SampleImages, SeenImage
+from task_encoders.parts.sample_parts import MediaPart, SampleImages, SampleMedia, SeenImage
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_PLACE = "<image>"  # in LLaVA's text
+_LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # of a document
 
-Part = str | SeenImage
+Part = str | SeenImage | MediaPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Message:
 
     Args:
         role: "user", "assistant", "system", or another that the chat template knows.
-        parts: Texts (str) and images (PIL.Image.Image, or a `ScaledImage` as `Vision.image` decodes it), in order.
+        parts: Texts (str), images (PIL.Image.Image, or a `ScaledImage` as `Vision.image` decodes it), and videos and
+            sounds (`MediaPart`, whose `text` stands in their place), in order.
         trained: False for an answer that is context only (in OpenAI's format, "weight": 0).
         more: Further fields, for the chat template.
 
@@ -63,7 +66,7 @@ class Message:
         return self.role == "assistant" and self.trained
 
 
-def parse_conversation(record: Any, images: SampleImages) -> list[Message]:
+def parse_conversation(record: Any, media: SampleMedia) -> list[Message]:
     """The messages of a sample's JSON. Raises ValueError that names the field at fault."""
     if isinstance(record, list):
         record = {"messages": record}
@@ -72,23 +75,24 @@ def parse_conversation(record: Any, images: SampleImages) -> list[Message]:
         raise ValueError(f"expected an object with conversations or messages, found {found}")
     name, parse = ("messages", _openai) if "messages" in record else ("conversations", _llava)
     turns = _expect(record[name], list, name)
-    messages = [parse(_expect(turn, dict, f"{name}[{i}]"), f"{name}[{i}]", images) for i, turn in enumerate(turns)]
-    images.check_all_used()
+    messages = [parse(_expect(turn, dict, f"{name}[{i}]"), f"{name}[{i}]", media) for i, turn in enumerate(turns)]
+    media.check_all_used()
     return messages
 
 
-def _llava(turn: dict[str, Any], at: str, images: SampleImages) -> Message:
+def _llava(turn: dict[str, Any], at: str, media: SampleMedia) -> Message:
     role = turn.get("from")
     if role not in _ROLES:
         raise ValueError(f"{at}.from: expected one of {', '.join(_ROLES)}, found {role!r}")
-    first, *others = _expect(turn.get("value"), str, f"{at}.value").split(_PLACE)
-    parts: list[Part] = [first]
-    for text in others:
-        parts += [images.next(f"{at}.value"), text]
+    text = _expect(turn.get("value"), str, f"{at}.value")
+    texts_and_kinds = re.split(f"<({'|'.join(media.kinds)})>", text)  # a text, a kind, a text, …
+    parts: list[Part] = list(texts_and_kinds)
+    for number, kind in list(enumerate(texts_and_kinds))[1::2]:
+        parts[number] = media.of(kind, f"{at}.value").next(f"{at}.value")
     return Message(_ROLES[role], [part for part in parts if part != ""])
 
 
-def _openai(turn: dict[str, Any], at: str, images: SampleImages) -> Message:
+def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> Message:
     role = _expect(turn.get("role"), str, f"{at}.role")
     weight = turn.get("weight", 1)
     if weight not in (0, 1):
@@ -98,23 +102,27 @@ def _openai(turn: dict[str, Any], at: str, images: SampleImages) -> Message:
         parts: list[Part] = [content] if content else []
     else:
         listed = enumerate(_expect(content, list, f"{at}.content"))
-        parts = [_part(_expect(part, dict, f"{at}.content[{i}]"), f"{at}.content[{i}]", images) for i, part in listed]
+        parts = [_part(_expect(part, dict, f"{at}.content[{i}]"), f"{at}.content[{i}]", media) for i, part in listed]
     more = {name: value for name, value in turn.items() if name not in ("role", "content", "weight")}
     return Message(role, parts, trained=weight == 1, more=more)
 
 
-def _part(part: dict[str, Any], at: str, images: SampleImages) -> Part:
-    kind = part.get("type")
+def _part(part: dict[str, Any], at: str, media: SampleMedia) -> Part:
+    kind = str(part.get("type"))
     if kind == "text":
         text: str = _expect(part.get("text"), str, f"{at}.text")
         return text
-    if kind == "image":
-        return images.next(at)
-    if kind == "image_url":
-        link = part.get("image_url")
+    if kind in _LISTS:
+        return media.of(kind, at).next(at)
+    named = kind.removesuffix("_url")
+    if kind != named and named in _LISTS:
+        link = part.get(kind)
         url = link.get("url") if isinstance(link, dict) else link
-        return images.named(_expect(url, str, f"{at}.image_url.url"), f"{at}.image_url.url")
-    raise ValueError(f"{at}.type: expected text, image or image_url, found {kind!r}")
+        at = f"{at}.{kind}.url"
+        return media.of(named, at).named(_expect(url, str, at), at)
+    raise ValueError(
+        f"{at}.type: expected text, image, image_url, or these of video or audio, found {part.get('type')!r}"
+    )
 
 
 def _expect(value: Any, kind: type, at: str) -> Any:
@@ -124,32 +132,48 @@ def _expect(value: Any, kind: type, at: str) -> Any:
     raise ValueError(f"{at}: expected {names[kind]}, found {'nothing' if value is None else repr(value)[:80]}")
 
 
-def parse_document(record: Any, images: SampleImages) -> list[Part]:
-    """Texts, none of them empty, and images of a sample's JSON. Raises ValueError that names the field at fault."""
+def parse_document(record: Any, media: SampleMedia) -> list[Part]:
+    """Texts, none of them empty, and what is between them. Raises ValueError that names the field at fault."""
     if isinstance(record, dict) and "texts" in record:
-        parts = _obelics(_listed(record, "texts"), _listed(record, "images"), images)
+        parts = _obelics(record, media)
     elif isinstance(record, dict) and "text_list" in record:
-        parts = _mmc4(_listed(record, "text_list"), _listed(record, "image_info"), images)
+        parts = _mmc4(_listed(record, "text_list"), _listed(record, "image_info"), media.images)
     else:
         found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"expected an object with texts and images, or text_list and image_info, found {found}")
-    images.check_all_used()
+    media.check_all_used()
     return [part for part in parts if part != ""]
 
 
-def _obelics(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:
-    if len(texts) != len(places):
-        raise ValueError(f"texts and images: expected lists of one length, found {len(texts)} and {len(places)}")
-    named = all(place is None or place in images.names for place in places)
+def _obelics(record: dict[str, Any], media: SampleMedia) -> list[Part]:
+    others = {
+        kind: name for kind, name in _LISTS.items() if kind == "image" or (kind in media.kinds and name in record)
+    }
+    columns = {"text": _listed(record, "texts"), **{kind: _listed(record, name) for kind, name in others.items()}}
+    names = ["texts", *others.values()]
+    sizes = [len(column) for column in columns.values()]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"{_and(names)}: expected lists of one length, found {_and(list(map(str, sizes)))}")
+    known = {kind: media.of(kind, name).names for kind, name in others.items()}
+    named = {kind: all(place is None or place in known[kind] for place in columns[kind]) for kind in others}
     parts: list[Part] = []
-    for number, (text, place) in enumerate(zip(texts, places, strict=True)):
-        if (text is None) == (place is None):
-            raise ValueError(f"texts[{number}] and images[{number}]: expected null in one of them, and not in both")
-        if text is not None:
-            parts.append(_expect(text, str, f"texts[{number}]"))
+    for number, row in enumerate(zip(*columns.values(), strict=True)):
+        there = [(kind, value) for kind, value in zip(columns, row, strict=True) if value is not None]
+        if len(there) != 1:
+            at = _and([f"{name}[{number}]" for name in names])
+            raise ValueError(f"{at}: expected null in all but one of them")
+        kind, value = there[0]
+        if kind == "text":
+            parts.append(_expect(value, str, f"texts[{number}]"))
         else:
-            parts.append(_image(place if named else None, f"images[{number}]", images))
+            at = f"{others[kind]}[{number}]"
+            found = media.of(kind, at)
+            parts.append(found.named(value, at) if named[kind] else found.next(at))
     return parts
+
+
+def _and(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]])
 
 
 def _mmc4(texts: list[Any], places: list[Any], images: SampleImages) -> list[Part]:

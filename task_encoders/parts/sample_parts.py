@@ -1,4 +1,4 @@
-"""What an encoder reads of a sample: a value, by `Field`, and the images to which a document or a conversation refers.
+"""What an encoder reads of a sample: a value, by `Field`, and the images, videos and sounds to which a text refers.
 
 `txt` is a part, `json[caption]` a field of a JSON part; images go by the name of their part, or in order.
 """
@@ -10,14 +10,17 @@ import binascii
 import io
 import re
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
-from savable_pipeline import IMAGE_PARTS, Sample
+from savable_pipeline import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, Sample
 from task_encoders.parts.scaled_image import ScaledImage
 
 SeenImage = Image.Image | ScaledImage
+KINDS = {"image": IMAGE_PARTS, "video": VIDEO_PARTS, "audio": AUDIO_PARTS}
+Seen = TypeVar("Seen")
 _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
@@ -66,44 +69,106 @@ class Field:
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of an image in a data URL; none that runs a program
 
 
-class SampleImages:
-    """The image parts of a sample, `jpg` or `0.jpg`, `1.png`, …, sorted by the numbers in their names.
+@dataclass(frozen=True)
+class MediaPart:
+    """A video or a sound of a sample, which is opened when it is due.
 
-    The text must use each at least once: `check_all_used` raises if one is left over. `read` decodes one.
+    Args:
+        kind: "video" or "audio".
+        name: The name of its part.
+        text: What a chat template writes in its place.
     """
 
-    def __init__(self, sample: Sample, read: Callable[[Sample, str], SeenImage] = Sample.image) -> None:
-        self._sample = sample
+    kind: str
+    name: str
+    text: str
+
+
+def kind_of(part: SeenImage | MediaPart) -> str:
+    """What this is: "image", "video" or "audio"."""
+    return part.kind if isinstance(part, MediaPart) else "image"
+
+
+class SampleParts(Generic[Seen]):
+    """The parts of a sample that are images, `jpg` or `0.jpg`, `1.png`, …, or videos, or sounds, by their numbers.
+
+    The text must use each at least once: `check_all_used` raises if one is left over. `read` makes of a part what
+    stands in the text.
+    """
+
+    def __init__(self, sample: Sample, kind: str, read: Callable[[str], Seen]) -> None:
+        self._kind = kind
         self._read = read
-        self.names = sorted((name for name in sample if name.lower().rpartition(".")[2] in IMAGE_PARTS), key=_numbered)
+        self.names = sorted((name for name in sample if name.lower().rpartition(".")[2] in KINDS[kind]), key=_numbered)
         self._used: dict[str, None] = {}
 
-    def next(self, field: str) -> SeenImage:
-        """The first image not yet used. Raises ValueError that names `field`, which asks for it."""
+    def next(self, field: str) -> Seen:
+        """The first one not yet used. Raises ValueError that names `field`, which asks for it."""
         for name in self.names:
             if name not in self._used:
                 return self.named(name, field)
-        raise ValueError(f"{field}: a place for image {len(self._used) + 1}, but the sample has {self._described()}")
+        number = len(self._used) + 1
+        raise ValueError(f"{field}: a place for {self._kind} {number}, but the sample has {self._described()}")
 
-    def named(self, name: str, field: str) -> SeenImage:
-        """The image in this part; or in a `data:` URL. Raises ValueError that names `field`, and what Pillow raises."""
-        if name.startswith("data:"):
-            return _from_data_url(name, field)
+    def named(self, name: str, field: str) -> Seen:
+        """The one in this part. Raises ValueError that names `field`, and what `read` raises."""
         for known in self.names:
             if known.lower() == name.lower():
                 self._used[known] = None
-                return self._read(self._sample, known)
-        hint = "; nothing is downloaded: store the image beside the text" if "://" in name else ""
-        raise ValueError(f"{field}: no image {name!r:.80}, the sample has {self._described()}{hint}")
+                return self._read(known)
+        hint = f"; nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
+        raise ValueError(f"{field}: no {self._kind} {name!r:.80}, the sample has {self._described()}{hint}")
 
     def check_all_used(self) -> None:
-        """Raises ValueError that names the first image which no field asked for."""
+        """Raises ValueError that names the first one which no field asked for."""
         for name in self.names:
             if name not in self._used:
-                raise ValueError(f"image {name} has no place in the text: {len(self._used)} of {len(self.names)} have")
+                of = f"{len(self._used)} of {len(self.names)}"
+                raise ValueError(f"{self._kind} {name} has no place in the text: {of} have")
 
     def _described(self) -> str:
-        return ", ".join(self.names) if self.names else "no image"
+        return ", ".join(self.names) if self.names else f"no {self._kind}"
+
+
+class SampleImages(SampleParts[SeenImage]):
+    """The images of a sample; one may also be in the text, as a `data:` URL. `read` decodes one."""
+
+    def __init__(self, sample: Sample, read: Callable[[Sample, str], SeenImage] = Sample.image) -> None:
+        super().__init__(sample, "image", lambda name: read(sample, name))
+
+    def named(self, name: str, field: str) -> SeenImage:
+        """The image in this part; or in a `data:` URL. Raises ValueError that names `field`, and what Pillow raises."""
+        return _from_data_url(name, field) if name.startswith("data:") else super().named(name, field)
+
+
+class SampleMedia:
+    """The images of a sample, and of its videos and sounds those for which there is a text to write in their place."""
+
+    def __init__(self, images: SampleImages, sample: Sample | None = None, **texts: str) -> None:
+        self.images = images
+        self._others = {kind: _media_parts(sample, kind, text) for kind, text in texts.items() if sample is not None}
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds for which text has places: "image", and "video" or "audio"."""
+        return ["image", *self._others]
+
+    def of(self, kind: str, field: str) -> SampleParts[SeenImage] | SampleParts[MediaPart]:
+        """Those of one kind. Raises ValueError that names `field`, which asks for it, where the encoder takes none."""
+        if kind == "image":
+            return self.images
+        if kind not in self._others:
+            raise ValueError(f"{field}: a place for {kind}, but the encoder takes none: give it {kind}=")
+        return self._others[kind]
+
+    def check_all_used(self) -> None:
+        """Raises ValueError that names the first one which no field asked for."""
+        for kind in self.kinds:
+            self.of(kind, kind).check_all_used()
+
+
+def _media_parts(sample: Sample, kind: str, text: str) -> SampleParts[MediaPart]:
+    return SampleParts(sample, kind, lambda name: MediaPart(kind, name, text))
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:

@@ -160,6 +160,69 @@ def test_fetching_a_part_that_is_not_made_is_an_error(encoded: Any) -> None:
         encoded(fan).fetch((3, 0, 9))
 
 
+class Counting:
+    """Five parts of a sample, each with a random number, that can be passed over; `made` lists those that were not."""
+
+    def __init__(self, n: int, rng: sp.Rng, made: list[int]) -> None:
+        self.n, self.rng, self.made = n, rng, made
+        self.part = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.part == 5:
+            raise StopIteration
+        self.made.append(self.part)
+        self.part += 1
+        return sp.Skip("second") if self.part == 2 else (self.n, self.part - 1, self.rng.integers(1000))
+
+    def pass_over(self, parts: int) -> int:
+        before, self.part = self.part, min(5, self.part + parts)
+        return self.part - before
+
+
+@pytest.mark.parametrize("given", range(1, 9))
+def test_a_resume_within_a_sample_makes_none_of_its_earlier_parts_that_can_be_passed_over(
+    encoded: Any, given: int
+) -> None:
+    whole, made = encoded(lambda n, rng: Counting(n, rng, [])), list[int]()
+    expected = whole.take(12)
+    stage, after = (encoded(lambda n, rng: Counting(n, rng, made)) for _ in range(2))
+    stage.take(given)
+    made.clear()
+    after.restore_state(stage.save_state())
+    rest = after.take(12 - given)
+    assert rest == tuple(taken[given:] for taken in expected)
+    assert made[0] == (expected[1][given - 1][2] + 1) % 5
+    assert len(made) <= 12 - given + 3  # three skipped parts
+    made.clear()
+    assert [after.fetch(ref) for ref in rest[1]] == rest[0]
+    assert made == [part for _, _, part in rest[1]]
+
+
+def test_fewer_parts_to_pass_over_than_were_given_are_an_error(encoded: Any) -> None:
+    stage = encoded(lambda n, rng: Counting(n, rng, []))
+    stage.take(3)
+    state = {**stage.save_state(), "part": 6}
+    stage.restore_state(state)
+    with pytest.raises(sp.CheckpointMismatchError, match=r"6 items of sample 's000000'.* it gives 5; is the encoder"):
+        stage.take(1)
+    with pytest.raises(sp.EncodeError, match=r"made no part 5 of shard 0000\.tar, key 's000000'"):
+        stage.fetch((0, 0, 5))
+    with pytest.raises(sp.EncodeError, match=r"made no part 6 of shard 0000\.tar, key 's000000'"):
+        stage.fetch((0, 0, 6))
+
+
+def test_to_pass_over_without_saying_how_many_is_the_encoders_error(encoded: Any, monkeypatch: Any) -> None:
+    stage = encoded(lambda n, rng: Counting(n, rng, []))
+    stage.take(2)
+    stage.restore_state(stage.save_state())
+    monkeypatch.setattr(Counting, "pass_over", lambda self, parts: None)
+    with pytest.raises(sp.EncodeError, match=r"TypeError: 'NoneType' object .* key 's000000'"):
+        stage.take(1)
+
+
 class Fails:
     """An encode function that raises for one sample as often as told."""
 

@@ -16,10 +16,10 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.chat import ChatEncoder
 from task_encoders.parts.chat_template import ChatML, OwnTemplate
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.token_packing import IGNORED
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.vision import Vision
 from tests.support.toy_samples import item, plain, plain_png, sample, trained_tokenizer
 from tests.support.toy_transformer import assert_packs_equal_documents
 

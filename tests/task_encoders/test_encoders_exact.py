@@ -19,10 +19,10 @@ from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.aspect_buckets import Buckets
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.vision import Vision
 from tests.support.toy_samples import NAMES, digits, python_sources, trained_tokenizer, write_samples
 
 CROP = SquareCrop(12, scale=(0.6, 1.0))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.interleaved import InterleavedEncoder
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.token_packing import IGNORED
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.vision import Vision
 from tests.support.toy_samples import item, plain, plain_png, sample, words
 from tests.support.toy_transformer import assert_packs_equal_documents
 
@@ -122,8 +122,8 @@ def record(texts: Any, images: Any) -> dict[str, Any]:
         (record("a", ["0.png"]), "texts: expected a list, found 'a'"),
         (record([None], None), "images: expected a list, found nothing"),
         (record(["a"], [None, "0.png"]), "expected lists of one length, found 1 and 2"),
-        (record(["a"], ["0.png"]), r"texts\[0\] and images\[0\]: expected null in one of them, and not in both"),
-        (record([None], [None]), r"texts\[0\] and images\[0\]: expected null in one"),
+        (record(["a"], ["0.png"]), r"texts\[0\] and images\[0\]: expected null in all but one of them"),
+        (record([None], [None]), r"texts\[0\] and images\[0\]: expected null in all but one"),
         (record([7, None], [None, "0.png"]), r"texts\[0\]: expected text, found 7"),
         (record([None, None], ["0.png", "1.png"]), r"images\[1\]: a place for image 2, but the sample has 0.png"),
         (record(["a"], [None]), "image 0.png has no place in the text"),

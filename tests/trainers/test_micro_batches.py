@@ -28,10 +28,11 @@ def documents(lengths: list[int]) -> list[dict[str, Any]]:
 
 def images_and_text(encoder: ChatEncoder, sizes: list[int]) -> dict[str, Any]:
     """An item with a picture for each size, and text between them."""
-    mixed = MixedTokens(encoder.tokenizer, encoder.vision)
+    assert encoder.vision is not None
+    mixed = MixedTokens(encoder.tokenizer, *encoder.media)
     mixed.add_text("so: ", target=True)
     for number, size in enumerate(sizes):
-        mixed.add_image(Image.new("RGB", (14 * size, 28), (number * 20, size, 0)))
+        mixed.add(encoder.vision.pieces(Image.new("RGB", (14 * size, 28), (number * 20, size, 0))))
         mixed.add_text("and", target=True)
     return mixed.item()
 

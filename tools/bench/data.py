@@ -36,6 +36,7 @@ def prepared(folder: Path, name: str) -> Path:
         "few-parquet": partial(_write_parquet, texts=FEW, per_shard=FEW_PER_SHARD),
         "few-litdata": _write_litdata,
         "photos": lambda place: _write_photos(place, 500, 375, 32, 256),
+        "videos": _write_videos,
         "large-photos": lambda place: _write_photos(place, 4000, 3000, 4, 16),
     }  # fmt: skip
     place = folder / name
@@ -109,6 +110,33 @@ def _write_photos(folder: Path, width: int, height: int, different: int, samples
     jpegs = [jpeg_of(scene(width, height, seed)) for seed in range(different)]
     for shard in range(4):
         _write_tar(folder / f"{shard:06d}.tar", ({"jpg": jpegs[i % different]} for i in range(samples)))
+
+
+def _write_videos(folder: Path, different: int = 6, videos: int = 60) -> None:
+    """A tar of videos of 20 s, 640 × 360 at 30 frames a second with a keyframe every 2 s; and the same as files."""
+    made = [_video(seed) for seed in range(different)]
+    _write_tar(folder / "000000.tar", ({"mp4": made[i % different]} for i in range(videos)))
+    (folder / "files").mkdir(exist_ok=True)
+    for i in range(videos):
+        (folder / "files" / f"{i:06d}.mp4").write_bytes(made[i % different])
+
+
+def _video(seed: int, frames: int = 600, width: int = 640, height: int = 360) -> bytes:
+    """A scene with the spectrum of a photograph, over which the camera pans, with the noise of a sensor."""
+    import av
+    from photos import scene
+
+    file, draw = io.BytesIO(), np.random.default_rng(seed)
+    wide = np.asarray(scene(width + frames, height + frames // 4, seed)).astype(np.int16)
+    with av.open(file, "w", format="mp4") as container:
+        stream: Any = container.add_stream("libx264", rate=30, options={"preset": "veryfast", "g": "60"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for i in range(frames):
+            seen = wide[i // 4 : i // 4 + height, i : i + width]
+            noisy = (seen + draw.integers(-4, 5, (height, width, 1), np.int16)).clip(0, 255).astype(np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(noisy, "rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
 
 
 def _jpeg(pixels: np.ndarray[Any, Any]) -> bytes:

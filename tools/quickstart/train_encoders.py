@@ -33,10 +33,10 @@ from task_encoders.classification import ClassificationEncoder
 from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.vision import Vision
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]  # ids 0 to 3

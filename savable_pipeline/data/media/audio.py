@@ -15,8 +15,8 @@ _BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames
 _AROUND = 64  # periods of the common clock of two rates, resampled beside the range, since a filter reaches beyond it
 _GAP_S = Fraction(1, 500)  # a container's clock may round a frame's time by as much
 _MOST_SAMPLES = 1 << 30
-# Where a point to begin from is estimated from bytes, times are not exact: these are decoded from their begin.
-_UNSOUGHT = ("mp3", "aac", "ac3", "eac3", "amr")
+# Where a point to begin from is estimated from bytes, times are not exact: up to so many seconds are decoded instead.
+_UNSOUGHT_S = {"mp3": 1e9, "aac": 1e9, "ac3": 1e9, "eac3": 1e9, "amr": 1e9, "ogg": 30}
 
 
 class Audio(MediaStream):
@@ -118,13 +118,13 @@ class Audio(MediaStream):
             if low < high:
                 found[:, low - first : high - first] = block[:, low - place : high - place]
         else:
-            if count and self._container.format.name not in _UNSOUGHT:  # of which the length is estimated
+            if count and _UNSOUGHT_S.get(self._container.format.name, 0) < 1e9:  # whose length is estimated
                 self._check_end(Fraction(expected or 0, self.rate), Fraction(first + count, self.rate))
         return found
 
     def _frames_before(self, time: Fraction) -> Any:
         """The frames from some time before `time` on."""
-        if self._container.format.name in _UNSOUGHT:
+        if time <= _UNSOUGHT_S.get(self._container.format.name, 0):
             return self._from_start()
         return self._decoded_from(self._ticks(max(time, Fraction(0)) - _BEFORE_S))
 

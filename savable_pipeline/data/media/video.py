@@ -15,6 +15,7 @@ from savable_pipeline.data.media.container import LATE, MediaError, MediaStream,
 from savable_pipeline.data.media.display_matrix import is_turned
 
 _MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
+_NEAR_S = Fraction(1, 2)  # decoded rather than sought, since to seek costs as much
 _FORWARD_S = 4  # decoded rather than sought, where no index says what lies between
 
 
@@ -165,7 +166,7 @@ class Video(MediaStream):
         entries = self._stream.index_entries
         found = entries.search_timestamp(ticks) if len(entries) > 1 else -1
         if found >= 0:
-            return bool(entries[found].timestamp > self._coming.pts)
+            return bool((entries[found].timestamp - self._coming.pts) * self._stream.time_base > _NEAR_S)
         return bool((ticks - self._coming.pts) * self._stream.time_base > _FORWARD_S)
 
     def _seek(self, ticks: int) -> None:

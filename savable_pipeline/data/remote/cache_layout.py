@@ -1,6 +1,7 @@
 """`CacheLayout`: what a row of the cache is. Of tars: a sample of the index. Of other files: a block of bytes.
 
-All blocks have equally many bytes but the last of a file: these follow from the names and sizes in the index.
+All blocks have equally many bytes but the last of a file: these follow from the names and sizes in the index. Long
+samples of tars are in blocks too, in a folder of the version (see `long_samples`), by the same index.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.shards.tar import padded
 from savable_pipeline.data.shards.tar_index import TarIndex, open_index
 
+LONG_FOLDER = "long"
 _LEAST_BLOCK = 4096
+_LONG_BLOCK = 1 << 18  # of long samples, which are read on and on
 _MOST_BLOCK = 1 << 20  # divides a piece
 _MANY_BLOCKS = 1 << 26  # beyond which blocks are made larger: each takes two bytes of flags
 
@@ -78,13 +81,13 @@ class TarLayout:
 
 
 class BlockLayout:
-    """The files of an index in blocks of `block` bytes."""
+    """The files of an index in blocks of at least `block` bytes."""
 
     suffix = ".bytes"
 
-    def __init__(self, index: ShardIndex, parts: IndexParts | None) -> None:
+    def __init__(self, index: ShardIndex, parts: IndexParts | None, block: int = _LEAST_BLOCK) -> None:
         self.index, self.parts, self.shards = index, parts, index.shards
-        self.block, total = _LEAST_BLOCK, int(index.shards.sizes.sum())
+        self.block, total = block, int(index.shards.sizes.sum())
         while total // self.block > _MANY_BLOCKS and self.block < _MOST_BLOCK:
             self.block *= 2
         self.firsts: Rows = np.concatenate([[0], np.cumsum(-(-index.shards.sizes // self.block))])
@@ -111,6 +114,8 @@ class BlockLayout:
 
 def open_layout(folder: Path) -> CacheLayout:
     """The layout of the version in this folder. Raises OSError if there is none, `ShardError` if it is damaged."""
+    if folder.name == LONG_FOLDER:
+        return BlockLayout(open_index(folder.parent / "index"), None, _LONG_BLOCK)
     index = open_index(folder / "index")
     parts = open_parts(folder, index)
     return TarLayout(index, parts) if isinstance(index, TarIndex) else BlockLayout(index, parts)

@@ -219,7 +219,7 @@ class Downloads:
                 )
         except ShardError as error:
             if error.reason == "changed shard":
-                note_changed(cached.folder.parent, entry.name)
+                note_changed(cached.dataset, entry.name)
             raise
         cached.mark_present(row, stop)
 

@@ -16,6 +16,7 @@
     CACHE/DATASET/VERSION/N.pin     the server's version of shard number N (its ETag), of which all bytes are
     CACHE/DATASET/VERSION/N.tar     shard number N of the index: the samples that are present; the others are holes
     CACHE/DATASET/VERSION/N.bytes   the same of a file that is no tar
+    CACHE/DATASET/VERSION/long/…    flags and N.bytes of the tars' long samples: see `long_samples`
     CACHE/DATASET/VERSION/beside/…  small files beside the shards, whole
 
 A row is a sample of the index, or a block of bytes: see `cache_layout`. `present` is a sequence lock: a download writes
@@ -49,7 +50,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.files import replacing
-from savable_pipeline.data.remote.cache_layout import CacheLayout, open_layout
+from savable_pipeline.data.remote.cache_layout import LONG_FOLDER, CacheLayout, open_layout
 from savable_pipeline.data.remote.sparse_file import holes, locked, punch_hole
 from savable_pipeline.errors import RemoteError, ShardError
 
@@ -67,6 +68,8 @@ class ShardCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._version = folder.parent if folder.name == LONG_FOLDER else folder  # whose pins hold
+        self.dataset = self._version.parent
         self.layout = open_layout(folder)
         self.shards, self.firsts = self.layout.shards, self.layout.firsts
         self.rows = int(self.firsts[-1])
@@ -105,11 +108,11 @@ class ShardCache:
 
     def pin(self, shard: int, version: str = "") -> str:
         """The server's version of a shard that is pinned; pins it to `version` if none is. Empty if none is."""
-        path = self.folder / f"{shard}.pin"
+        path = self._version / f"{shard}.pin"
         with contextlib.suppress(FileNotFoundError):
             return path.read_text()
         if version:
-            aside = self.folder / f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp"
+            aside = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
             aside.write_text(version)
             with contextlib.suppress(FileExistsError):
                 path.hardlink_to(aside)  # the first of several processes wins
@@ -119,7 +122,7 @@ class ShardCache:
 
     def forget(self, shard: int) -> None:
         """Drops what is here of a shard, which is another now, and its pin."""
-        (self.folder / f"{shard}.pin").unlink(missing_ok=True)
+        (self._version / f"{shard}.pin").unlink(missing_ok=True)
         fd = self.open(shard)
         try:
             self.evict(shard, fd, wanted=True)
@@ -137,6 +140,14 @@ class ShardCache:
     def extent(self, row: int, stop: int) -> tuple[int, int]:
         """The first byte of a row, and the byte after row `stop - 1` of the same shard."""
         return self.layout.extent(row, stop)
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The bytes of each of these rows; of the last of a shard, with what lies behind it."""
+        shards, begins = self.shards_of(rows), self.layout.begins(rows)
+        behind = self.layout.begins(np.minimum(rows + 1, self.rows - 1))
+        last = rows + 1 == self.firsts[shards + 1]
+        found: NDArray[np.int64] = np.where(last, self.shards.sizes[shards], behind) - begins
+        return found
 
     def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
         """The runs of rows from `row` to `stop - 1` that are not present."""

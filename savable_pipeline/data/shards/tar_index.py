@@ -169,13 +169,13 @@ class TarIndex(ShardIndex):
                 raise ShardError(f"the rows of {self.shards.names[shard]} do not match their checksum")
         return found
 
-    def lies_there(self, name: str, fd: int, row: int) -> bool:
-        """Whether the headers of a sample, all of one key, say what the index does."""
+    def lies_there(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
+        """Whether the headers of a sample, the first `most` of them, all of one key, say what the index does."""
         keys = set()
         try:
             layout = self.layout(row)
             found = of_samples(members(name, fd, self.starts[row]))
-            for number, extension in enumerate(layout.position):
+            for number, extension in enumerate(itertools.islice(layout.position, most)):
                 member, key, found_extension = next(found)
                 if found_extension != extension or (member.payload, member.size) != self.place(row, number, layout):
                     return False

@@ -29,6 +29,7 @@ from savable_pipeline.data.stores.shard_files import T
 from savable_pipeline.errors import RemoteError, ShardError
 
 _fetching: dict[Path, threading.Lock] = {}  # what lies beside files
+_AHEAD = 1 << 20  # bytes that are downloaded with what is read, at most
 _TRIES = 100  # evictions of what is read, each before it could be read, after which reading fails
 
 
@@ -56,7 +57,7 @@ class CachedBlocks(DownloadedFiles):
         indexed: IndexedBytes | None = None,
         *,
         all_used: bool = False,
-        downloader: Downloader | None = None,
+        downloader: Downloader | DownloadedFiles | None = None,
     ) -> None:
         super().__init__(place, downloader)
         self._indexed = indexed
@@ -96,14 +97,32 @@ class CachedBlocks(DownloadedFiles):
 
         Raises `ShardError` if the file is not as it was indexed or too short, `RemoteError`.
         """
-        return self._guarded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
+        return self.guarded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
         """Fills `array`, uint8 (bytes,), with bytes of a file. Raises the errors of `read`."""
         read_into = super().read_into
-        self._guarded(shard, offset, len(array), lambda: read_into(array, shard, offset))
+        self.guarded(shard, offset, len(array), lambda: read_into(array, shard, offset))
 
-    def _guarded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
+    def has(self, shard: int, offset: int, size: int) -> bool:
+        """Whether these bytes of a file are here."""
+        return bool((self._cached.present[self._rows(shard, offset, size)] & 1).all())
+
+    def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
+        """The same as `read`; if they are absent, and what lies before them is here, as many bytes before `stop` are
+        downloaded with them as lie before them, at most 1 MiB.
+        """
+        rows, present = self._rows(shard, offset, size), self._cached.present
+        absent = rows.start + np.flatnonzero(present[rows] & 1 == 0)[:1]
+        if not len(absent):
+            return self.read(shard, offset, size)
+        row, least = int(absent[0]), int(self._cached.firsts[self._numbers[shard]])
+        block = self._cached.extent(least, least + 1)[1]
+        before = present[max(least, row - _AHEAD // block) : row][::-1] & 1  # the nearest first
+        ahead = self._cached.extent(row, row + 1)[0] + block * int(np.cumprod(before).sum())
+        return self.read(shard, offset, max(size, min(stop, ahead) - offset))[:size]
+
+    def guarded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
         """What `read` gives once the bytes are there; again if they were evicted while it read."""
         if shard not in self._checked:
             self._check(shard)
@@ -136,7 +155,7 @@ class CachedBlocks(DownloadedFiles):
                 self._indexed.check_rows(shard)
                 if not self._indexed.is_as_indexed(shard, self.file(shard)):
                     if shard not in self._noted:
-                        note_changed(self._cached.folder.parent, self.entry(shard)[0])
+                        note_changed(self._cached.dataset, self.entry(shard)[0])
                     self._noted.add(shard)
                     raise ShardError(
                         f"{self.name(shard)}: not as its index says: the file was rewritten since. Start again to "

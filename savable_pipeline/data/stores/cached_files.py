@@ -3,11 +3,14 @@
 prefetch(indices)  refs that the reader will give   ──▶ downloaded when nothing more urgent waits
 request(rows)      samples that were given           ──▶ downloaded soon
 a read             of a row that is not there        ──▶ downloaded now, while the read waits
+
+Samples of more than 8 MiB are never downloaded so: see `LongSamples`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +18,13 @@ import numpy as np
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.downloader import Urgency
-from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.remote.shard_cache import LEFT_OUT, USED, WANTED, ShardCache
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.download_blocks import Block, DownloadBlocks
 from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.shard_files import Locate, Read, T, Where
+from savable_pipeline.data.stores.long_samples import LONG, LongSamples
+from savable_pipeline.data.stores.shard_files import Locate, PartReader, Read, T, Where
 from savable_pipeline.errors import RemoteError, ShardError
 
 _TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
@@ -98,9 +101,13 @@ class CachedFiles(DownloadedFiles):
             self._cached.forget_holes(number, descriptor)
         return descriptor
 
-    def guard(self, read: Read[Where, T]) -> Read[Where, T]:
-        """`read`, made to download the row first, and again if it was evicted while it was read."""
+    def long_parts(self, parts: PartReader, place: Callable[[int, str], tuple[int, int]]) -> LongSamples:
+        """See `ShardFiles.long_parts`."""
+        self._long = LongSamples(self, self._found, place)
+        return self._long
 
+    def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
+        """`read`, made to download the row first, and again if it was evicted while it was read; or `long`."""
         state = self._presence
 
         def guarded(shard: int, row: int, where: Where) -> T:
@@ -123,6 +130,8 @@ class CachedFiles(DownloadedFiles):
                         if state.present[row] == seen:
                             state.used[row] = USED
                             return found
+                elif self._is_long(row):
+                    return long(shard, row, where)
                 self._download(row)
             raise self._evicted(shard)
 
@@ -148,7 +157,7 @@ class CachedFiles(DownloadedFiles):
             return
         self._touch_at = now + _TOUCH_S
         shards = self._found.shards_of(indices)
-        rows = self._rows(shards, indices - self._found.firsts[shards])
+        rows = self._without_long(self._rows(shards, indices - self._found.firsts[shards]))
         present = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
         self._cached.touch(rows[present])
@@ -162,6 +171,7 @@ class CachedFiles(DownloadedFiles):
         """Has those of these rows downloaded soon that are not present."""
         if self._presence.is_complete():
             return
+        rows = self._without_long(rows)
         absent = np.unique(rows[self._cached.present[rows] & 1 == 0]).tolist()
         needed: dict[Block, list[int]] = {}
         for row in absent:
@@ -171,14 +181,26 @@ class CachedFiles(DownloadedFiles):
 
     def peek(self, shard: int, row: int, place: tuple[int, int]) -> bytes | None:
         """Bytes (offset, size) of a sample longer than a piece, past the cache; None: it is short enough to keep."""
-        start, stop = self._cached.extent(row, row + 1)
-        if stop - start <= PIECE:
+        if not self._is_long(row):
             return None
         (offset, size), entry = place, self._found.entries[shard]
-        if not size:
-            return b""
-        data: bytes = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
+        data = self._long.at_hand(shard, row, place) if size else b""
+        if data is None:
+            data = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
         return data
+
+    def _is_long(self, row: int) -> bool:
+        start, stop = self._cached.extent(row, row + 1)
+        return stop - start > LONG
+
+    def _without_long(self, rows: Rows) -> Rows:
+        """These rows without those of long samples that are absent, which are announced to `LongSamples`."""
+        absent = rows[self._cached.present[rows] & 1 == 0]
+        long = self._cached.lengths(absent) > LONG
+        if not long.any():
+            return rows
+        self._long.prefetch(np.unique(absent[long]))
+        return np.setdiff1d(rows, absent[long])
 
     def _block(self, row: int) -> Block:
         """The rows to download together with a row: its block, or the row alone if there was no space for the block."""

@@ -73,6 +73,10 @@ class DownloadBlocks:
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
 
     def _piece(self, shard: int, piece: int) -> Block:
-        """The rows of a shard that start in its piece number `piece`."""
+        """The rows of a shard that start in its piece number `piece`, without one that is longer than a piece."""
         row_from = self._cached.layout.row_from
-        return row_from(shard, piece * PIECE), row_from(shard, (piece + 1) * PIECE)
+        row, stop = row_from(shard, piece * PIECE), row_from(shard, (piece + 1) * PIECE)
+        if row < stop:
+            begin, end = self._cached.extent(stop - 1, stop)
+            stop -= end - begin > PIECE
+        return row, stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,16 @@ _PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
 
 class DownloadedFiles(ShardFiles):
     """The base of files at a place in the cache. A `downloader` that is given is used as long as it lives, and stays
-    open.
+    open; that of other files, which outlive these, is shared with them.
     """
 
     behind_url = True
 
-    def __init__(self, place: RemotePlace, downloader: Downloader | None = None) -> None:
+    def __init__(self, place: RemotePlace, downloader: Downloader | DownloadedFiles | None = None) -> None:
         super().__init__()
         self.place, self._cached, self._limit = place, place.cached, place.limit
-        self._downloader = self._given = downloader
+        self._shared = weakref.ref(downloader) if isinstance(downloader, DownloadedFiles) else None
+        self._downloader = self._given = downloader if isinstance(downloader, Downloader) else None
 
     def _forget_announced(self) -> None:
         """Called for each new downloader: it knows nothing of what was announced before."""
@@ -57,17 +59,17 @@ class DownloadedFiles(ShardFiles):
         """The downloader's answer; one that is killed meanwhile is replaced, at most `_DEATHS` times."""
         for deaths in range(1, _DEATHS + 1):
             try:
-                return self._connected().call(kind, *arguments)
+                return self.connected().call(kind, *arguments)
             except RemoteError as error:
                 if not self._died():
                     raise
                 log.warning("%s: replaced, %d of %d", error, deaths, _DEATHS)
-        return self._connected().call(kind, *arguments)
+        return self.connected().call(kind, *arguments)
 
     def _prefetch(self, urgency: Urgency, *request: Any) -> None:
         """Sends a request that nobody waits for; if the downloader is gone, whoever waits will have another started."""
         try:
-            self._connected().prefetch(urgency, *request)
+            self.connected().prefetch(urgency, *request)
         except RemoteError:
             if not self._died():
                 raise
@@ -75,9 +77,13 @@ class DownloadedFiles(ShardFiles):
     def _died(self) -> bool:
         return self._downloader is not None and self._downloader.ended
 
-    def _connected(self) -> Downloader:
+    def connected(self) -> Downloader:
         """This process's own downloader: one inherited by a fork is the parent's; one that ended is replaced."""
-        if self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
+        if self._shared is not None:
+            files = self._shared()
+            assert files is not None, "they outlive these"
+            self._downloader = files.connected()
+        elif self._downloader is None or self._downloader.owner != os.getpid() or self._downloader.ended:
             if self._downloader is not None and self._downloader is not self._given:
                 self._downloader.close()
             self._downloader = Downloader(self.place.folder, self._limit)

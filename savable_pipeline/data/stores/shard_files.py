@@ -7,9 +7,8 @@ import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from savable_pipeline.core.open_files import keep_below, most_kept, register, with_handles
 from savable_pipeline.data.shards.file_bytes import FileBytes, LocalBytes
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.part_file import opened_part
 from savable_pipeline.errors import ShardError
 
 OPEN_SHARDS = 256  # descriptors kept open by one dataset in one process
@@ -26,6 +24,14 @@ Where = TypeVar("Where")  # names a part of a sample
 T = TypeVar("T")
 Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # of shards, and places in them → rows of the index
 Read: TypeAlias = Callable[[int, int, Where], T]  # of shard, row, and where in the sample
+
+
+class PartReader(Protocol):
+    """Reads parts of samples by shard and row: as bytes, as uint8 (bytes,), and bytes (offset, size) of the shard."""
+
+    def read(self, shard: int, row: int, extension: str, /) -> bytes: ...
+    def array(self, shard: int, row: int, extension: str, /) -> NDArray[np.uint8]: ...
+    def span(self, shard: int, row: int, place: tuple[int, int], /) -> bytes: ...
 
 
 class ShardFiles(OrderedDict[int, int], ABC):
@@ -103,10 +109,6 @@ class ShardFiles(OrderedDict[int, int], ABC):
         if done != len(array):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
 
-    def opened(self, shard: int, row: int, place: tuple[int, int]) -> BinaryIO:
-        """The bytes `place`, (offset, size), of a sample as a file; its reads raise the errors of `read`."""
-        return opened_part(partial(self.read, shard), *place)
-
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
         """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""
         parts = []
@@ -156,6 +158,13 @@ class ShardFiles(OrderedDict[int, int], ABC):
         """Whether the index has the rows of all shards."""
         return True
 
-    def guard(self, read: Read[Where, T]) -> Read[Where, T]:
-        """`read`, made to wait until the bytes of the row are in the file, and to repeat if they left it meanwhile."""
+    def long_parts(self, parts: PartReader, place: Callable[[int, str], tuple[int, int]]) -> PartReader:
+        """What reads parts of samples too long to be downloaded whole; `parts` where there are none."""
+        return parts
+
+    def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
+        """`read`, made to wait until the bytes of the row are in the file, and to repeat if they left it meanwhile.
+
+        Of a row that is not there, and too long to be downloaded as a whole, `long` in its place.
+        """
         return read

@@ -8,7 +8,6 @@ TarStore   both, with what downloads or reads ahead: a `RecordStore`
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from savable_pipeline.data.shards.tar_index import Layout, TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.local_files import LocalFiles
+from savable_pipeline.data.stores.part_file import opened_part
 from savable_pipeline.data.stores.readahead import readahead
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import ShardError
@@ -171,8 +171,9 @@ class TarStore:
         self.offset, self.extensions, self.sizes = rows.offset, rows.extensions, rows.sizes
         self.request, self.verify, self.verify_given = files.request, files.verify, files.verify_given
         parts = TarParts(rows, files)
-        self.read, self.array = files.guard(parts.read), files.guard(parts.array)
-        self._span, self._key = files.guard(parts.span), files.guard(parts.key)
+        long = files.long_parts(parts, rows.place)
+        self.read, self.array = files.guard(parts.read, long.read), files.guard(parts.array, long.array)
+        self._span, self._key = files.guard(parts.span, long.span), files.guard(parts.key, parts.key)
 
     def table(self, shard: int) -> ShardTable:
         """See `IndexedFiles.table`."""
@@ -209,9 +210,8 @@ class TarStore:
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`: nothing is read before it is asked for. Raises KeyError, or `ShardError`."""
-        if self.files.behind_url:
-            return io.BytesIO(self.read(shard, row, extension))
-        return self.files.opened(shard, row, self._rows.place(row, extension))
+        span = self._span
+        return opened_part(lambda *place: span(shard, row, place), *self._rows.place(row, extension))
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""

@@ -13,7 +13,7 @@ import typer
 
 from savable_pipeline import __version__
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.core.wording import human_bytes
+from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import check_output, err, errors_as_lines, out, printable, progress_of
 from savable_pipeline.tools.cli.convert_command import EngineOption, convert, engine_named
 from savable_pipeline.tools.cli.ledger_command import ledger_app
@@ -127,7 +127,12 @@ def preview(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("preview.html"),
-    samples: Annotated[int, typer.Option(help="Dataset: samples to show.")] = 24,
+    samples: Annotated[int, typer.Option(help="Dataset: samples of a page, at most 500.")] = 24,
+    pages: Annotated[
+        int, typer.Option(help="Dataset: pages at most, linked to each other: preview.html, preview-2.html, …")
+    ] = 1,
+    part: Annotated[str, typer.Option(help="Dataset: only samples with such a part: mp4, or '*.jpg'.")] = "",
+    key: Annotated[str, typer.Option(help="Dataset: only samples with such a key: 'cat*'.")] = "",
     batches: Annotated[int, typer.Option(help="Pipeline: batches to show.")] = 3,
     seed: Annotated[int, typer.Option(help="Dataset: the seed that draws samples. Pipeline: the seed of the run.")] = 0,
     lane: Annotated[int, typer.Option(help="Pipeline: the lane whose batches are shown.")] = 0,
@@ -135,13 +140,16 @@ def preview(
 ) -> None:
     """Write an HTML page that shows the samples of a dataset, or the batches of a pipeline.
 
-    Dataset: its numbers, and samples drawn from all shards. Pipeline: the first batches of a lane, with images, tokens
-    coloured by their loss, and the borders of packed documents. The page is one file without scripts. It is written,
-    too, if a batch cannot be made; then the exit code is 1.
+    Dataset: its numbers, and samples drawn from all shards, in the order of the dataset; --part and --key look at all
+    samples first. Pipeline: the first batches of a lane, with images, tokens coloured by their loss, and the borders of
+    packed documents. A page is one file without scripts. It is written, too, if a batch cannot be made; then the exit
+    code is 1.
     """
     from savable_pipeline.core.named_object import names_object
-    from savable_pipeline.tools.preview.dataset_page import preview_dataset
+    from savable_pipeline.tools.preview.chosen_samples import Wanted
+    from savable_pipeline.tools.preview.dataset_page import dataset_pages
 
+    size, count, fault = 0, 0, ""
     with errors_as_lines():
         check_output(output)
         if names_object(source):
@@ -150,10 +158,14 @@ def preview(
 
             pipeline = named_pipeline(source)
             page, fault = preview_pipeline(pipeline, source, batches=batches, seed=seed, lane=lane, lanes=lanes)
+            written = iter([(output.name, page)])
         else:
-            page, fault = preview_dataset(source, samples=samples, seed=seed), ""
-        replace_file(output, [page])
-    out.print(printable(f"{output}: {human_bytes(len(page))}"))
+            written = dataset_pages(source, Wanted(samples, pages, seed, part, key), output.name)
+        for name, page in written:
+            replace_file(output.with_name(name), [page])
+            size, count = size + len(page), count + 1
+    more = f" and {counted(count - 1, 'page')} more" if count > 1 else ""
+    out.print(printable(f"{output}{more}: {human_bytes(size)}"))
     if fault:
         err.print(f"[bold red]error:[/] a batch could not be made: {printable(fault)}")
         raise typer.Exit(1)

@@ -1,24 +1,27 @@
-"""The page of a dataset: its numbers, and samples drawn from all of its shards."""
+"""The pages of a dataset: its numbers, and samples drawn from all of its shards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.keyed_random import Bijection, derive_key
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.info import split_counts
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.sample import REF
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tools.preview.page import first_line, render
+from savable_pipeline.tools.preview.chosen_samples import Numbers, Wanted, chosen_samples
+from savable_pipeline.tools.preview.media_entries import PAGE_BYTES, Room
+from savable_pipeline.tools.preview.page import Card, first_line, render
 from savable_pipeline.tools.preview.sample_entries import sample_card
 
-MOST_SAMPLES = 500
 _BINS = 24
 _MOST_PARTS = 40  # rows of the table of parts
 _MOST_FAULTS = 50  # damaged shards in the list
@@ -37,37 +40,59 @@ class _PartRow:
     bars: Sequence[int]
 
 
-def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0) -> bytes:
-    """A page with `samples` samples, or all if there are fewer, drawn over all shards by `seed`; UTF-8.
+def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0, part: str = "", key: str = "") -> bytes:
+    """The first of `dataset_pages`, with `samples` samples, or all if there are fewer; UTF-8."""
+    return next(dataset_pages(shards, Wanted(samples, 1, seed, part, key)))[1]
 
-    Damaged samples are shown with their fault. Raises ValueError for a wrong number, `ShardError` for no sample.
+
+def dataset_pages(shards: Shards, wanted: Wanted, name: str = "preview.html") -> Iterator[tuple[str, bytes]]:
+    """The file name and content, UTF-8, of each page, linked to each other: "preview.html", "preview-2.html", ….
+
+    Samples are in the order of the dataset; the first page has its numbers, too. Damaged samples are shown with their
+    fault. Raises `ShardError` for no sample, ValueError where none matches.
     """
-    if not 1 <= samples <= MOST_SAMPLES:
-        raise ValueError(f"a page shows 1 to {MOST_SAMPLES} samples, not {samples}")
     dataset = open_any(shards, on_error="skip")
-    numbers = np.sort(Bijection(derive_key(seed, "preview"), dataset.count)(np.arange(min(samples, dataset.count))))
+    chosen = chosen_samples(dataset, wanted)
+    names = [name, *(f"{Path(name).stem}-{page}{Path(name).suffix}" for page in range(2, len(chosen.pages) + 1))]
+    about = {
+        "title": dataset.address.rpartition("/")[2],
+        "root": dataset.address,
+        "samples": dataset.count,
+        "wanted": wanted.words,
+        "shown": sum(map(len, chosen.pages)),
+        "chosen": chosen,
+        "names": [quote(each) for each in names],
+    }
+    for page, numbers in enumerate(chosen.pages):
+        of_dataset = _numbers(dataset) if page == 0 else {}
+        yield (
+            names[page],
+            render("dataset.html.jinja", **about, **of_dataset, page=page, cards=_cards(dataset, numbers)),
+        )
+
+
+def _cards(dataset: Dataset, numbers: Numbers) -> list[Card]:
     refs = np.zeros(len(numbers), dtype=REF)
     refs["index"] = numbers
     drawn = zip(dataset.open_samples(refs), numbers.tolist(), strict=True)
-    splits, faults = _splits(dataset), [(name, fault.removeprefix(f"{name}: ")) for name, fault in dataset.faults]
-    sizes = [entry.size for entry in dataset.entries]
+    return [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
+
+
+def _numbers(dataset: Dataset) -> dict[str, Any]:
+    faults = [(name, fault.removeprefix(f"{name}: ")) for name, fault in dataset.faults]
+    sizes, counts = dataset.entries.sizes, dataset.entries.samples
     rows = _part_rows(_sizes(dataset))
-    return render(
-        "dataset.html.jinja",
-        title=dataset.address.rpartition("/")[2],
-        root=dataset.address,
-        shards=len(dataset.entries),
-        samples=dataset.count,
-        size=sum(sizes),
-        shard_sizes=(min(sizes), max(sizes)),
-        shard_samples=(min(e.samples for e in dataset.entries), max(e.samples for e in dataset.entries)),
-        splits=splits,
-        parts=rows[:_MOST_PARTS],
-        more_parts=len(rows) - _MOST_PARTS,
-        faults=faults[:_MOST_FAULTS],
-        more_faults=len(faults) - _MOST_FAULTS,
-        cards=[sample_card(sample, number) for sample, number in drawn],
-    )
+    return {
+        "shards": len(dataset.entries),
+        "size": int(sizes.sum()),
+        "shard_sizes": (int(sizes.min()), int(sizes.max())),
+        "shard_samples": (int(counts.min()), int(counts.max())),
+        "splits": _splits(dataset),
+        "parts": rows[:_MOST_PARTS],
+        "more_parts": len(rows) - _MOST_PARTS,
+        "faults": faults[:_MOST_FAULTS],
+        "more_faults": len(faults) - _MOST_FAULTS,
+    }
 
 
 def _splits(dataset: Dataset) -> dict[str, str]:

@@ -22,18 +22,24 @@ _UNSEEN = re.compile("[\0-\b\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A small image that we encoded: a data URI, and its width and height in pixels."""
+    """A small image that we encoded: a data URI, and its width and height in pixels.
+
+    `caption` stands below it; it is a link to the element of the page whose `id` is `link`.
+    """
 
     uri: str
     width: int
     height: int
+    caption: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
     """Tokens that are shown as one: `kind` is "loss", "ignored" or "unknown"; `begins`: a document begins here.
 
-    `repeat` is how often the token stands there, `next` what is predicted where that is not the next token here.
+    `repeat` is how often the token stands there, `next` what is predicted where that is not the next token here;
+    `anchor` is the `id` of a document that begins here and may be linked to.
     """
 
     text: str
@@ -42,6 +48,7 @@ class TokenSpan:
     begins: bool = False
     repeat: int = 1
     next: str = ""
+    anchor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,24 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Player:
+    """A player of "video" or "audio": the data URI of what it plays, "" for nothing, and a note below it."""
+
+    kind: str
+    uri: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A waveform, as a path of SVG, and a spectrogram, a data URI or ""; `note` says of which time."""
+
+    waveform: str
+    spectrogram: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class CardEntry:
     """A part of a sample or a field of a batch: its kind and its content; or `fault`, why it cannot be shown."""
 
@@ -71,6 +96,8 @@ class CardEntry:
     thumbnails: Sequence[Thumbnail] = ()
     rows: Sequence[TokenRow] = ()
     turns: Sequence[Turn] = ()
+    player: Player | None = None
+    sound: Sound | None = None
     fault: str = ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from savable_pipeline.core.containers import listed_parts, named_parts
@@ -18,9 +18,11 @@ from savable_pipeline.stages.pipeline import Pipeline, data_path
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
+from savable_pipeline.tools.preview.media_entries import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.page import Card, CardEntry, cut, first_line, render
+from savable_pipeline.tools.preview.picture_documents import with_documents
 from savable_pipeline.tools.preview.sample_entries import part_entry
-from savable_pipeline.tools.preview.token_entries import Decoder, tokens_entry, tokens_name
+from savable_pipeline.tools.preview.token_entries import Decoder, documents_of, tokens_entry, tokens_name
 
 MOST_BATCHES = 50
 _MOST_SOURCES = 64  # samples of a batch that are named
@@ -112,6 +114,8 @@ class Fields:
     def __init__(self, encoder: TaskEncoder | None) -> None:
         self._encoder = encoder
         self._decoder = Decoder(encoder)
+        self._room = Room(PAGE_BYTES)
+        self._names = count()  # of the sequences of a page, for anchors
 
     def entries(self, batch: Any) -> Iterator[CardEntry]:
         """An entry for every field, named by a path such as `items[0].tokens`; a field that fails is a fault."""
@@ -133,15 +137,17 @@ class Fields:
 
     def _mapping(self, name: str, fields: Mapping[Any, Any], depth: int) -> Iterator[CardEntry]:
         """Tokens first, with their labels and borders; then the other fields."""
-        tokens = tokens_name(fields)
+        tokens, documents = tokens_name(fields), None
         if tokens is not None:
-            yield tokens_entry(_path(name, tokens), tokens, fields, self._decoder)
+            documents = documents_of(tokens, fields, f"t{next(self._names)}")
+            yield tokens_entry(_path(name, tokens), tokens, fields, self._decoder, documents)
         tiles = tiles_entry(_path(name, "patches"), fields, self._encoder)
         if tiles is not None:
-            yield tiles
+            yield with_documents(tiles, fields["grids"], documents, fields, self._encoder)
         for field, value in fields.items():
             if field != tokens and (tiles is None or field != "patches"):
-                yield from self._of(_path(name, field), value, depth + 1)
+                for entry in self._of(_path(name, field), value, depth + 1):
+                    yield with_documents(entry, value, documents, fields, self._encoder)
 
     def _list(self, name: str, items: list[Any], depth: int) -> Iterator[CardEntry]:
         for number, item in enumerate(items[:_MOST_ITEMS]):
@@ -151,7 +157,7 @@ class Fields:
 
     def _sample(self, name: str, sample: Sample) -> Iterator[CardEntry]:
         for extension in sample:
-            entry = part_entry(sample, extension)
+            entry = part_entry(sample, extension, self._room)
             yield dataclasses.replace(entry, name=f"{name} {entry.name}".strip())
 
     def _leaf(self, name: str, value: Any) -> CardEntry:

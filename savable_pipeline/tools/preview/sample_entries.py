@@ -7,28 +7,32 @@ objects with a role ("role", "from") and what it says ("content", "value"), a te
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from typing import Any
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.shards.part_types import IMAGE_PARTS, TEXT_PARTS
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
+from savable_pipeline.tools.preview.media_entries import Room, media_entry
 from savable_pipeline.tools.preview.page import Card, CardEntry, Turn, cut, first_line
 
 _MOST_PARTS = 16  # of a sample that are shown
 _TEXT_HEAD = 1 << 14  # bytes that are read of a longer text
 _JSON_LARGEST = 1 << 18  # bytes of JSON that is laid out anew
+_SUBTITLES = ("srt", "vtt")
+_CONVERSATIONS = ("messages", "conversations")  # columns of a table, as JSON
 _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
 
-def sample_card(sample: Sample, number: int) -> Card:
+def sample_card(sample: Sample, number: int, room: Room) -> Card:
     """A sample with its parts; a fault of it, or of a part, is shown in its place."""
     where = f"{sample.shard} · sample {number:,} of the dataset"
     try:
         names = list(sample)
-        entries = [part_entry(sample, name) for name in names[:_MOST_PARTS]]
+        entries = [part_entry(sample, name, room) for name in names[:_MOST_PARTS]]
         if len(names) > _MOST_PARTS:
             entries.append(CardEntry("…", f"{len(names) - _MOST_PARTS:,} parts more"))
         return Card(sample.key, where, entries)
@@ -36,21 +40,24 @@ def sample_card(sample: Sample, number: int) -> Card:
         return Card("unreadable sample", where, fault=first_line(error))
 
 
-def part_entry(sample: Sample, extension: str) -> CardEntry:
+def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
     """One part, of which no more is read than is shown."""
     suffix = extension.lower().rpartition(".")[2]
-    limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if suffix == "json" else _TEXT_HEAD
+    is_json = suffix == "json" or suffix in _CONVERSATIONS
+    limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if is_json else _TEXT_HEAD
     note = ""
     try:
         head, size = sample.head(extension, limit)
         note = human_bytes(size)
         if len(head) >= 64 and not head.strip(b"\0"):
             raise ValueError(f"zero-filled: the first {len(head):,} bytes are zeros")
+        if suffix in VIDEO_PARTS or suffix in AUDIO_PARTS:
+            return media_entry(sample, extension, note, room)
         if suffix in IMAGE_PARTS:
             return _image_entry(extension, note, head, size)
-        if suffix == "json" and len(head) == size:
+        if len(head) == size and (suffix == "json" or (is_json and head.startswith(b"["))):
             return _json_entry(extension, note, head)
-        if suffix in TEXT_PARTS or suffix == "json" or _is_text(head, size):
+        if suffix in TEXT_PARTS or suffix in _SUBTITLES or is_json or _is_text(head, size):
             return CardEntry(extension, note, text=_text(head, size))
         return CardEntry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
     except _FAULTS as error:
@@ -78,6 +85,7 @@ def _json_entry(extension: str, note: str, data: bytes) -> CardEntry:
 def _text(head: bytes, size: int) -> str:
     """The beginning of a text. Raises ValueError where that is no UTF-8."""
     cut_short = len(head) < size
+    head = head.removeprefix(BOM_UTF8).replace(b"\r\n", b"\n")
     try:
         text = head.decode()
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ tokens  a b c d   labels  b - d -        labels one ahead: b and d have loss, ea
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,46 @@ def tokens_name(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def tokens_entry(shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder) -> CardEntry:
-    """The tokens in field `name` as rows, by labels or loss mask and borders in the other fields."""
+class Documents:
+    """The documents of a batch's rows, numbered from 0 in each; `name` makes their anchors those of one page."""
+
+    def __init__(self, tokens: NDArray[Any], begins: Mask, name: str = "") -> None:
+        self.tokens, self._name = tokens, name
+        self.rows, self.length = tokens.shape
+        self.size = tokens.size
+        self._numbers = np.cumsum(begins, axis=1) - 1  # of the document of each token, int64 (rows, length)
+
+    def at(self, place: int) -> tuple[int, int]:
+        """The row, and the document in it, of the token at this place among those of all rows."""
+        row, column = divmod(place, self.length)
+        return row, int(self._numbers[row, column])
+
+    def anchor(self, row: int, number: int) -> str:
+        """The `id` of where a document begins; "" where that is not on the page."""
+        shown = row < _MOST_ROWS and number <= self._numbers[row, :_LONGEST_ROW][-1]
+        return f"{self._name}-{row}-{number}" if self._name and shown else ""
+
+
+def documents_of(name: str, fields: Mapping[str, Any], anchors: str) -> Documents:
+    """The documents of the tokens in field `name`, whose anchors begin with `anchors`."""
+    tokens = np.atleast_2d(_array(fields, name))
+    return Documents(tokens, _begins(tokens, fields), anchors)
+
+
+def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
     array = as_array(fields[name])
     assert array is not None
+    return array
+
+
+def tokens_entry(
+    shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder, documents: Documents | None = None
+) -> CardEntry:
+    """The tokens in field `name` as rows, by labels or loss mask and borders in the other fields."""
+    array = _array(fields, name)
     found = _sequences(np.atleast_2d(array), fields)
-    rows = [_row(found, row, decoder) for row in range(min(_MOST_ROWS, len(found.tokens)))]
+    documents = documents or Documents(found.tokens, found.begins)
+    rows = [_row(found, row, decoder, documents) for row in range(min(_MOST_ROWS, len(found.tokens)))]
     more = f", the first {_MOST_ROWS} rows" if len(found.tokens) > _MOST_ROWS else ""
     return CardEntry(shown_name, describe(fields[name], array) + more, rows=rows)
 
@@ -111,14 +146,18 @@ def _within(borders: NDArray[Any], size: int) -> NDArray[Any]:
     return borders[(borders >= 0) & (borders < size)]
 
 
-def _row(found: _Sequences, row: int, decoder: Decoder) -> TokenRow:
+def _row(found: _Sequences, row: int, decoder: Decoder, documents: Documents) -> TokenRow:
     length = found.tokens.shape[1]
     shown = min(length, _LONGEST_ROW)
     spans: list[TokenSpan] = []
     start = 0
     while start < shown:
         stop = _stretch(found, row, start, shown)
-        spans += _spans(found, row, start, stop, decoder)
+        stretch = _spans(found, row, start, stop, decoder)
+        if found.begins[row, start]:
+            _, number = documents.at(row * length + start)
+            stretch[0] = dataclasses.replace(stretch[0], anchor=documents.anchor(row, number))
+        spans += stretch
         start = stop
     note = f"row {row}: {length:,} tokens"
     note += f", {int(found.begins[row].sum()):,} segments" if found.begins[row, 1:].any() else ""

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from task_encoders.parts.data_formats import Message, parse_conversation
-from task_encoders.parts.sample_parts import SampleImages
+from task_encoders.parts.sample_parts import SampleImages, SampleMedia
 from tests.support.toy_samples import plain_png, sample
 
 
 def parse(record: Any, **images: bytes) -> list[Message]:
     """The messages of a record; parts are named `a_png` for a.png."""
-    return parse_conversation(record, SampleImages(sample({n.replace("_", "."): image for n, image in images.items()})))
+    parts = {n.replace("_", "."): image for n, image in images.items()}
+    return parse_conversation(record, SampleMedia(SampleImages(sample(parts))))
 
 
 def shown(messages: list[Message]) -> list[tuple[str, list[Any]]]:
@@ -89,7 +90,8 @@ def user(*content: Any) -> dict[str, Any]:
         ),
         (user("hi"), r"messages\[0\].content\[0\]: expected an object, found 'hi'"),
         (user({"type": "text"}), r"messages\[0\].content\[0\].text: expected text, found nothing"),
-        (user({"type": "audio"}), r"messages\[0\].content\[0\].type: .* found 'audio'"),
+        (user({"type": "file"}), r"messages\[0\].content\[0\].type: .* found 'file'"),
+        (user({"type": "audio"}), r"content\[0\]: a place for audio, but the encoder takes none: give it audio="),
         (user({"type": "image_url"}), r"messages\[0\].content\[0\].image_url.url: expected text, found nothing"),
         (user({"type": "image_url", "image_url": {"url": "b.png"}}), r"no image 'b.png', the sample has a.png"),
         (user({"type": "image_url", "image_url": "https://x/a.png"}), "nothing is downloaded"),

@@ -30,15 +30,15 @@ from savable_pipeline.tools.preview.token_entries import Decoder, tokens_entry
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize
+from task_encoders.parts.vision import Vision
 from tests.conftest import MakeShards, write_tar
 from tests.support.toy_files import jpeg
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><b style=x>"
 ALLOWED = (
     "html head meta title style body header main p h1 h2 h3 small bdi dl div dt dd table thead tbody tr th td span i "
-    "section article pre img ul li ol details summary wbr code"
+    "section article pre img ul li ol details summary wbr code figure figcaption nav a audio video svg path"
 )
 
 
@@ -83,6 +83,12 @@ class Page(HTMLParser):
         assert all(re.match(r"data:image/(png|jpeg);base64,", source) for source in sources)
         return [Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))) for source in sources]
 
+    @property
+    def links(self) -> list[str]:
+        """The links within the page."""
+        found = [attributes["href"] or "" for tag, attributes in self.elements if tag == "a"]
+        return [link for link in found if re.fullmatch(r"(preview(-\d+)?\.html)", link) is None]
+
     def spans(self, kind: str) -> list[str]:
         """The texts of the spans of this class."""
         return [text for kinds, text in self._spans if kind in kinds]
@@ -90,7 +96,11 @@ class Page(HTMLParser):
     def check_harmless(self) -> None:
         assert {tag for tag, _ in self.elements} <= set(ALLOWED.split())
         names = {name for _, attributes in self.elements for name in attributes}
-        assert not [name for name in names if name.startswith("on") or name in ("href", "srcset", "action")]
+        assert not [name for name in names if name.startswith("on") or name in ("srcset", "action", "autoplay")]
+        ids = [attributes["id"] for _, attributes in self.elements if "id" in attributes]
+        assert len(ids) == len(set(ids)) and set(self.links) <= {f"#{each}" for each in ids}, "links lead somewhere"
+        sources = [attributes["src"] or "" for tag, attributes in self.elements if tag in ("audio", "video")]
+        assert all(re.fullmatch(r"data:(audio|video)/[a-z0-9]+;base64,[A-Za-z0-9+/]+=*", source) for source in sources)
         assert len(self.images) == sum(tag == "img" for tag, _ in self.elements)
 
 
@@ -311,6 +321,7 @@ def test_the_page_of_a_packed_pipeline_shows_its_path_its_packs_and_its_samples(
     assert "OnlinePacker(max_length=20" in page.text and "batch 1" in page.titles and "0.tar · k00" in page.text
     assert len(page.spans("begins")) == 1 + 3 + 3, "one of the legend, three of each pack"
     assert page.images[0].size == (16, 16)
+    assert page.links == [f"#t{batch}-0-{document}" for batch in (0, 1) for document in (0, 1, 2)]
     red, _, blue = page.images[0].getpixel((8, 8))  # type: ignore[misc]
     assert abs(blue - 0) < 12 and abs(red - 128) < 24, "normalized and back"
 
@@ -325,7 +336,9 @@ def test_patches_are_put_together_as_the_image_that_they_were(tmp_path: Path) ->
     def pipeline(lane: sp.Lane) -> sp.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(tmp_path, lane), encoder), size=1)
 
-    (image,) = Page(preview_pipeline(pipeline, "p", batches=1).html).images
+    page = Page(preview_pipeline(pipeline, "p", batches=1).html)
+    (image,) = page.images
+    assert page.links == ["#t0-0-0"]
     assert np.abs(np.asarray(image).astype(int) - pixels).max() <= 1
 
 

@@ -78,3 +78,16 @@ def test_the_page_shows_turns_and_the_rest_of_the_record_as_text(tmp_path: Path)
     classes = [attributes["class"] for tag, attributes in page.elements if tag == "p" and "class" in attributes]
     assert classes.count("turn") == 2 and classes.count("turn answer") == 1
     assert "A cat." in page.text and page.text.count(EVIL) == 3 - 1  # the source is quoted as JSON
+
+
+def test_a_column_of_a_table_is_shown_as_turns_and_subtitles_as_text(tmp_path: Path) -> None:
+    turns = [said("user", "so " * 9_000), said("assistant", "A cat.")]
+    subtitles = "\ufeff1\r\n00:00:01,000 --> 00:00:02,000\r\n<i onclick=x>Hello</i>\r\n"
+    parts = {"messages": json.dumps(turns), "srt": subtitles, "vtt": "WEBVTT\n\n\x01Hi"}
+    write_tar(tmp_path / "0.tar", [(f"a.{name}", text.encode()) for name, text in parts.items()])
+    page = Page(preview_dataset(tmp_path))
+    page.check_harmless()
+    classes = [attributes["class"] for tag, attributes in page.elements if tag == "p" and "class" in attributes]
+    assert classes.count("turn answer") == 1 and "A cat." in page.text
+    assert "00:00:02,000\n<i onclick=x>Hello</i>\n" in page.text and "\\u0001Hi" in page.text
+    assert "\\ufeff" not in page.text

@@ -1,0 +1,87 @@
+"""Short clips that every browser plays, of the begin of a video or a sound: MP4 with H.264 and AAC, by PyAV."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.container import media_errors, pyav
+from savable_pipeline.data.media.video import Video
+
+_VIDEO_S, _AUDIO_S = 8.0, 30.0  # seconds of a clip, at most
+_VIDEO_BYTES, _AUDIO_BYTES = 40_000, 8_000  # a second that a clip needs to be of use; a video may have twice as many
+_SIDE = 320  # pixels
+_MOST_FPS = 25.0
+_RATES = (48_000, 44_100, 32_000, 24_000, 16_000)  # Hz, of those that AAC has
+_BLOCK = 1024  # samples of a frame of AAC
+
+
+def clip_seconds(duration_s: float, limit: int, *, video: bool) -> float:
+    """How long a clip of at most `limit` bytes is."""
+    most, each = (_VIDEO_S, _VIDEO_BYTES) if video else (_AUDIO_S, _AUDIO_BYTES)
+    return min(duration_s, most, 0.8 * limit / each)
+
+
+def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -> bytes:
+    """The first seconds, encoded anew; empty where that takes more than `limit` bytes. Raises `MediaError`."""
+    stream = video or audio
+    assert stream is not None
+    file = io.BytesIO()
+    with media_errors(stream.name, "its clip cannot be encoded"), pyav().open(file, "w", format="mp4") as made:
+        sound = _sound_stream(made, audio) if audio is not None else None
+        if video is not None:
+            own = 0 if audio is None else _AUDIO_BYTES
+            _write_frames(made, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - own)
+        if audio is not None:
+            _write_samples(made, sound, audio, seconds)
+    return file.getvalue() if len(file.getvalue()) <= limit else b""
+
+
+def _write_frames(made: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
+    fps = min(video.fps or _MOST_FPS, _MOST_FPS)
+    stream = made.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+    rate = str(8 * bytes_per_s)
+    stream.options = {"preset": "veryfast", "maxrate": rate, "bufsize": str(4 * bytes_per_s), "crf": "26"}
+    stream.width, stream.height = size = _even_size(*video.size)
+    stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
+    for number, frame in enumerate(_frames(video, max(1, int(seconds * fps)), fps, size)):
+        picture = pyav().VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), "rgb24")
+        picture.pts, picture.time_base = number, 1 / stream.codec_context.framerate
+        made.mux(stream.encode(picture))
+    made.mux(stream.encode())
+
+
+def _frames(video: Video, count: int, fps: float, size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
+    """One second of them at a time, since all of them are large."""
+    times = [number / fps for number in range(count)]
+    for begin in range(0, count, round(_MOST_FPS)):
+        yield from video.frames(times[begin : begin + round(_MOST_FPS)], size=size)
+
+
+def _even_size(width: int, height: int) -> tuple[int, int]:
+    scale = min(1.0, _SIDE / max(width, height))
+    return max(2, round(width * scale) // 2 * 2), max(2, round(height * scale) // 2 * 2)
+
+
+def _sound_stream(made: Any, audio: Audio) -> Any:
+    rate = next((rate for rate in _RATES if rate <= audio.rate), _RATES[-1])
+    stream = made.add_stream("aac", rate=rate, layout="mono" if audio.channels != 2 else "stereo")
+    stream.codec_context.bit_rate = 8 * _AUDIO_BYTES * 3 // 4
+    return stream
+
+
+def _write_samples(made: Any, stream: Any, audio: Audio, seconds: float) -> None:
+    rate, layout = stream.codec_context.sample_rate, stream.codec_context.layout.name
+    samples = audio.samples(0.0, seconds, rate=rate, mono=layout == "mono")
+    for begin in range(0, samples.shape[1], _BLOCK):
+        block = np.ascontiguousarray(samples[:, begin : begin + _BLOCK])
+        frame = pyav().AudioFrame.from_ndarray(block, "fltp", layout)
+        frame.sample_rate, frame.pts, frame.time_base = rate, begin, Fraction(1, rate)
+        made.mux(stream.encode(frame))
+    made.mux(stream.encode())

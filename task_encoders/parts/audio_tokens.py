@@ -1,0 +1,111 @@
+"""`AudioTokens`: how sounds appear in a sequence of tokens, as in Qwen2-Audio and Qwen2.5-Omni: 25 tokens a second.
+
+16,000 samples ─ log_mel ─ 100 frames of 128 bands ─ 25 tokens      a model's two convolutions halve each
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from task_encoders.parts.log_mel import HOP, RATE, log_mel
+from task_encoders.parts.medium import Medium, Seen, rows_of
+
+_SILENCE = 3  # frames behind the end: what a window there sees is silence, and no mirrored sound
+
+
+class SampleSource(Protocol):
+    """A sound: `sp.Audio`, or whatever has this."""
+
+    def samples(
+        self, start_s: float = 0.0, stop_s: float | None = None, *, rate: int | None = None, mono: bool = False
+    ) -> NDArray[np.float32]:
+        """The samples, float32 (channels, samples), at this rate."""
+
+
+@dataclass(frozen=True)
+class AudioTokens(Medium):
+    """Sounds as log-mel features, 100 frames a second, four of which are a token.
+
+    Args:
+        token: The id in the place of each token of a sound; text must not contain it.
+        text: What a chat template writes in the place of a sound.
+        before: Text in front of each sound, such as the tokenizer's mark of its beginning.
+        after: Text behind each sound.
+        bins: Mel bands.
+
+    Raises:
+        ValueError: `token` is no id, `text` is empty, or `bins` is less than 1.
+
+    Example:
+        ```python
+        from task_encoders import AudioTokens
+        audio = AudioTokens(151646, before="<|audio_bos|>", after="<|audio_eos|>")
+        [audio.tokens(frames) for frames in (100, 3_000)]   # [25, 750]
+        ```
+    """
+
+    token: int
+    text: str = "<audio>"
+    before: str = ""
+    after: str = ""
+    bins: int = 128
+
+    kind: ClassVar[str] = "audio"
+
+    def __post_init__(self) -> None:
+        self.check_token()
+        if self.bins < 1:
+            raise ValueError(f"AudioTokens: bins is the number of mel bands, at least 1, not {self.bins}")
+
+    def tokens(self, frames: int) -> int:
+        """Return the number of tokens of a sound.
+
+        Args:
+            frames: The number of its frames, 100 a second.
+        """
+        return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+
+    def seen(self, thing: SampleSource) -> Seen:
+        """Make the tokens and features of a sound.
+
+        Args:
+            thing: The sound.
+
+        Raises:
+            ValueError: It is too short for a token.
+        """
+        samples = thing.samples(rate=RATE, mono=True)[0]
+        frames = -(-len(samples) // HOP)
+        if self.tokens(frames) < 1:
+            raise ValueError(f"a sound of {len(samples)} samples at {RATE} Hz is too short for a token: at least 321")
+        mels = log_mel(samples, bins=self.bins, frames=frames + _SILENCE)[:, :frames]
+        fields = {"audio_mels": torch.from_numpy(np.ascontiguousarray(mels.T)), "audio_frames": torch.tensor([frames])}
+        return Seen(self, self.tokens(frames), fields)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """`audio_mels`, float32 (0, bins), and `audio_frames`, int64 (0,)."""
+        return {"audio_mels": torch.empty(0, self.bins), "audio_frames": torch.empty(0, dtype=torch.int64)}
+
+    def token_counts(self, item: dict[str, Any]) -> list[int]:
+        """The number of tokens of each sound of an item."""
+        return [self.tokens(frames) for frames in item["audio_frames"].tolist()]
+
+    def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
+        """The fields of the sounds `first` to `last - 1` of an item."""
+        rows = rows_of(item["audio_frames"], first, last)
+        return {"audio_mels": item["audio_mels"][rows], "audio_frames": item["audio_frames"][first:last]}
+
+    def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
+        """The fields of a batch: `audio_mels`, float32 (frames, bins); `audio_frames`, int64 (sounds,);
+        `audio_counts`, int64 (B,), the sounds of each row.
+        """
+        return {**joint, "audio_counts": counts}
+
+    def settings(self) -> dict[str, Any]:
+        """The class and every argument, for `TaskEncoder.settings`."""
+        return {"class": "AudioTokens", **asdict(self)}

@@ -1,0 +1,231 @@
+"""`VideoTokens` and `VideoFrames`: how videos appear in a sequence of tokens, as in Qwen2.5-VL and as in InternVL.
+
+Eight frames; two of them are a step of `VideoTokens`, with 2 × 2 patches to a token (`@`), and each is an image of
+`VideoFrames` (`#`):
+
+    VideoTokens   <|vision_start|> @@@@ @@@@ @@@@ @@@@ <|vision_end|>
+    VideoFrames   Frame1: <img>####</img> ⏎ Frame2: <img>####</img> ⏎ … Frame8: <img>####</img>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
+from task_encoders.parts.medium import Grid, Medium, Seen, rows_of
+from task_encoders.parts.square_crop import MEAN, STD, normalized
+from task_encoders.parts.video_frames import FrameRule, FrameSource, frames_of
+from task_encoders.parts.vision import Vision
+
+
+@dataclass(frozen=True)
+class VideoTokens(FrameRule, Medium):
+    """Videos as steps of two frames, each cut into patches: those of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni.
+
+    All frames are resized to one size near that of the video, both sides a multiple of `patch * merge`; a last frame
+    without another is taken twice.
+
+    Args:
+        token: The id in the place of each token of a video; text must not contain it.
+        text: What a chat template writes in the place of a video.
+        before: Text in front of each video, such as the tokenizer's mark of its beginning.
+        after: Text behind each video.
+        fps: Frames taken from a second of video.
+        min_frames: The least number of frames taken, as far as there are as many.
+        max_frames: The greatest.
+        patch: The side of a patch, in pixels.
+        merge: A model merges `merge` × `merge` patches into one token.
+        step: The frames of a patch.
+        min_pixels: A smaller frame is enlarged to this many pixels.
+        max_pixels: A larger one is shrunk to this many.
+        total_pixels: The most pixels of all steps, which many frames share; no frame gets less than 1.05 `min_pixels`.
+        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
+        std: Their standard deviation.
+
+    Raises:
+        ValueError: A setting is out of its range.
+
+    Example:
+        ```python
+        from task_encoders import VideoTokens
+        video = VideoTokens(151656, before="<|vision_start|>", after="<|vision_end|>")
+        video.size(16, 1280, 720)     # (1008, 560)
+        video.size(768, 1280, 720)    # (644, 364)
+        ```
+    """
+
+    token: int
+    text: str = "<video>"
+    before: str = ""
+    after: str = ""
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    patch: int = 14
+    merge: int = 2
+    step: int = 2
+    min_pixels: int = 128 * 28 * 28
+    max_pixels: int = 768 * 28 * 28
+    total_pixels: int = 115_200 * 28 * 28
+    mean: tuple[float, float, float] = MEAN
+    std: tuple[float, float, float] = STD
+
+    kind: ClassVar[str] = "video"
+
+    def __post_init__(self) -> None:
+        self.check_token()
+        self.check_rule()
+        if self.step < 1:
+            raise ValueError(f"VideoTokens: step is the number of frames of a patch, at least 1, not {self.step}")
+        self._frame_size(1)
+
+    def size(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height to which the frames of a video are resized.
+
+        Args:
+            frames: The number of frames taken.
+            width: Width of the video, in pixels.
+            height: Height of the video, in pixels.
+
+        Raises:
+            ValueError: One side is over 200 times as long as the other.
+        """
+        return self._frame_size(frames).size(width, height)
+
+    def seen(self, thing: FrameSource) -> Seen:
+        """Make the tokens and patches of a video.
+
+        Args:
+            thing: The video.
+
+        Raises:
+            ValueError: It has no frame rate, or one side is over 200 times as long as the other.
+        """
+        times = self.times(thing, multiple=self.step)
+        frames = thing.frames(times, size=self.size(len(times), *thing.size))
+        patches, grid = self.cut(frames)
+        merged = Grid(grid[0], grid[1] // self.merge, grid[2] // self.merge, self._interval_s(thing, len(times)))
+        fields = {
+            "video_patches": patches,
+            "video_grids": torch.tensor([grid]),
+            "video_seconds": torch.tensor([merged.interval_s], dtype=torch.float64),
+        }
+        return Seen(self, merged.tokens, fields, (merged,))
+
+    def cut(self, frames: NDArray[np.uint8]) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """Cut frames into patches.
+
+        Args:
+            frames: uint8 (n, 3, height, width); both sides are multiples of `patch * merge`.
+
+        Returns:
+            uint8 (p, 3, step, patch, patch): step by step, token by token, the patches of a token row by row; and the
+            numbers of steps, and of rows and columns of patches.
+        """
+        missing = -len(frames) % self.step
+        whole = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames
+        steps, rows, columns = len(whole) // self.step, whole.shape[2] // self.patch, whole.shape[3] // self.patch
+        high, wide = ((side // self.merge, self.merge, self.patch) for side in (rows, columns))
+        split = whole.reshape(steps, self.step, 3, *high, *wide)
+        patches = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3, self.step, self.patch, self.patch)
+        return torch.from_numpy(patches), (steps, rows, columns)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """`video_patches`, uint8 (0, 3, step, patch, patch); `video_grids`, int64 (0, 3); `video_seconds`, float64."""
+        return {
+            "video_patches": torch.empty(0, 3, self.step, self.patch, self.patch, dtype=torch.uint8),
+            "video_grids": torch.empty(0, 3, dtype=torch.int64),
+            "video_seconds": torch.empty(0, dtype=torch.float64),
+        }
+
+    def token_counts(self, item: dict[str, Any]) -> list[int]:
+        """The number of tokens of each video of an item."""
+        counts: list[int] = (item["video_grids"].prod(1) // self.merge**2).tolist()
+        return counts
+
+    def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
+        """The fields of the videos `first` to `last - 1` of an item."""
+        own = {name: item[name][first:last] for name in ("video_grids", "video_seconds")}
+        return {"video_patches": item["video_patches"][rows_of(item["video_grids"].prod(1), first, last)], **own}
+
+    def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
+        """The fields of a batch, of `joint`, those of its rows, and `counts`, int64 (B,), the videos of each row.
+
+        `video_patches`, float32 (P, 3, step, patch, patch), normalized; `video_grids`, int64 (videos, 3);
+        `video_seconds`, float64 (videos,); `video_counts`, int64 (B,).
+        """
+        patches = joint["video_patches"]
+        flat = normalized(patches.flatten(2, 3), self.mean, self.std)
+        return {**joint, "video_patches": flat.view(patches.shape), "video_counts": counts}
+
+    def settings(self) -> dict[str, Any]:
+        """The class and every argument, for `TaskEncoder.settings`."""
+        return {"class": "VideoTokens", **asdict(self), "mean": list(self.mean), "std": list(self.std)}
+
+    def _frame_size(self, frames: int) -> NativeSize:
+        share = min(self.max_pixels, self.total_pixels * self.step // frames)
+        return NativeSize(self.patch, self.merge, self.min_pixels, max(share, int(self.min_pixels * 1.05)))
+
+    def _interval_s(self, video: FrameSource, frames: int) -> float:
+        """The time from one step to the next."""
+        return self.step / (frames / frames_of(video) * video.fps)
+
+
+@dataclass(frozen=True)
+class VideoFrames(FrameRule):
+    """Videos as images, a label before each: those of InternVL. `Vision` says how an image appears.
+
+    A frame is taken from the middle of each share of the video.
+
+    Args:
+        fps: Frames taken from a second of video.
+        min_frames: The least number of frames taken, as far as there are as many.
+        max_frames: The greatest.
+        tiles: How a frame becomes patches, of the same `patch` and `merge` as the tiles of `Vision`.
+        text: What a chat template writes in the place of a video.
+        label: Text in front of each frame; `{number}` is its number, from 1 on.
+        between: Text between two frames.
+
+    Raises:
+        ValueError: A setting is out of its range.
+
+    Example:
+        ```python
+        from task_encoders import ChatEncoder, Tiles, VideoFrames, Vision
+        vision = Vision(Tiles(), 151667, before="<img>", after="</img>")
+        ChatEncoder(vision=vision, video=VideoFrames(min_frames=8, max_frames=32))
+        ```
+    """
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    tiles: ImageTiles = field(default_factory=lambda: Tiles(max_tiles=1))
+    text: str = "<video>"
+    label: str = "Frame{number}: "
+    between: str = "\n"
+
+    def __post_init__(self) -> None:
+        self.check_rule()
+        if not self.text:
+            raise ValueError("VideoFrames: text is what stands for a video in rendered text; it cannot be empty")
+
+    def pieces(self, video: FrameSource, vision: Vision) -> Iterator[str | Seen]:
+        """What stands in a sequence for a video: texts, and its frames as `vision` shows images."""
+        shown = replace(vision, tiles=self.tiles)
+        for number, time in enumerate(self.times(video, at="middle"), 1):
+            yield self.between * (number > 1) + self.label.replace("{number}", str(number))
+            frame = video.frames([time])[0]
+            yield from shown.pieces(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
+
+    def settings(self) -> dict[str, Any]:
+        """The class and every argument, for `TaskEncoder.settings`."""
+        own = {name: value for name, value in asdict(self).items() if name != "tiles"}
+        return {"class": "VideoFrames", **own, **{"frame_" + n: v for n, v in self.tiles.settings().items()}}

@@ -1,0 +1,151 @@
+"""`Vision`: how images appear in a sequence of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+
+from savable_pipeline import Sample
+from task_encoders.parts.image_tiles import ImageTiles
+from task_encoders.parts.medium import Grid, Medium, Seen, rows_of
+from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode, decode_setting
+from task_encoders.parts.square_crop import MEAN, STD, normalized
+
+
+@dataclass(frozen=True)
+class Vision(Medium):
+    """How images appear in a sequence of tokens.
+
+    Args:
+        tiles: How an image becomes patches: `NativeSize`, `Tiles` or `Buckets`.
+        token: The id in the place of each token of an image; text must not contain it.
+        text: What a chat template writes in the place of an image.
+        before: Text in front of each image, such as the tokenizer's mark of its beginning.
+        after: Text behind each image.
+        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
+        std: Their standard deviation.
+        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its tiles have fewer pixels than that, the
+            same tiles of the same sizes; "exact" always in full, as states of earlier releases need it.
+
+    Raises:
+        ValueError: `token` is no id, `text` is empty, or `decode` is neither.
+
+    Example:
+        ```python
+        from task_encoders import NativeSize, Vision
+        qwen = Vision(
+            NativeSize(), 151655, text="<|image_pad|>", before="<|vision_start|>", after="<|vision_end|>"
+        )
+        qwen.tiles.size(1280, 720)   # (1288, 728)
+        ```
+    """
+
+    tiles: ImageTiles
+    token: int
+    text: str = "<image>"
+    before: str = ""
+    after: str = ""
+    mean: tuple[float, float, float] = MEAN
+    std: tuple[float, float, float] = STD
+    decode: Decode = "scaled"
+
+    kind: ClassVar[str] = "image"
+
+    def __post_init__(self) -> None:
+        self.check_token()
+        check_decode(self.decode)
+
+    def image(self, sample: Sample, part: str) -> Image.Image | ScaledImage:
+        """Decode an image of a sample as large as its tiles need it, for `tiles.cut`.
+
+        Args:
+            sample: The sample.
+            part: The name of the part.
+
+        Raises:
+            OSError: The image is damaged.
+        """
+        if self.decode == "exact" or not self.tiles.takes_scaled:
+            return sample.image(part)
+        full = (0, 0)
+
+        def needed(width: int, height: int) -> tuple[float, float]:
+            nonlocal full
+            full = width, height
+            return self.tiles.at_least(width, height)
+
+        pixels = sample.image(part, at_least=needed)
+        return pixels if pixels.size == full else ScaledImage(*full, pixels)
+
+    def normalize(self, patches: torch.Tensor) -> torch.Tensor:
+        """Normalize patches: `mean` and `std` of each channel become 0 and 1.
+
+        Args:
+            patches: uint8 (n, 3, patch, patch).
+
+        Returns:
+            float32 of the same shape.
+        """
+        return normalized(patches, self.mean, self.std)
+
+    def seen(self, thing: Image.Image | ScaledImage) -> Seen:
+        """Make the tokens and patches of an RGB image.
+
+        Args:
+            thing: The image, of any size.
+
+        Raises:
+            ValueError: There are no tiles for its shape.
+        """
+        patches, grids = self.tiles.cut(thing)
+        merge = self.tiles.merge
+        places = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
+        fields = {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])}
+        return Seen(self, self.tiles.tokens(grids), fields, places)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """`patches`, uint8 (0, 3, patch, patch); `grids`, int64 (0, 2); `tile_counts`, int64 (0,)."""
+        return {
+            "patches": torch.empty(0, 3, self.tiles.patch, self.tiles.patch, dtype=torch.uint8),
+            "grids": torch.empty(0, 2, dtype=torch.int64),
+            "tile_counts": torch.empty(0, dtype=torch.int64),
+        }
+
+    def token_counts(self, item: dict[str, Any]) -> list[int]:
+        """The number of tokens of each image of an item."""
+        return [self.tiles.tokens(grids) for grids in item["grids"].split(item["tile_counts"].tolist())]
+
+    def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
+        """The fields of the images `first` to `last - 1` of an item."""
+        tiles = rows_of(item["tile_counts"], first, last)
+        patches = rows_of(item["grids"].prod(1), tiles.start, tiles.stop)
+        return {
+            "patches": item["patches"][patches],
+            "grids": item["grids"][tiles],
+            "tile_counts": item["tile_counts"][first:last],
+        }
+
+    def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
+        """The fields of a batch, of `joint`, those of its rows, and `counts`, int64 (B,), the images of each row.
+
+        `patches`, float32 (P, 3, patch, patch), normalized; `grids`, int64 (tiles, 2); `tile_counts`, int64 (images,);
+        `image_counts`, int64 (B,); `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int, for attention
+        among the patches of a tile.
+        """
+        sizes = joint["grids"].prod(1)
+        return {
+            **joint,
+            "patches": self.normalize(joint["patches"]),
+            "image_counts": counts,
+            "patch_cu_seqlens": torch.tensor([0, *sizes.cumsum(0)], dtype=torch.int32),
+            "patch_max_seqlen": int(sizes.max()) if len(sizes) else 0,
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument, for `TaskEncoder.settings`."""
+        own: dict[str, Any] = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
+        own |= {"mean": list(self.mean), "std": list(self.std)}
+        return {**self.tiles.settings(), **own, **decode_setting(self.decode)}

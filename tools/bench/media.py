@@ -1,0 +1,107 @@
+"""Measures clips of videos a second with two processes, beside decoders without a loader, by processor time in turns.
+
+python tools/bench/media.py --python Energon=VENV/bin/python --python torchcodec=VENV/bin/python
+
+Clips of 2 s at 8 frames a second, resized to 224 × 224, at random from a tar of 60 videos of 20 s, 640 × 360, H.264. The
+others read the same files from the disk's cache (PyAV) or have them in memory already (Energon, torchcodec), and pass no
+clip to another process. Those that are not installed in the interpreter named for them are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data import FOLDER, console, prepared
+from media_peers import DECODERS, FPS, LENGTH_S, SIDE
+from rounds import Contender, Loader, compete
+
+import savable_pipeline as sp
+
+WORKERS, SIZE, SECONDS = 2, 4, 4.0
+
+
+class RandomClips(sp.TaskEncoder):
+    """One clip of a video: uint8 (16, 3, 224, 224)."""
+
+    global_rng = False
+
+    def __init__(self, align: Any) -> None:
+        self._clips = sp.Clips(length_s=LENGTH_S, fps=FPS, align=align, size=(SIDE, SIDE))
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return self._clips.one(sample.video("mp4"), rng).frames
+
+
+def loader(folder: Path, align: str = "exact") -> Loader:
+    """Batches of clips by our loader."""
+    encoder = RandomClips(align)
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.TarShardReader(str(folder / "000000.tar"), lane), encoder), size=SIZE)
+
+    made = sp.SavableLoader(pipeline, seed=1, lanes=12, num_workers=WORKERS)
+    return Loader(made, len, made.close)
+
+
+class Programs:
+    """A decoder in as many processes as our loader has."""
+
+    def __init__(self, python: str, decoder: str, folder: Path) -> None:
+        command = [python, str(Path(__file__).with_name("media_peers.py")), decoder, str(folder)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._programs = [subprocess.Popen([*command, str(seed)], **pipes) for seed in range(WORKERS)]
+        answers = {self._answer(program) for program in self._programs}
+        if answers != {"ready"}:
+            self.close()
+            raise ImportError(" ".join(answers))
+
+    @staticmethod
+    def _answer(program: Any) -> str:
+        return str(program.stdout.readline().strip())
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Make clips in all processes; returns their number, and the time until the last ended."""
+        start = time.perf_counter()
+        for program in self._programs:
+            program.stdin.write(f"{seconds}\n")
+            program.stdin.flush()
+        return float(sum(int(self._answer(program)) for program in self._programs)), time.perf_counter() - start
+
+    def close(self) -> None:
+        """End the processes."""
+        for program in self._programs:
+            program.stdin.close()
+            program.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="DECODER=PYTHON", help="the interpreter of one"
+    )
+    parser.add_argument("--only", default="", help="measure those with this in their name, beside our own")
+    parser.add_argument("--json", type=Path, help="write the numbers there as well")
+    args = parser.parse_args()
+    pythons = dict(one.split("=", 1) for one in args.python)
+    folder = prepared(FOLDER, "videos")
+    makers: dict[str, Callable[[], Contender]] = {"savable_pipeline": lambda: loader(folder)}
+    for name in DECODERS:
+        python = pythons.get(name.split(",")[0], sys.executable)
+        makers[name] = lambda python=python, name=name: Programs(python, name, folder / "files")  # type: ignore[misc]
+    makers["savable_pipeline, from keyframes"] = lambda: loader(folder, "keyframe")
+    first, *_ = makers
+    makers = {name: make for name, make in makers.items() if name == first or args.only in name}
+    found = compete(f"clips of {LENGTH_S:.0f} s, {WORKERS} processes", "clips", makers, seconds=SECONDS)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
