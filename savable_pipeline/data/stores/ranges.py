@@ -12,7 +12,6 @@ import posixpath
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection
-from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
@@ -98,7 +97,8 @@ class RangedRows(FileStore):
             return super().open(shard, row, extension)
         found = self._range(shard, row, part)
         number = self.file_named(shard, row, found.path)
-        file = PartFile(partial(self.files.read, number), 0, int(self.entries.sizes[number]))
+        size, read_on = int(self.entries.sizes[number]), self.files.read_on
+        file = PartFile(lambda offset, wanted: read_on(number, offset, wanted, size), 0, size)
         return RangeFile(file, found.begin_s, found.end_s)
 
     def file_named(self, shard: int, row: int, path: str) -> int:
