@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from savable_pipeline.data.media.audio import Audio
+    from savable_pipeline.data.media.media_info import MediaInfo
     from savable_pipeline.data.media.video import Video
 
 # A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
@@ -308,6 +309,30 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         name = part or self._first((*AUDIO_PARTS, *VIDEO_PARTS))
         return Audio(self.open(name), self._name_of(name))
+
+    def media(self, part: str | None = None) -> MediaInfo:
+        """Return what the headers of a part say of its length and size; nothing is decoded.
+
+        Where there is a table of `savable index --media`, or Energon's, no header is read either. The values are those
+        of the bytes: the same with the table as without.
+
+        Args:
+            part: The name of the part. None: the first with the extension of a video, then of a sound, then of an
+                image.
+
+        Raises:
+            MediaError: The part is damaged, or no media.
+            ShardError: The table is of other shards than there are now.
+            ImportError: PyAV, of the extra `media`, is not installed, and the part is no image.
+
+        Example:
+            >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+            >>> info = sample.media("png")
+            >>> (info.width, info.height, info.duration_s)
+            (8, 8, None)
+        """
+        name = part or self._first((*VIDEO_PARTS, *AUDIO_PARTS, *IMAGE_PARTS))
+        return self.origin.media(self._shard, self._row, name, self._name_of(name))
 
     def decoded(self) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
