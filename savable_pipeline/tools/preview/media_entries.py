@@ -18,7 +18,6 @@ from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.container import MediaError
-from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
@@ -43,8 +42,8 @@ _HEARD_HZ = 16_000
 def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
     """What is damaged is the fault of the entry. Raises `MediaError` where nothing is known, and `SavableError`."""
     try:
+        info = sample.media(part)
         with ExitStack() as opened:
-            info = media_info(opened.enter_context(sample.open(part)), f"part {part!r}", part)
             video = opened.enter_context(sample.video(part)) if info.width else None
             audio = opened.enter_context(sample.audio(part)) if info.channels else None
             facts = " · ".join(filter(None, [_seen(video), _heard(audio), note]))
