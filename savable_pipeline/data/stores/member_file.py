@@ -55,3 +55,16 @@ class MemberFile(io.RawIOBase):
 def opened_member(read: Callable[[int, int], bytes], begin: int, size: int) -> BinaryIO:
     """The file of a part. (Buffered: Pillow and others read a few bytes at a time.)"""
     return io.BufferedReader(MemberFile(read, begin, size), _BUFFER)
+
+
+class RangeFile(io.BufferedReader):
+    """A whole file, of which `begin_s` to `end_s` belong to a sample."""
+
+    def __init__(self, file: MemberFile, begin_s: float, end_s: float | None) -> None:
+        super().__init__(file, _BUFFER)
+        self.begin_s, self.end_s = begin_s, end_s
+
+
+def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
+    """From where to where an opened part belongs to its sample, in seconds; None: to its end."""
+    return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)

@@ -109,6 +109,10 @@ class ShardFiles(OrderedDict[int, int], ABC):
         if done != len(array):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
 
+    def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
+        """The same as `read`, of a file that may be read on, up to `stop`."""
+        return self.read(shard, offset, size)
+
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
         """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""
         parts = []
