@@ -2,15 +2,16 @@
 
 ClassificationEncoder    an image and its class; MixUp and CutMix in batches
 CaptioningEncoder        an image and its caption
-ContrastiveEncoder       pairs of an image and a text
+ContrastiveEncoder       pairs of an image, or of a clip of a video, and a text
 ChatEncoder              conversations with images, videos and sounds; the answers are learned
 InterleavedEncoder       documents with these between the texts
 LanguageModelingEncoder  text; with a prompt before it, or without
+SpeechEncoder            speech and its text
 
-Their arguments are `Tokenizer`; for a single image `SquareCrop`; for images among text `Vision`, with `NativeSize`,
-`Tiles` or `Buckets`; for videos `VideoTokens` or `VideoFrames`, for sounds `AudioTokens`, for positions in time, height
-and width `MRope`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of tokens that are not learned.
-`task_encoders.parts` has more parts for an encoder of your own.
+Their arguments are `Tokenizer`; for a single image `SquareCrop`; for speech `SpecAugment`; for images among text
+`Vision`, with `NativeSize`, `Tiles` or `Buckets`; for videos `VideoTokens` or `VideoFrames`, for sounds `AudioTokens`,
+for positions in time, height and width `MRope`; for conversations `ChatML` or `OwnTemplate`. `IGNORED` is the label of
+tokens that are not learned. `task_encoders.parts` has more parts for an encoder of your own.
 """
 
 from importlib import import_module
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from task_encoders.parts.data_formats import Message
     from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
     from task_encoders.parts.mrope import MRope
+    from task_encoders.parts.spec_augment import SpecAugment
     from task_encoders.parts.square_crop import SquareCrop
     from task_encoders.parts.token_packing import IGNORED
     from task_encoders.parts.tokenizer import Tokenizer
     from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
     from task_encoders.parts.vision import Vision
+    from task_encoders.speech import SpeechEncoder
 
 __all__ = [
     "IGNORED",
@@ -52,6 +55,8 @@ __all__ = [
     "Message",
     "NativeSize",
     "OwnTemplate",
+    "SpecAugment",
+    "SpeechEncoder",
     "SquareCrop",
     "Tiles",
     "Tokenizer",
@@ -67,12 +72,14 @@ _FILES = {
     "contrastive": ["ContrastiveEncoder"],
     "interleaved": ["InterleavedEncoder"],
     "language_modeling": ["LanguageModelingEncoder"],
+    "speech": ["SpeechEncoder"],
     "parts.chat_template": ["ChatML", "ChatTemplate", "OwnTemplate"],
     "parts.data_formats": ["Message"],
     "parts.aspect_buckets": ["Buckets"],
     "parts.audio_tokens": ["AudioTokens"],
     "parts.image_tiles": ["ImageTiles", "NativeSize", "Tiles"],
     "parts.mrope": ["MRope"],
+    "parts.spec_augment": ["SpecAugment"],
     "parts.square_crop": ["SquareCrop"],
     "parts.token_packing": ["IGNORED"],
     "parts.tokenizer": ["Tokenizer"],

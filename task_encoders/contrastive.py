@@ -1,39 +1,47 @@
-"""`ContrastiveEncoder`: pairs of an image and a text, for a loss like that of CLIP."""
+"""`ContrastiveEncoder`: pairs of an image, or of a clip of a video, and a text, for a loss like that of CLIP."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from savable_pipeline import Rng, Sample, Skip, TaskEncoder
-from task_encoders.parts.sample_parts import Field
+from savable_pipeline import VIDEO_PARTS, Clips, Rng, Sample, Skip, TaskEncoder
+from task_encoders.parts.sample_parts import Field, named_part
 from task_encoders.parts.square_crop import EARLIER_CROPS, SquareCrop
 from task_encoders.parts.token_packing import pad_rows
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class ContrastiveEncoder(TaskEncoder):
-    """Learns which text of a batch belongs to which image (Radford et al.: CLIP, 2021).
+    """Learns which text of a batch belongs to which image or video (Radford et al.: CLIP, 2021).
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
         text: The part that holds the text, or the field of a JSON part: "txt", "json[caption]". Where the field is a
             list of texts, one is drawn for each sample and epoch.
-        crop: The size and augmentation of the images; by default `SquareCrop()`.
+        crop: The size and augmentation of the images; by default `SquareCrop()`; all frames of a clip alike.
         max_tokens: A longer text is cut to this many tokens, but keeps the text's last token, which models read as the
             end.
+        clips: Pair the text with clips of the sample's video, not with an image: `sp.Clips(length_s=2.0, fps=8)` draws
+            one for each sample and epoch. Several clips of one video are several items.
+        video: The part that holds the video; None: the first that is one by its name.
 
     An item has `image`, uint8 (3, size, size), and `tokens`, int64 (n,). A batch of B pairs has `image`, float32 (B, 3,
-    size, size), normalized; `tokens`, int64 (B, T), padded; and `lengths`, int64 (B,), the tokens of each text.
+    size, size), normalized; `tokens`, int64 (B, T), padded; and `lengths`, int64 (B,), the tokens of each text. With
+    `clips` they have, in place of `image`, `video`: uint8 (frames, 3, size, size), and float32 (B, frames, 3, size,
+    size).
 
-    A sample is skipped as "no image" or, without a text or with an empty one, as "no text".
+    A sample is skipped as "no image", as "no video" or, without a text or with an empty one, as "no text".
 
     Raises:
-        ValueError: A setting is out of its range, or the field is neither a text nor a list of texts.
+        ValueError: A setting is out of its range, the field is neither a text nor a list of texts, or a video is
+            damaged.
         JSONDecodeError: A part is no JSON.
         OSError: An image is damaged.
+        ImportError: There are clips to take, and PyAV is not installed.
 
     Example:
         ```python
@@ -55,6 +63,8 @@ class ContrastiveEncoder(TaskEncoder):
         text: str = "txt",
         crop: SquareCrop | None = None,
         max_tokens: int = 77,
+        clips: Clips | None = None,
+        video: str | None = None,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, not {max_tokens}")
@@ -62,25 +72,30 @@ class ContrastiveEncoder(TaskEncoder):
         self.text = Field(text)
         self.crop = crop or SquareCrop()
         self.max_tokens = max_tokens
+        self.clips, self.video = clips, video
         self.global_rng = self.crop.global_rng
 
-    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """Return one item, or `Skip`."""
-        image = self.crop.image(sample, rng)
-        if image is None:
-            return Skip("no image")
-        tokens = self.tokenizer(self._text(sample, rng))
-        if len(tokens) == 0:
-            return Skip("no text")
-        if len(tokens) > self.max_tokens:
-            tokens = torch.cat([tokens[: self.max_tokens - 1], tokens[-1:]])
-        return {"image": image, "tokens": tokens}
+    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
+        """Return one item, an iterator of the items of clips, or `Skip`."""
+        if self.clips is None:
+            image = self.crop.image(sample, rng)
+            return Skip("no image") if image is None else self._pair("image", image, sample, rng)
+        part = named_part(sample, self.video, VIDEO_PARTS)
+        if part is None:
+            return Skip("no video")
+
+        def pair(clip: Any) -> dict[str, Any] | Skip:
+            return self._pair("video", self.crop.clip(clip.frames, rng), sample, rng)
+
+        made: Iterator[dict[str, Any] | Skip] = self.clips.of(sample.video(part), rng, make=pair)
+        return made
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """A batch of B pairs."""
         texts = [item["tokens"] for item in items]
+        seen = "image" if self.clips is None else "video"
         return {
-            "image": self.crop.normalize(torch.stack([item["image"] for item in items])),
+            seen: self.crop.normalize(torch.stack([item[seen] for item in items])),
             "tokens": pad_rows(texts, self.tokenizer.pad, max(map(len, texts))),
             "lengths": torch.tensor([len(text) for text in texts]),
         }
@@ -88,7 +103,16 @@ class ContrastiveEncoder(TaskEncoder):
     def settings(self) -> dict[str, Any]:
         """Every argument; the tokenizer by its identity and special ids."""
         own = {"text": self.text.name, "max_tokens": self.max_tokens}
-        return {**self.tokenizer.settings(), **self.crop.settings(), **own}
+        clips = {} if self.clips is None else {"clips": self.clips.settings(), "video": self.video}
+        return {**self.tokenizer.settings(), **self.crop.settings(), **own, **clips}
+
+    def _pair(self, name: str, seen: torch.Tensor, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
+        tokens = self.tokenizer(self._text(sample, rng))
+        if len(tokens) == 0:
+            return Skip("no text")
+        if len(tokens) > self.max_tokens:
+            tokens = torch.cat([tokens[: self.max_tokens - 1], tokens[-1:]])
+        return {name: seen, "tokens": tokens}
 
     def _text(self, sample: Sample, rng: Rng) -> str:
         value = self.text.read(sample)

@@ -39,6 +39,7 @@ def log_mel(samples: Floats, *, bins: int = 80, frames: int | None = None) -> ND
 
     Example:
         ```python
+        import numpy as np
         from task_encoders.parts.log_mel import log_mel
         tone = np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
         log_mel(tone).shape                # (80, 100)

@@ -66,6 +66,11 @@ class Field:
         raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")
 
 
+def named_part(sample: Sample, name: str | None, known: tuple[str, ...]) -> str | None:
+    """The part `name`, or without a name the first of the `known` ones; None where the sample does not have it."""
+    return next((part for part in ((name,) if name else known) if part in sample), None)
+
+
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of an image in a data URL; none that runs a program
 
 

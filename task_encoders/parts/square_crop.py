@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from savable_pipeline import IMAGE_PARTS, Rng, Sample, empty
@@ -105,11 +106,33 @@ class SquareCrop:
             return _pixels(self._earlier(sample.image(part)))
         return _pixels(self._random(sample, part, rng))
 
+    def clip(self, frames: NDArray[np.uint8], rng: Rng) -> torch.Tensor:
+        """Crop all frames of a clip alike, as one image is cropped.
+
+        Args:
+            frames: uint8 (n, 3, height, width).
+            rng: The random numbers of the call of the encoder.
+
+        Returns:
+            uint8 (n, 3, size, size).
+        """
+        height, width = frames.shape[2:]
+        short = min(width, height)
+        left, top = (width - short) / 2, (height - short) / 2
+        box: tuple[float, float, float, float] = (left, top, left + short, top + short)
+        if self.augment:
+            box = random_box((width, height), self.scale, rng)
+        flip = self.augment and rng.random() < self.flip
+        cut = torch.stack(
+            [_pixels(Image.fromarray(_rows(one)).resize((self.size,) * 2, _BILINEAR, box)) for one in frames]
+        )
+        return cut.flip(-1) if flip else cut
+
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize images: `mean` and `std` of each channel become 0 and 1.
 
         Args:
-            images: uint8 (n, 3, size, size).
+            images: uint8 (…, 3, size, size).
 
         Returns:
             float32 of the same shape.
@@ -160,8 +183,13 @@ def _pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(np.asarray(image).transpose(2, 0, 1), order="C"))
 
 
+def _rows(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """uint8 (3, height, width) as (height, width, 3)."""
+    return np.ascontiguousarray(frame.transpose(1, 2, 0))
+
+
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """Normalize uint8 (n, 3, height, width) to float32: the `mean` and `std` of each channel become 0 and 1.
+    """Normalize uint8 (…, 3, height, width) to float32: the `mean` and `std` of each channel become 0 and 1.
 
     In a worker the result is written directly into the memory that the trainer reads.
     """

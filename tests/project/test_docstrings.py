@@ -1,8 +1,8 @@
 """Every public name has a docstring with an example, and the examples run.
 
 An example is a block of Python in a docstring, fenced as in Markdown (```python). It runs in a folder with `shards/`
-(tests/support/example_shards.py), and `sp` is imported. The comment behind an expression is its result, or the error
-that it raises, in which `...` stands for anything:
+and `speech/` (tests/support/example_shards.py), and `sp` is imported. The comment behind an expression is its result,
+or the error that it raises, in which `...` stands for anything:
 
     sp.Lane(1, 4).index      # 1
     sp.Lane(4, 4)            # ValueError: lane ...
@@ -31,7 +31,7 @@ import savable_pipeline
 import savable_pipeline.testing
 import task_encoders
 from savable_pipeline.trainers import context_parallel, device, elastic, forms, micro_batches, rescue, whole
-from tests.support.example_shards import write_example_shards, write_numbered_pictures
+from tests.support.example_shards import write_example_shards, write_example_speech, write_numbered_pictures
 
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _ERROR = re.compile(r"\w+Error\b")
@@ -107,6 +107,7 @@ def _result(code: Any, names: dict[str, Any], *, fails: object) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     write_example_shards(folder / "shards")
+    write_example_speech(folder / "speech")
     return folder
 
 

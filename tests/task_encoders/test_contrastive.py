@@ -6,14 +6,17 @@ import json
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from savable_pipeline import Clips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
+from tests.support.media_files import frame_number, video_bytes
 from tests.support.toy_samples import NAMES, digits, item, plain_png, sample, words
 
 RNG = Rng(7)
@@ -64,6 +67,76 @@ def test_what_is_no_text_is_an_error_that_names_the_field(wrong: Any) -> None:
     encoder = ContrastiveEncoder(text="json[captions]", crop=SMALL)
     with pytest.raises(ValueError, match=r"json\[captions\]: expected text or a list of texts"):
         encoder.encode(sample(png=plain_png(8, 8), json={"captions": wrong}), RNG)
+
+
+VIDEO = video_bytes(24, fps=12)
+CLIPS = Clips(length_s=0.5, fps=8)  # 4 frames
+
+
+def items(encoder: ContrastiveEncoder, seed: int = 7, **parts: Any) -> list[Any]:
+    """The items of a sample's clips in the call of this key."""
+    made = encoder.encode(sample(parts), Rng(seed))
+    assert not isinstance(made, Skip | dict)
+    return list(made)
+
+
+def test_a_clip_of_a_video_is_paired_with_the_text() -> None:
+    encoder = ContrastiveEncoder(ENDING, crop=SquareCrop(32, augment=False), clips=CLIPS)
+    drawn = []
+    for seed in range(10):
+        (made,) = items(encoder, seed, mp4=VIDEO, txt="a bb")
+        assert (made["video"].shape, made["video"].dtype) == ((4, 3, 32, 32), torch.uint8)
+        assert made["tokens"].tolist() == [8, 1, 2, 9]
+        drawn.append(made["video"])
+    (again,) = items(encoder, 9, mp4=VIDEO, txt="a bb")
+    assert torch.equal(again["video"], drawn[-1])
+    assert len({each.numpy().tobytes() for each in drawn}) > 5
+    batch = encoder.batch([{"video": each, "tokens": again["tokens"]} for each in drawn[:2]], RNG)
+    assert (batch["video"].shape, batch["video"].dtype) == ((2, 4, 3, 32, 32), torch.float32)
+    assert torch.equal(batch["video"][1], encoder.crop.normalize(drawn[1]))
+    assert batch["lengths"].tolist() == [4, 4]
+
+
+def test_all_frames_of_a_clip_are_cropped_alike_and_at_random() -> None:
+    columns = np.broadcast_to(np.arange(64, dtype=np.uint8) * 4, (5, 3, 48, 64))
+    crop, seen = SquareCrop(16, scale=(0.3, 1.0)), set()
+    for seed in range(20):
+        cut = crop.clip(columns, Rng(seed))
+        assert all(torch.equal(frame, cut[0]) for frame in cut)
+        assert torch.equal(cut, crop.clip(columns, Rng(seed)))
+        seen.add(tuple(cut[0, 0, 0, [0, -1]].tolist()))
+    assert len(seen) > 10 and {left < right for left, right in seen} == {False, True}
+    central = SquareCrop(48, augment=False).clip(columns, RNG)
+    assert central[0, 0, 0].tolist() == columns[0, 0, 0, 8:56].tolist()
+
+
+def test_several_clips_of_a_video_are_several_items() -> None:
+    encoder = ContrastiveEncoder(
+        words, crop=SquareCrop(48, augment=False), text="json[texts]", clips=Clips(length_s=0.5, fps=2, stride_s=0.5)
+    )
+    texts = {"texts": ["a", "bb"]}
+    made = items(encoder, webm=video_bytes(24, fps=12, size=(48, 48), container="webm", codec="libvpx"), json=texts)
+    assert [frame_number(each["video"][0].numpy()) for each in made] == [0, 6, 12, 18]
+    assert {each["tokens"].item() for each in made} <= {1, 2}
+
+
+@pytest.mark.parametrize("video", [None, "top.mp4"])
+def test_a_sample_without_a_video_or_without_the_one_that_is_named_is_skipped(video: str | None) -> None:
+    given = sample({"png": plain_png(8, 8), "txt": "a"} | ({"mp4": VIDEO} if video else {}))
+    made = ContrastiveEncoder(clips=CLIPS, video=video).encode(given, RNG)
+    assert isinstance(made, Skip) and made.reason == "no video"
+
+
+def test_a_clip_without_a_text_is_skipped() -> None:
+    (made,) = items(ContrastiveEncoder(clips=CLIPS), mp4=VIDEO)
+    assert isinstance(made, Skip) and made.reason == "no text"
+
+
+def test_settings_change_with_clips_and_the_part_of_the_video() -> None:
+    clips = [Clips(length_s=0.5, fps=8), Clips(length_s=0.5, fps=4, size=(32, 32))]
+    made = [ContrastiveEncoder(clips=each).settings() for each in clips]
+    made += [ContrastiveEncoder(clips=clips[0], video="mov").settings(), ContrastiveEncoder().settings()]
+    assert len({json.dumps(each) for each in made}) == 4
 
 
 @pytest.mark.parametrize("changed", [{"tokenizer": words}, {"text": "md"}, {"crop": SquareCrop(9)}, {"max_tokens": 9}])

@@ -19,10 +19,17 @@ from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.aspect_buckets import Buckets
+from task_encoders.parts.audio_tokens import AudioTokens
+from task_encoders.parts.chat_template import ChatML
 from task_encoders.parts.image_tiles import NativeSize, Tiles
+from task_encoders.parts.mrope import MRope
+from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.video_tokens import VideoTokens
 from task_encoders.parts.vision import Vision
+from task_encoders.speech import SpeechEncoder
+from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.toy_samples import NAMES, digits, python_sources, trained_tokenizer, write_samples
 
 CROP = SquareCrop(12, scale=(0.6, 1.0))
@@ -85,6 +92,22 @@ def conversations() -> list[dict[str, Any]]:
     return samples
 
 
+@cache
+def films() -> list[dict[str, Any]]:
+    """Conversations about one or two short videos, sounds, and a digit."""
+    videos = [video_bytes(6 + 3 * number, fps=6, size=(16, 16)) for number in range(3)]
+    sounds = [audio_bytes(0.1 + 0.03 * number) for number in range(4)]
+    samples: list[dict[str, Any]] = []
+    for number in range(60):
+        question = ["<video>", "<audio><video>", "<image><video>", "<video> or <video>"][number % 4]
+        parts: dict[str, Any] = {f"{i}.mp4": videos[(number + i) % 3] for i in range(question.count("<video>"))}
+        parts |= {"flac": sounds[number % 3]} if "<audio>" in question else {}
+        parts |= {"jpg": photos()[number][0]} if "<image>" in question else {}
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": NAMES[number % 10]}]
+        samples.append({"json": {"conversations": turns}, **parts})
+    return samples
+
+
 def documents() -> list[dict[str, Any]]:
     """Pieces of Python's source with up to three digits between them."""
     samples = []
@@ -102,6 +125,29 @@ def documents() -> list[dict[str, Any]]:
 def sources() -> list[dict[str, Any]]:
     """Python's source, as text and as a prompt with its completion."""
     return [{"py": text, "json": {"prompt": f"# {name}\n", "code": text[:300]}} for name, text in python_sources()]
+
+
+@cache
+def sounds() -> list[dict[str, Any]]:
+    """Tones of several lengths, rates and containers with their text; every ninth has none, every eleventh is long."""
+    made = []
+    for number in range(40):
+        container = ("flac", "wav", "ogg")[number % 3]
+        seconds = 0.1 + number % 7 * 0.05 + (number % 11 == 0)
+        audio = audio_bytes(
+            seconds, rate=(16_000, 44_100, 48_000)[number % 3], channels=1 + number % 2, container=container
+        )
+        made.append({container: audio, "txt": "" if number % 9 == 0 else f"tone {number}"})
+    return made
+
+
+@cache
+def videos() -> list[dict[str, Any]]:
+    """Small videos of half a second with two captions each."""
+    return [
+        {"mp4": video_bytes(6, fps=12, size=(48, 32), gop=3, noise=1 + n), "json": {"texts": [f"video {n}", "another"]}}
+        for n in range(40)
+    ]
 
 
 CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, and the length of packs
@@ -128,6 +174,18 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
         conversations,
         90,
     ),
+    "packed chat with videos and sounds": (
+        lambda: ChatEncoder(
+            vision=Vision(NativeSize(patch=4, merge=1, min_pixels=16, max_pixels=64), 300),
+            video=VideoTokens(301, patch=8, merge=1, min_pixels=64, max_pixels=256),
+            audio=AudioTokens(302, bins=80),
+            rope=MRope(),
+            template=ChatML("<", ">"),
+            max_length=90,
+        ),
+        films,
+        90,
+    ),
     "packed documents": (
         lambda: InterleavedEncoder(
             Tokenizer(trained_tokenizer(), eos=3),
@@ -142,6 +200,17 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
         lambda: LanguageModelingEncoder(max_length=400, part="json[code]", prompt="json[prompt]"),
         sources,
         400,
+    ),
+    "speech": (
+        lambda: SpeechEncoder(max_s=1.0, speeds=(0.9, 1.0, 1.1), masks=SpecAugment(band_width=9, time_width=9)),
+        sounds,
+        None,
+    ),
+    "packed speech": (lambda: SpeechEncoder(trained_tokenizer(), max_s=1.0), sounds, 60),
+    "clips of videos": (
+        lambda: ContrastiveEncoder(text="json[texts]", crop=CROP, clips=sp.Clips(length_s=0.2, fps=10, count=2)),
+        videos,
+        None,
     ),
 }
 

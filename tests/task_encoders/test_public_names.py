@@ -24,7 +24,7 @@ def test_the_label_of_what_is_not_learned_is_the_one_that_packs_have() -> None:
 
 
 def test_every_encoder_is_public() -> None:
-    for file in ("captioning", "chat", "classification", "contrastive", "interleaved", "language_modeling"):
+    for file in ("captioning", "chat", "classification", "contrastive", "interleaved", "language_modeling", "speech"):
         __import__(f"task_encoders.{file}")
     own = {found for found in _subclasses(TaskEncoder) if found.__module__.startswith("task_encoders.")}
     assert {found.__name__ for found in own} - {"MixedEncoder"} <= set(task_encoders.__all__)

@@ -104,6 +104,7 @@ class MediaStream:
     """
 
     kind: Literal["video", "audio"]
+    codec: str
 
     def __init__(self, file: BinaryIO, name: str, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
         self.name, self._file = name, file
@@ -175,8 +176,12 @@ class MediaStream:
 
     def _decoded_from(self, ticks: int) -> Iterator[Any]:
         """The frames from the last one at or before `ticks` from which decoding can begin; else from the first."""
+        begin = self._stream.start_time
         for earlier in _EARLIER:
-            frames = self._sought(ticks - int(earlier / self._stream.time_base))
+            target = ticks - int(earlier / self._stream.time_base)
+            if begin is None or target <= begin:
+                break
+            frames = self._sought(target)
             first = next(frames, None)
             if first is not None and first.pts <= ticks:
                 return _chained(first, frames)
@@ -188,9 +193,6 @@ class MediaStream:
 
     def _sought(self, ticks: int) -> Iterator[Any]:
         """The frames from a point at or before `ticks`, as far as the container knows such points."""
-        begin = self._stream.start_time
-        if begin is None or ticks <= begin:
-            return self._from_start()
         self._at_start = False
         with media_errors(self.name, f"cannot be sought to {float(self._time(ticks)):.3f} s"):
             self._container.seek(ticks, stream=self._stream)

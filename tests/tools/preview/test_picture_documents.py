@@ -13,8 +13,8 @@ from savable_pipeline.tools.preview.image_entries import array_entry
 from savable_pipeline.tools.preview.picture_documents import with_documents
 from savable_pipeline.tools.preview.token_entries import documents_of
 from task_encoders.interleaved import InterleavedEncoder
-from task_encoders.parts.image_text_tokens import Vision
 from task_encoders.parts.image_tiles import NativeSize
+from task_encoders.parts.vision import Vision
 from tests.conftest import write_tar
 from tests.support.toy_files import jpeg
 from tests.tools.preview.test_preview import Page

@@ -1,0 +1,196 @@
+"""`SpeechEncoder`: speech and its text as log-mel features and tokens, packed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from savable_pipeline import AUDIO_PARTS, VIDEO_PARTS, Rng, Sample, Skip, TaskEncoder, empty
+from task_encoders.parts.log_mel import HOP, RATE, log_mel
+from task_encoders.parts.sample_parts import Field, named_part
+from task_encoders.parts.spec_augment import SpecAugment
+from task_encoders.parts.token_packing import (
+    batch_documents,
+    batch_tokens,
+    document,
+    is_packed,
+    pack_tokens,
+    pad_rows,
+)
+from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
+
+
+class SpeechEncoder(TaskEncoder):
+    """Learns the text of speech: features as Whisper takes them (Radford et al., 2022), and tokens.
+
+    Audio of any rate and any number of channels is resampled to 16 kHz, the channels averaged. A frame is 10 ms.
+
+    Args:
+        tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
+            SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
+        text: The part that holds the text, or the field of a JSON part: "txt", "json[text]".
+        audio: The part that holds the speech; None: the first that is audio by its name, or else a video.
+        bins: Mel bands: 80, or 128 for Whisper's large-v3.
+        frames: The frames of each item, the rest of them silence: 3,000 for Whisper. None: as many as the speech has.
+        min_s: Shorter audio is skipped, in seconds.
+        max_s: Longer audio is skipped, in seconds.
+        speeds: The speeds of which one is drawn for each sample and epoch, such as (0.9, 1.0, 1.1) (Ko et al., 2015).
+        masks: What is covered of the features at random; None: nothing.
+
+    An item has `features`, float32 (bins, F), `frames`, int, those of F that are not silence behind the speech, and
+    `tokens` and `labels`, int64 (n,): a label is the next token, -100 behind the last. Its length is its frames. A
+    batch of B items has
+
+    - `features`, float32 (B, bins, F), each followed by silence, and `frames`, int64 (B,);
+    - `tokens`, `labels` and `position_ids`, int64 (B, T); `lengths`, int64 (B,), the tokens of each text.
+
+    A batch of B packs, each of several items end to end, has no `frames` and `lengths`, but
+
+    - `frame_segments`, int64 (B, F), and `segments`, int64 (B, T): which item of its row a frame and a token are of,
+      from 0 on, -1 on the padding of a row;
+    - `cu_seqlens`, int32 (texts and paddings + 1,), where each begins among the B * T tokens, and `max_seqlen`, int.
+
+    A sample is skipped as "no audio", as "no text", also with an empty one, as "too short" or as "too long".
+
+    Raises:
+        ValueError: A setting is out of its range, a text is no text, or the audio is damaged.
+        JSONDecodeError: A part is no JSON.
+        ImportError: PyAV is not installed.
+
+    Example:
+        ```python
+        from task_encoders import SpeechEncoder
+        items = sp.Encode(sp.TarShardReader("speech/", sp.Lane()), SpeechEncoder())
+        batch = next(sp.Batcher(items, size=2))
+        batch["features"].shape   # torch.Size([2, 80, 100])
+        batch["frames"]           # tensor([100, 100])
+        ```
+    """
+
+    global_rng = False
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | Tokenize | None = None,
+        *,
+        text: str = "txt",
+        audio: str | None = None,
+        bins: int = 80,
+        frames: int | None = None,
+        min_s: float = 0.1,
+        max_s: float = 30.0,
+        speeds: Sequence[float] = (1.0,),
+        masks: SpecAugment | None = None,
+    ) -> None:
+        if bins < 1 or not 0 < min_s <= max_s or not all(0.1 <= speed <= 10 for speed in speeds) or not speeds:
+            raise ValueError(
+                f"bins is at least 1, 0 < min_s ≤ max_s, and speeds are some from 0.1 to 10, not {bins}, {min_s}, "
+                f"{max_s} and {speeds}"
+            )
+        if frames is not None and frames * HOP < max_s * RATE:
+            raise ValueError(f"frames={frames} have room for {frames * HOP / RATE} s, less than max_s={max_s}")
+        self.tokenizer = as_tokenizer(tokenizer)
+        self.text = Field(text)
+        self.audio = audio
+        self.bins, self.frames = bins, frames
+        self.min_s, self.max_s = min_s, max_s
+        self.speeds = tuple(speeds)
+        self.masks = masks
+
+    def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
+        """Return one item, or `Skip`."""
+        part = named_part(sample, self.audio, (*AUDIO_PARTS, *VIDEO_PARTS))
+        if part is None:
+            return Skip("no audio")
+        tokens = self.tokenizer(self.text.read_text(sample) or "")
+        if len(tokens) == 0:
+            return Skip("no text")
+        speed = rng.choice(self.speeds) if len(self.speeds) > 1 else self.speeds[0]
+        with sample.audio(part) as audio:
+            duration_s, rate = audio.duration_s, round(RATE / speed)
+            if outside := self._outside(_count(duration_s, rate)):
+                return Skip(outside)
+            samples = audio.samples(0.0, duration_s, rate=rate, mono=True)[0]
+        frames = -(-len(samples) // HOP)
+        features = log_mel(samples, bins=self.bins, frames=self.frames or frames)
+        if self.masks is not None:
+            features[:, :frames] = self.masks(features[:, :frames], rng)
+        return {"features": torch.from_numpy(features), "frames": frames, **document(tokens)}
+
+    def length(self, item: dict[str, Any]) -> int:
+        """The number of frames, 100 a second; tokens are not counted."""
+        frames: int = item["frames"]
+        return frames
+
+    def length_of(self, sample: Sample) -> int | None:
+        """The number of frames, by the header of the audio; None where a speed is drawn, or the header does not say."""
+        part = named_part(sample, self.audio, (*AUDIO_PARTS, *VIDEO_PARTS))
+        if part is None or len(self.speeds) > 1 or len(self.tokenizer(self.text.read_text(sample) or "")) == 0:
+            return None
+        with sample.audio(part) as audio:
+            count = _count(audio.duration_s, round(RATE / self.speeds[0]))
+        return None if self._outside(count) else -(-count // HOP)
+
+    def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
+        """One pack of n items: `features`, float32 (bins, F), `frame_counts` of the items, and a pack of tokens."""
+        return {
+            "features": torch.cat([item["features"][:, : item["frames"]] for item in items], 1),
+            "frame_counts": torch.tensor([item["frames"] for item in items]),
+            **pack_tokens(items, pad=self.tokenizer.pad),
+        }
+
+    def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
+        """A batch of B packs, or of B items, each a row of its own."""
+        if not is_packed(items):
+            text = batch_documents(items, pad=self.tokenizer.pad)
+            return {"features": _padded(items), "frames": torch.tensor([item["frames"] for item in items]), **text}
+        packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
+        features, text = _padded(packs), batch_tokens(packs, pad=self.tokenizer.pad)
+        return {
+            "features": features,
+            "frame_segments": _segments([pack["frame_counts"] for pack in packs], features.shape[2]),
+            "segments": _segments([pack["cu_seqlens"].diff() for pack in packs], text["tokens"].shape[1]),
+            **text,
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument; the tokenizer by its identity and special ids."""
+        return {
+            **self.tokenizer.settings(),
+            "text": self.text.name,
+            "audio": self.audio,
+            "bins": self.bins,
+            "frames": self.frames,
+            "min_s": self.min_s,
+            "max_s": self.max_s,
+            "speeds": list(self.speeds),
+            "masks": self.masks and self.masks.settings(),
+        }
+
+    def _outside(self, count: int) -> str:
+        """The reason to skip so many samples at 16 kHz; none: an empty one."""
+        seconds = count / RATE
+        return "too short" if seconds < self.min_s else "too long" if seconds > self.max_s else ""
+
+
+def _count(duration_s: float, rate: int) -> int:
+    """The samples that `Audio.samples` gives of this duration: the same arithmetic, so that `length_of` is exact."""
+    return round(Fraction(duration_s) * rate)
+
+
+def _padded(rows: Sequence[dict[str, Any]]) -> torch.Tensor:
+    """The `features` of rows, float32 (bins, n), as float32 (rows, bins, longest), each followed by its least value."""
+    features = [row["features"] for row in rows]
+    padded = empty((len(rows), len(features[0]), max(each.shape[1] for each in features)), torch.float32)
+    for target, each in zip(padded, features, strict=True):
+        target[:, : each.shape[1]] = each
+        target[:, each.shape[1] :] = each.min()
+    return padded
+
+
+def _segments(counts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Of 2 and 1 elements in one row and of 2 in the next: 0 0 1 and 0 0 -1, int64 (2, 3)."""
+    return pad_rows([torch.arange(len(each)).repeat_interleave(each) for each in counts], -1, length)
