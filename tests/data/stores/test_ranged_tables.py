@@ -222,7 +222,7 @@ def test_ranges_behind_a_url_are_those_of_the_disk_and_a_little_of_the_file_is_f
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     folder = write(tmp_path / "www/corpus", rows=ROWS[:3])
-    (folder / "wav/a.wav").write_bytes(audio_bytes(1000.0, rate=RATE, container="wav"))
+    (folder / "wav/a.wav").write_bytes(audio_bytes(200.0, rate=RATE, container="wav"))
     expected = sounds(shutil.copytree(folder, tmp_path / "copy"))
     index_files(folder, PARQUET_RANGES)
     with serving(tmp_path / "www") as server:
