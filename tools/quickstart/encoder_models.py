@@ -47,16 +47,58 @@ class TwoTowers(nn.Module):
         self.read = nn.GRU(width, width, batch_first=True)
         self.scale = nn.Parameter(torch.tensor(2.0))
 
+    def see(self, batch: dict[str, Any]) -> Tensor:
+        """The images, float32 (pairs, width)."""
+        seen: Tensor = self.look(batch["image"])
+        return seen
+
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The mean loss of a pair, both ways, float32 ()."""
         tokens, last = batch["tokens"], batch["lengths"] - 1
         read, _ = self.read(self.letter(tokens) + self.place.weight[: tokens.shape[1]])
         texts = functional.normalize(read[torch.arange(len(tokens)), last], dim=1)
-        images = functional.normalize(self.look(batch["image"]), dim=1)
-        logits = self.scale.exp() * images @ texts.T  # (pairs, pairs)
+        seen = functional.normalize(self.see(batch), dim=1)
+        logits = self.scale.exp() * seen @ texts.T  # (pairs, pairs)
         equal = (tokens[:, None] == tokens[None, :]).all(-1).float()
         wanted = equal / equal.sum(1, keepdim=True)
         return (functional.cross_entropy(logits, wanted) + functional.cross_entropy(logits.T, wanted)) / 2
+
+
+class WatchingTowers(TwoTowers):
+    """The same of videos: what is seen in each frame, joined in order."""
+
+    def __init__(self, *, frames: int, image_size: int, longest_text: int, width: int = 96) -> None:
+        super().__init__(image_size=image_size, longest_text=longest_text, width=width)
+        self.join = nn.Linear(frames * width, width)
+
+    def see(self, batch: dict[str, Any]) -> Tensor:
+        """The videos, float32 (pairs, width)."""
+        each = self.look(batch["video"].flatten(0, 1)).unflatten(0, batch["video"].shape[:2])
+        joined: Tensor = self.join(functional.relu(each).flatten(1))
+        return joined
+
+
+class Listener(nn.Module):
+    """A speech recognizer: which letter, or none, is said in each 40 ms (Graves et al.: CTC, 2006)."""
+
+    def __init__(self, *, bins: int = 80, nothing: int, width: int = 96) -> None:
+        super().__init__()
+        self.nothing = nothing  # the token that is none
+        self.listen = nn.Sequential(
+            nn.Conv1d(bins, width, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv1d(width, width, 5, stride=2, padding=2),
+            nn.ReLU(),
+        )
+        self.order = nn.GRU(width, width, batch_first=True, bidirectional=True)
+        self.tell = nn.Linear(2 * width, VOCABULARY)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """The mean loss of a letter, float32 ()."""
+        heard, _ = self.order(self.listen(batch["features"]).transpose(1, 2))
+        logs = functional.log_softmax(self.tell(heard), -1).transpose(0, 1)  # (F / 4, sounds, VOCABULARY)
+        steps = (batch["frames"] + 3) // 4
+        return functional.ctc_loss(logs, batch["tokens"], steps, batch["lengths"], blank=self.nothing)
 
 
 class SeeingTransformer(Transformer):

@@ -1,17 +1,19 @@
-"""Five more models, one for each task encoder, trained, killed and resumed as in the quick start; every bit compared.
+"""Seven more models, of the other task encoders, trained, killed and resumed as in the quick start; each bit compared.
 
     pip install 'savable_pipeline[dev]'
-    python tools/quickstart/train_encoders.py                   all five, about ten minutes on two cores
-    python tools/quickstart/train_encoders.py --only chat       one of classes, pairs, chat, documents, text
+    python tools/quickstart/train_encoders.py                 all seven, about a quarter of an hour on two cores
+    python tools/quickstart/train_encoders.py --only chat     classes, pairs, chat, documents, text, speech or videos
 
-The data are made of what is there after installation: scanned digits, and Python's own source. Copy a pipeline and its
-encoder from section 2; the trainer is that of quickstart.py, the models are in encoder_models.py.
+The data are made of what is there after installation: scanned digits, also dialled and in motion, and Python's own
+source. Copy a pipeline and its encoder from section 2; the trainer is that of quickstart.py, the models are in
+encoder_models.py.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import wave
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +23,7 @@ import numpy as np
 import tokenizers
 import torch
 import typer
-from encoder_models import Classifier, SeeingTransformer, TwoTowers
+from encoder_models import Classifier, Listener, SeeingTransformer, TwoTowers, WatchingTowers
 from models import Transformer
 from outcome import draw
 from PIL import Image
@@ -34,9 +36,11 @@ from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.image_tiles import NativeSize, Tiles
+from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.vision import Vision
+from task_encoders.speech import SpeechEncoder
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]  # ids 0 to 3
@@ -44,6 +48,22 @@ IMAGE_TOKEN = SPECIAL.index("<|image_pad|>")
 VOCABULARY = 2_048
 CHAT_LENGTH = DOCUMENT_LENGTH = 192  # tokens of a pack
 TEXT_LENGTH = 256
+CLIP_FRAMES = 4
+KEYS = (
+    (941, 1336),
+    (697, 1209),
+    (697, 1336),
+    (697, 1477),
+    (770, 1209),
+    (770, 1336),
+    (770, 1477),
+    (852, 1209),
+    (852, 1336),
+    (852, 1477),
+)  # Hz, of the tones of a telephone
+NOTHING = 256  # the token of CTC that is no letter
+RATE = 16_000  # Hz, of sounds
+WAYS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
 # 1. Data, as files. `0001.png` beside `0001.json` is a sample; so are `0001.0.png`, `0001.1.png` and `0001.json`.
 
@@ -131,6 +151,42 @@ def write_documents(folder: Path) -> None:
         (folder / f"{number:04}.json").write_text(json.dumps({"texts": texts, "images": places}))
 
 
+def write_sounds(folder: Path) -> None:
+    """Two or three digits as a telephone dials them, with hiss between, and their names."""
+    draw = np.random.default_rng(0)
+    for number in range(len(digits()) - 3):
+        dialled = digits()[number : number + 2 + number % 2]
+        sound = np.concatenate([dialled_tone(KEYS[digit.number], draw) for digit in dialled])
+        with wave.open(str(folder / f"{number:04}.wav"), "wb") as file:
+            file.setparams((1, 2, RATE, len(sound), "NONE", ""))
+            file.writeframes((8_000 * sound).astype("<i2").tobytes())
+        (folder / f"{number:04}.txt").write_text(" ".join(digit.name for digit in dialled))
+
+
+def dialled_tone(tones: tuple[int, int], draw: np.random.Generator) -> Any:
+    """Both tones for 0.4 to 0.6 s, float64 (n,), fading."""
+    time = np.arange(draw.integers(int(0.4 * RATE), int(0.6 * RATE))) / RATE
+    sound = sum(np.sin(2 * np.pi * tone * time) for tone in tones) * np.exp(-5 * time)
+    return sound + draw.normal(0, 0.02, len(time))
+
+
+def write_videos(folder: Path) -> None:
+    """A digit that moves to one side for a second, and a sentence that says so."""
+    import av  # of the extra [media]
+
+    for number, digit in enumerate(digits()):
+        way, (down, right) = list(WAYS.items())[number % 4]
+        with av.open(str(folder / f"{number:04}.mp4"), "w") as file:
+            stream = file.add_stream("mpeg4", rate=12, width=32, height=32, pix_fmt="yuv420p", bit_rate=200_000)
+            for step in range(-6, 6):
+                canvas = np.zeros((32, 32, 3), "uint8")
+                top, left = 8 + down * step, 8 + right * step
+                canvas[top : top + 16, left : left + 16] = digit.pixels.repeat(2, 0).repeat(2, 1)[..., None]
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(canvas)))
+            file.mux(stream.encode())
+        (folder / f"{number:04}.txt").write_text(f"{digit.name} moves {way}")
+
+
 # 2. What a sample becomes, and the pipeline of one lane. An encoder is built once a process.
 
 
@@ -155,6 +211,10 @@ def tokenizer(path: Path) -> Tokenizer:
 
 CROP = SquareCrop(16, scale=(0.7, 1.0), flip=0.0)  # a mirrored 2 would be no 2
 PAIRS = ContrastiveEncoder(text="json[captions]", crop=CROP)
+CLIPS = sp.Clips(length_s=0.5, fps=2 * CLIP_FRAMES)
+VIDEOS = ContrastiveEncoder(clips=CLIPS, crop=SquareCrop(16, scale=(0.9, 1.0), flip=0.0))
+LETTERS = Tokenizer(lambda text: list(text.encode()))  # without a begin and an end, which are not heard
+SOUNDS = SpeechEncoder(LETTERS, speeds=(0.9, 1.0, 1.1), masks=SpecAugment(band_width=8, time_width=10))
 
 
 @cache
@@ -211,6 +271,16 @@ def text_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
     return sp.Batcher(sp.OnlinePacker(items, max_length=TEXT_LENGTH), size=4)
 
 
+def speech_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+    """Sounds, a little faster or slower, and their text; 32 a batch."""
+    return sp.Batcher(sp.Encode(shuffled(shards, lane), SOUNDS), size=32)
+
+
+def videos_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+    """A clip of half a second of each video, randomly cropped, and its text; 32 a batch."""
+    return sp.Batcher(sp.Encode(shuffled(shards, lane), VIDEOS), size=32)
+
+
 def shuffled(shards: Path, lane: sp.Lane) -> sp.SampleStage:
     """Samples through a small buffer."""
     return sp.ShuffleBuffer(sp.TarShardReader(str(shards), lane), size=64)
@@ -239,8 +309,16 @@ RECIPES = [
         text_pipeline,
         partial(Transformer, max_length=TEXT_LENGTH, vocabulary=VOCABULARY),
     ),
+    Recipe("speech", "CTC, dialled digits", write_sounds, speech_pipeline, partial(Listener, nothing=NOTHING)),
+    Recipe(
+        "videos",
+        "two towers, digits in motion",
+        write_videos,
+        videos_pipeline,
+        partial(WatchingTowers, frames=CLIP_FRAMES, image_size=16, longest_text=77),
+    ),
 ]
-STEPS = {"classes": 400, "pairs": 2400, "chat": 700, "documents": 300, "text": 300}
+STEPS = {"classes": 400, "pairs": 2400, "chat": 700, "documents": 300, "text": 300, "speech": 600, "videos": 600}
 
 # 3. The experiment.
 
