@@ -29,10 +29,22 @@ class SettingRule:
     """What its absence from a state, or here, stands for: how to ask for it."""
     field: str = ""
     """Its name in states and in `allow`, which is else STAGE.SETTING."""
+    comes: str = ""
+    """Not empty: where only a run here has it, that is a warning. It says why it matters where both differ."""
+    goes: bool = False
+    """Where only a state has it, that is a warning too."""
     shards: Callable[[Any], ShardList] | None = None
     """The setting is a summary of shards, which this finds in the stage."""
     whole_stage: bool = False
     """The stage has neither state nor random numbers, only this setting: one may be added to a run, or taken away."""
+
+
+_OTHER_LENGTHS = "the table of media says other values since, so that packs would be others: put back the one that was"
+_HEADERS = "no table of media, so that headers are read"
+MEDIA_RULES = {  # of what `KnownMedia.settings` has: our own table says what the headers do, Energon's may not
+    "media": SettingRule(field="media", comes=_OTHER_LENGTHS, goes=True, absent=_HEADERS),
+    "energon_media": SettingRule(field="energon_media", comes=_OTHER_LENGTHS, absent="none of Energon's, or not read"),
+}
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
-from tests.support.example_shards import write_example_speech
+from tests.support.example_shards import write_example_films, write_example_speech
 from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def write_captioned_shards(folder: Path) -> None:
 
 
 def write_files(folder: Path) -> None:
-    """Six photos with captions, another that is broken, records that name the six; MDS, LitData and speech."""
+    """Six photos with captions, another that is broken, records that name the six; MDS, LitData, speech and films."""
     (folder / "photos").mkdir()
     for i in range(6):
         (folder / f"photos/{i:03}.png").write_bytes(png(i))
@@ -144,3 +144,4 @@ def write_files(folder: Path) -> None:
     write_captioned_mds(folder / "mds")
     write_captioned_litdata(folder / "litdata")
     write_example_speech(folder / "speech")
+    write_example_films(folder / "films")

@@ -1,4 +1,4 @@
-"""The folders `shards/` and `speech/` that examples in docstrings and on pages read."""
+"""The folders `shards/`, `speech/` and `films/` that examples in docstrings and on pages read."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def write_example_speech(folder: Path) -> None:
             sound.writeframes(bytes([number, 0]) * 8_000)
         members += [(f"{number:06d}.wav", file.getvalue()), (f"{number:06d}.txt", f"sound {number}".encode())]
     write_tar(folder / "000000.tar", members)
+
+
+def write_example_films(folder: Path) -> None:
+    """6 samples: `mp4`, 4 s of 64 × 48 pixels at 10 frames a second, with a tone; `txt`."""
+    from tests.support.media_files import video_bytes  # here: most examples need no film
+
+    film = video_bytes(40, fps=10, audio="aac")
+    write_tar(folder / "0.tar", [(f"film{n}.{x}", d) for n in range(6) for x, d in (("mp4", film), ("txt", b"a film"))])
 
 
 def write_numbered_pictures(folder: Path) -> None:

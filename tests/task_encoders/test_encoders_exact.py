@@ -19,10 +19,14 @@ from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.interleaved import InterleavedEncoder
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.aspect_buckets import Buckets
+from task_encoders.parts.audio_tokens import AudioTokens
+from task_encoders.parts.chat_template import ChatML
 from task_encoders.parts.image_tiles import NativeSize, Tiles
+from task_encoders.parts.mrope import MRope
 from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.video_tokens import VideoTokens
 from task_encoders.parts.vision import Vision
 from task_encoders.speech import SpeechEncoder
 from tests.support.media_files import audio_bytes, video_bytes
@@ -85,6 +89,22 @@ def conversations() -> list[dict[str, Any]]:
             turns = [{"from": "human", "value": "<image> " * len(shown)}, {"from": "gpt", "value": answer}]
             record = {"conversations": turns if answer else turns[:1]}
         samples.append({"json": record, **images})
+    return samples
+
+
+@cache
+def films() -> list[dict[str, Any]]:
+    """Conversations about one or two short videos, sounds, and a digit."""
+    videos = [video_bytes(6 + 3 * number, fps=6, size=(16, 16)) for number in range(3)]
+    sounds = [audio_bytes(0.1 + 0.03 * number) for number in range(4)]
+    samples: list[dict[str, Any]] = []
+    for number in range(60):
+        question = ["<video>", "<audio><video>", "<image><video>", "<video> or <video>"][number % 4]
+        parts: dict[str, Any] = {f"{i}.mp4": videos[(number + i) % 3] for i in range(question.count("<video>"))}
+        parts |= {"flac": sounds[number % 3]} if "<audio>" in question else {}
+        parts |= {"jpg": photos()[number][0]} if "<image>" in question else {}
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": NAMES[number % 10]}]
+        samples.append({"json": {"conversations": turns}, **parts})
     return samples
 
 
@@ -152,6 +172,18 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
             own_tokenizer(), vision=vision(Tiles(patch=2, merge=2, side=8, max_tiles=2), "exact"), max_length=90
         ),
         conversations,
+        90,
+    ),
+    "packed chat with videos and sounds": (
+        lambda: ChatEncoder(
+            vision=Vision(NativeSize(patch=4, merge=1, min_pixels=16, max_pixels=64), 300),
+            video=VideoTokens(301, patch=8, merge=1, min_pixels=64, max_pixels=256),
+            audio=AudioTokens(302, bins=80),
+            rope=MRope(),
+            template=ChatML("<", ">"),
+            max_length=90,
+        ),
+        films,
         90,
     ),
     "packed documents": (

@@ -12,10 +12,6 @@ that nothing is counted that is made for another. What is not the same work:
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -24,11 +20,11 @@ from typing import Any, Literal
 import numpy as np
 import peers
 import torch
-from data import FOLDER, console, prepared
+from apart import Maker, in_turn
+from data import FOLDER, prepared
 from PIL import Image
 from pipelines import FunctionEncoder, pipeline
-from rich.table import Table
-from rounds import Loader, processor_s, spread
+from rounds import Loader
 from torch.utils.data import default_collate
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
@@ -38,9 +34,7 @@ import savable_pipeline as sp
 from task_encoders import SquareCrop
 from task_encoders.parts.random_box import random_box
 
-ROUNDS, WORKERS, SIDE, SCALE = 5, 2, 224, (0.08, 1.0)
-WARM, CALM_S, CALM = 2, 0.2, 0.015  # batches first; at rest is who uses so few processor seconds in this time, twice
-Maker = Callable[[], Loader]
+WORKERS, SIDE, SCALE = 2, 224, (0.08, 1.0)
 
 _crop = v2.Compose([v2.RandomResizedCrop(SIDE, SCALE, antialias=True), v2.RandomHorizontalFlip()])
 
@@ -68,7 +62,7 @@ def peers_of_images(only: str = "") -> dict[str, Any]:
         "whole 4000 × 3000": (whole, large, 2, 5),
     }
     chosen = {title: cell for title, cell in cells.items() if only in title}
-    return {title: _in_turn(title, make(at, size), count) for title, (make, at, size, count) in chosen.items()}
+    return {title: in_turn(title, "images", make(at, size), count) for title, (make, at, size, count) in chosen.items()}
 
 
 def crops(folder: Path, size: int) -> dict[str, Maker]:
@@ -191,69 +185,3 @@ def dali(folder: Path, size: int, *, crop: bool) -> Loader:
             pipe.set_outputs(fn.decoders.image(jpegs))
     pipe.build()
     return Loader((torch.utils.dlpack.from_dlpack(pipe.run()[0].as_tensor()) for _ in itertools.count()), len)
-
-
-def _in_turn(title: str, makers: dict[str, Maker], batches: int) -> dict[str, Any]:
-    """Rates and processor times, and their ratios to the first: medians, and the spread of rounds."""
-    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
-    for _ in range(ROUNDS):
-        for name in list(rounds):
-            told = _apart(makers[name], batches)
-            if isinstance(told, str):
-                console.print(f"{name} is left out: {told}")
-                del rounds[name]
-            else:
-                rounds[name].append(told)
-                console.print(f"{title}, {name}: {told[0]:.1f} images/s, {told[1]:.2f} ms of processor time")
-    first = next(iter(rounds.values()))
-    table = Table(title, "images/s", "the first / it", "spread", "processor ms", "it / the first", "spread")
-    result = {}
-    for name, found in rounds.items():
-        rates = spread([own / its for (own, _), (its, _) in zip(first, found, strict=True)])
-        costs = spread([its / own for (_, own), (_, its) in zip(first, found, strict=True)])
-        rate, cost = (statistics.median(column) for column in zip(*found, strict=True))
-        result[name] = {"images/s": rate, "first/it": rates, "ms": cost, "ms it/first": costs}
-        cells = [cell for low, middle, high in (rates, costs) for cell in (f"{middle:.2f}", f"{low:.2f} to {high:.2f}")]
-        table.add_row(name, f"{rate:,.1f}", *cells[:2], f"{cost:.2f}", *cells[2:])
-    console.print(table)
-    return result
-
-
-def _apart(make: Maker, batches: int) -> tuple[float, float] | str:
-    """Images a second and the processor's milliseconds an image, in a process of its own; or why it cannot run."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measured, args=(make, batches, sender))
-    process.start()
-    sender.close()
-    told: tuple[float, float] | str = receiver.recv()
-    process.join()
-    return told
-
-
-def _measured(make: Maker, batches: int, sender: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        loader = make()
-    except (ImportError, RuntimeError) as error:
-        sender.send(f"{error}".splitlines()[0][:200])
-        return
-    for _ in range(WARM):
-        next(loader.batches)
-    before, _ = _at_rest()
-    start = time.perf_counter()
-    images = sum(loader.use(next(loader.batches)) for _ in range(batches))
-    after, end = _at_rest()
-    sender.send((images / (end - start), (after - before) / images * 1e3))
-    loader.close()
-
-
-def _at_rest() -> tuple[float, float]:
-    """Processor seconds, once all queues are full, and when they became so."""
-    calm, last, since = 0, processor_s(os.getpid()), time.perf_counter()
-    while calm < 2:
-        time.sleep(CALM_S)
-        now = processor_s(os.getpid())
-        calm = calm + 1 if now - last <= CALM else 0
-        last, since = now, since if calm else time.perf_counter()
-    return last, since

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from apart import Maker, in_turn
 from data import FOLDER, prepared
 from media_peers import DECODERS, FPS, LENGTH_S, SIDE
-from rounds import Contender, Loader, compete
+from rounds import Loader
 
 import savable_pipeline as sp
 
-WORKERS, SIZE, SECONDS = 2, 4, 4.0
+WORKERS, SIZE, BATCHES = 2, 4, 16
 
 
 class RandomClips(sp.TaskEncoder):
@@ -47,38 +49,35 @@ def loader(folder: Path, align: str = "exact") -> Loader:
         return sp.Batcher(sp.Encode(sp.TarShardReader(str(folder / "000000.tar"), lane), encoder), size=SIZE)
 
     made = sp.SavableLoader(pipeline, seed=1, lanes=12, num_workers=WORKERS)
-    return Loader(made, len, made.close)
+    return Loader(iter(made), len, made.close)
 
 
-class Programs:
-    """A decoder in as many processes as our loader has."""
+def programs(python: str, decoder: str, folder: Path) -> Loader:
+    """A decoder in as many processes as our loader has, each making as many clips as a batch has."""
+    command = [python, str(Path(__file__).with_name("media_peers.py")), decoder, str(folder)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started: list[Any] = [subprocess.Popen([*command, str(seed)], env=alone, **pipes) for seed in range(WORKERS)]
 
-    def __init__(self, python: str, decoder: str, folder: Path) -> None:
-        command = [python, str(Path(__file__).with_name("media_peers.py")), decoder, str(folder)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._programs: list[Any] = [subprocess.Popen([*command, str(seed)], **pipes) for seed in range(WORKERS)]
-        answers = {self._answer(program) for program in self._programs}
-        if answers != {"ready"}:
-            self.close()
-            raise ImportError(" ".join(answers))
-
-    @staticmethod
-    def _answer(program: Any) -> str:
-        return str(program.stdout.readline().strip())
-
-    def run(self, seconds: float) -> tuple[float, float]:
-        """Make clips in all processes; returns their number, and the time until the last ended."""
-        start = time.perf_counter()
-        for program in self._programs:
-            program.stdin.write(f"{seconds}\n")
-            program.stdin.flush()
-        return float(sum(int(self._answer(program)) for program in self._programs)), time.perf_counter() - start
-
-    def close(self) -> None:
-        """End the processes."""
-        for program in self._programs:
-            program.stdin.close()
+    def end() -> None:
+        for program in started:
+            program.terminate()
             program.wait()
+
+    def answers() -> list[str]:
+        return [program.stdout.readline().strip() for program in started]
+
+    def batches() -> Iterator[list[int]]:
+        while True:
+            for program in started:
+                program.stdin.write(f"{SIZE}\n")
+                program.stdin.flush()
+            yield [int(answer) for answer in answers()]
+
+    if (found := {*answers()}) != {"ready"}:
+        end()
+        raise ImportError(" ".join(found))
+    return Loader(batches(), sum, end)
 
 
 def main() -> None:
@@ -91,14 +90,13 @@ def main() -> None:
     args = parser.parse_args()
     pythons = dict(one.split("=", 1) for one in args.python)
     folder = prepared(FOLDER, "videos")
-    makers: dict[str, Callable[[], Contender]] = {"savable_pipeline": lambda: loader(folder)}
+    makers: dict[str, Maker] = {"savable_pipeline": lambda: loader(folder)}
     for name in DECODERS:
         python = pythons.get(name.split(",")[0], sys.executable)
-        makers[name] = lambda python=python, name=name: Programs(python, name, folder / "files")  # type: ignore[misc]
+        makers[name] = partial(programs, python, name, folder / "files")
     makers["savable_pipeline, from keyframes"] = lambda: loader(folder, "keyframe")
-    first, *_ = makers
-    makers = {name: make for name, make in makers.items() if name == first or args.only in name}
-    found = compete(f"clips of {LENGTH_S:.0f} s, {WORKERS} processes", "clips", makers, seconds=SECONDS)
+    makers = {name: make for name, make in makers.items() if name == "savable_pipeline" or args.only in name}
+    found = in_turn(f"clips of {LENGTH_S:.0f} s, {WORKERS} processes", "clips", makers, BATCHES)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2))
 

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,10 +20,15 @@ from savable_pipeline.core.on_error import OnError, Quarantine
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray, Sample
 from savable_pipeline.data.shards.energon_metadata import FieldMap, read_field_map, read_split
+from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, without_ending
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.media.known_media import KnownMedia
+    from savable_pipeline.data.media.media_info import MediaInfo
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +96,19 @@ class Dataset:
         fewer.entries = self.entries.first(shards)
         fewer.firsts = self.firsts[: shards + 1]
         fewer.count = int(fewer.firsts[-1])
+        vars(fewer).pop("known_media", None)
         return fewer
+
+    @cached_property
+    def known_media(self) -> KnownMedia:
+        """What is known of the media without opening them. Raises `ShardError` for a table of other shards."""
+        from savable_pipeline.data.media.known_media import KnownMedia  # here: most datasets are not asked
+
+        return KnownMedia(self.store, self.entries)
+
+    def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
+        """What the headers of a part say; see `KnownMedia.media`."""
+        return self.known_media.media(shard, row, find_part(part, self.extensions(shard, row)), name)
 
     @property
     def prefetch_refs(self) -> int:

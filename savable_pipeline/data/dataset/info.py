@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import open_any
+from savable_pipeline.data.media.media_totals import MediaTotals
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_split, split_names
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.errors import ShardError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Info:
     splits: dict[str, int]  # by name: samples of its shards
     looked_at: int  # samples that `parts` counts: all, or some where all would have to be read
     nulls: dict[str, int] = field(default_factory=dict)  # by column: those of them that have a null there
+    media: dict[str, MediaTotals] = field(default_factory=dict)  # by extension, where there is a table of media
     faults: list[str] = field(default_factory=list)  # that a reader would raise, and what the store says of its files
 
     @property
@@ -69,6 +72,7 @@ def dataset_info(shards: Shards) -> Info:
     dataset = open_any(shards, partial=True)
     sizes, looked_at = dataset.part_sizes()
     nulls, faults = _nulls(dataset, looked_at)
+    media, media_faults = _media(dataset)
     (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
     return Info(
         dataset.address,
@@ -79,8 +83,18 @@ def dataset_info(shards: Shards) -> Info:
         split_counts(dataset.root, dataset.entries),
         looked_at,
         nulls,
-        faults,
+        media,
+        faults + media_faults,
     )
+
+
+def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
+    """The numbers in the table of media; and why it cannot be used, if so."""
+    try:
+        table = dataset.known_media.table
+        return {} if table is None else {name: MediaTotals.of(rows) for name, rows in table.by_part().items()}, []
+    except ShardError as error:
+        return {}, [str(error)]
 
 
 def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]:

@@ -20,6 +20,7 @@ from savable_pipeline.errors import SavableError, ShardError
 
 if TYPE_CHECKING:
     from savable_pipeline.core.on_error import OnError, Quarantine
+    from savable_pipeline.data.media.media_info import MediaInfo
     from savable_pipeline.data.shards.energon_metadata import FieldMap
 
 
@@ -88,6 +89,10 @@ class JoinedParts(msgspec.Struct, eq=False):
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         found = self._joined(shard, row, extension)
         return self.own.head(shard, row, extension, limit) if found is None else found[0].head(found[1], limit)
+
+    def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
+        found = self._joined(shard, row, part)
+        return self.own.media(shard, row, part, name) if found is None else found[0].media(found[1])
 
     def _joined(self, shard: int, row: int, extension: str) -> tuple[Sample, str] | None:
         """The joined sample that has this part, and the part's name in it; None for a part of the sample's own.

@@ -23,7 +23,7 @@ from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.file_kinds import kind_behind, kind_in
+from savable_pipeline.data.stores.file_kinds import stored_behind, stored_in
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import ShardError
@@ -42,7 +42,7 @@ def format_of_file(root: Path, name: str) -> FileFormat | None:
 
     None for what is of no kind.
     """
-    kind = STORES.get(kind_in(root)) or STORES.get(_kind_of_name(name))
+    kind = STORES.get(stored_in(root)) or STORES.get(_kind_of_name(name))
     return None if kind is None else kind.form
 
 
@@ -84,6 +84,9 @@ def open_any(
         if name not in kind.settings:
             others = listed([each.name for each in STORES.values() if name in each.settings])
             raise ValueError(f"{files}: {name}= is for files of the kinds {others}, not for {kind.name} files")
+
+    if "ranges" in given:
+        kind = _ranged(kind)
 
     def open_it(tolerant: bool, unlistable: Unlistable) -> RecordStore:
         return seen(_indexed(kind, files, tolerant, unlistable, cache, cache_size), partial=partial, **given)
@@ -131,7 +134,31 @@ def open_store(
     taken. Raises `ShardError`, `RemoteError`.
     """
     kind = STORES[name]
+    if settings.get("ranges") is not None:
+        kind = _ranged(kind)
+    elif kind.also and _folder_kind(files) == kind.also:
+        kind = STORES[kind.also]
     return kind.store(_indexed(kind, files, tolerant, unlistable, cache, cache_size), **settings)
+
+
+def _ranged(kind: Kind) -> Kind:
+    """The kind of the same files, whose rows name ranges of others."""
+    return STORES[f"{kind.name}-ranges"]
+
+
+def _folder_kind(files: Shards) -> str:
+    """The kind that another program's file in a folder says; "" for anything but one folder."""
+    if not isinstance(files, str | os.PathLike):
+        return ""
+    if not is_remote(files):
+        return stored_in(Path(spelled_out(files)[0]))
+    url = os.fspath(files).rstrip("/")
+    if "*" in url or _kind_of_name(url):
+        return ""
+    from savable_pipeline.data.remote.remote_files import short_downloader
+
+    with short_downloader() as downloader:
+        return stored_behind(url, downloader)
 
 
 def _indexed(
@@ -186,7 +213,7 @@ def index_any(
 
 def _kinds_at(spec: str) -> set[str]:
     path = Path(spec)
-    if (kind := kind_in(path)) in STORES:
+    if (kind := stored_in(path)) in STORES:
         return {kind}
     if not path.is_dir():
         return {_kind_of_name(name) for name in expand_braces(spec)[:1]}
@@ -214,7 +241,7 @@ def _kinds_behind(url: str) -> set[str]:
     if (kind := _kind_of_name(url)) or "*" in url:
         return {kind}
     with short_downloader() as downloader:
-        if (found := kind_behind(url.rstrip("/"), downloader)) in STORES:
+        if (found := stored_behind(url.rstrip("/"), downloader)) in STORES:
             return {found}
     indexes = {index_name(name): name for name in STORES}
     names = names_behind(url.rstrip("/"), list(indexes))

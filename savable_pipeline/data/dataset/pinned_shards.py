@@ -28,7 +28,7 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
     here = msgspec.msgpack.encode(shard_digests.summary(dataset.entries))
     packed = pinned.setdefault(name, here)
     if here == packed:
-        return dataset
+        return _with_media(dataset, name, pinned)
     known: shard_digests.Summary = msgspec.msgpack.decode(packed)
     if not shard_digests.begin_with(dataset.entries, known):
         raise _differing(dataset, known)
@@ -40,7 +40,21 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
         len(dataset.entries) - count,
         dataset.entries.names[count],
     )
-    return dataset.first_shards(count)
+    return _with_media(dataset.first_shards(count), name, pinned)
+
+
+def _with_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
+    """The dataset with what was known of its media when the run began. Raises `ShardError` where that is gone."""
+    known = dataset.known_media.settings()
+    before = msgspec.msgpack.decode(pinned.setdefault(f"{name} media", msgspec.msgpack.encode(known)))
+    if known and not before:  # a table was made since: this run goes on without it
+        dataset.known_media = dataset.known_media.untabled()
+    elif known != before:
+        raise ShardError(
+            f"{dataset.address}: the table of media was removed or changed since this run began: start again",
+            reason="other media table",
+        )
+    return dataset
 
 
 def _differing(dataset: Dataset, known: shard_digests.Summary) -> ShardError:

@@ -19,6 +19,7 @@ from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.dataset.sample import REF, Sample
 from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.errors import ShardError
 
 Transform: TypeAlias = Callable[[Sample], Any]
@@ -30,6 +31,7 @@ def open_dataset(
     transform: Transform | None = None,
     columns: Sequence[str] | None = None,
     key: str | None = None,
+    ranges: RangeColumns | None = None,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
 ) -> Samples:
@@ -46,6 +48,7 @@ def open_dataset(
             its parts when they are asked for.
         columns: As for `sp.ParquetReader`.
         key: As for `sp.ParquetReader`.
+        ranges: As for `sp.ParquetReader`.
         cache: As for `sp.TarShardReader`.
         cache_bytes: As for `sp.TarShardReader`.
 
@@ -69,7 +72,8 @@ def open_dataset(
         torch.Size([2, 8, 8, 3])
     """
     specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
-    return Samples(_Opened((specs, cache, cache_bytes, None if columns is None else tuple(columns), key)), transform)
+    chosen = None if columns is None else tuple(columns)
+    return Samples(_Opened((specs, cache, cache_bytes, chosen, key, ranges and dict(ranges))), transform)
 
 
 class _Opened:
@@ -95,8 +99,8 @@ class _Opened:
         return _Opened(self._arguments, dataset.digest(), len(dataset.entries))
 
     def _open(self) -> Dataset:
-        shards, cache, cache_bytes, columns, key = self._arguments
-        dataset = open_any(shards, cache=cache, cache_size=cache_bytes, columns=columns, key=key)
+        shards, cache, cache_bytes, columns, key, ranges = self._arguments
+        dataset = open_any(shards, cache=cache, cache_size=cache_bytes, columns=columns, key=key, ranges=ranges)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:

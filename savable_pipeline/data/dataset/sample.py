@@ -15,11 +15,13 @@ from savable_pipeline.data.dataset.image_region import Box, Size, image_region
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
 from savable_pipeline.data.dataset.transparency import Colour, converted
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, open_image
+from savable_pipeline.data.stores.member_file import seconds_of
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from savable_pipeline.data.media.audio import Audio
+    from savable_pipeline.data.media.media_info import MediaInfo
     from savable_pipeline.data.media.video import Video
 
 # A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
@@ -282,7 +284,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """Open a part as a video, of which no more is read and decoded than is asked for.
 
         Args:
-            part: The name of the part. None: the first with the extension of a video (mp4, webm, mkv, …).
+            part: The name of the part, or of a range (`ranges=` of `sp.ParquetReader`). None: the first with the
+                extension of a video (mp4, webm, mkv, …).
 
         Raises:
             MediaError: The part is damaged, or no video.
@@ -291,14 +294,16 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         from savable_pipeline.data.media.video import Video  # here: most samples have none
 
         name = part or self._first(VIDEO_PARTS)
-        return Video(self.open(name), self._name_of(name))
+        file = self.open(name)
+        begin_s, end_s = seconds_of(file)
+        return Video(file, self._name_of(name), begin_s=begin_s, end_s=end_s)
 
     def audio(self, part: str | None = None) -> Audio:
         """Open a part as a sound, of which no more is read and decoded than is asked for.
 
         Args:
-            part: The name of the part, which may be a video with a sound. None: the first with the extension of a
-                sound (flac, wav, mp3, …), then of a video.
+            part: The name of the part, which may be a range, or a video with a sound. None: the first with the
+                extension of a sound (flac, wav, mp3, …), then of a video.
 
         Raises:
             MediaError: The part is damaged, or has no sound.
@@ -307,7 +312,33 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         from savable_pipeline.data.media.audio import Audio  # here: most samples have none
 
         name = part or self._first((*AUDIO_PARTS, *VIDEO_PARTS))
-        return Audio(self.open(name), self._name_of(name))
+        file = self.open(name)
+        begin_s, end_s = seconds_of(file)
+        return Audio(file, self._name_of(name), begin_s=begin_s, end_s=end_s)
+
+    def media(self, part: str | None = None) -> MediaInfo:
+        """Return what the headers of a part say of its length and size; nothing is decoded.
+
+        Where there is a table of `savable index --media`, or Energon's, no header is read either. The values are those
+        of the bytes: the same with the table as without.
+
+        Args:
+            part: The name of the part. None: the first with the extension of a video, then of a sound, then of an
+                image.
+
+        Raises:
+            MediaError: The part is damaged, or no media.
+            ShardError: The table is of other shards than there are now.
+            ImportError: PyAV, of the extra `media`, is not installed, and the part is no image.
+
+        Example:
+            >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+            >>> info = sample.media("png")
+            >>> (info.width, info.height, info.duration_s)
+            (8, 8, None)
+        """
+        name = part or self._first((*VIDEO_PARTS, *AUDIO_PARTS, *IMAGE_PARTS))
+        return self.origin.media(self._shard, self._row, name, self._name_of(name))
 
     def decoded(self) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.

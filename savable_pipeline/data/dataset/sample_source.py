@@ -14,6 +14,7 @@ from savable_pipeline.data.shards.part_types import find_part
 
 if TYPE_CHECKING:
     from savable_pipeline.core.on_error import OnError, Quarantine
+    from savable_pipeline.data.media.media_info import MediaInfo
     from savable_pipeline.data.shards.energon_metadata import FieldMap
 
 
@@ -40,6 +41,7 @@ class SampleSource(Protocol):
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]: ...
     def open(self, shard: int, row: int, extension: str) -> BinaryIO: ...
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]: ...
+    def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo: ...
 
 
 class DetachedSample(msgspec.Struct, eq=False):
@@ -80,3 +82,8 @@ class DetachedSample(msgspec.Struct, eq=False):
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         data = self.read(shard, row, extension)
         return data[:limit], len(data)
+
+    def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
+        from savable_pipeline.data.media.media_info import media_info  # here: most samples are not asked
+
+        return media_info(self.open(shard, row, part), name, part)

@@ -18,9 +18,10 @@ from savable_pipeline.data.stores.record_store import RecordStore
 class Kind:
     """A kind of files, the places of its format and of the store that reads them, and the names of its settings.
 
-    `files` tells such files by their names; None: a listing in their folder names them. `seen_with` are settings for
-    whoever looks at files that cannot be read without any, `in_order` makes those for whoever reads all samples once,
-    in their order. `named` tells which files of a folder are read, where another program says so.
+    `files` tells such files by their names; None: they are told otherwise, as by a listing in their folder.
+    `seen_with` are settings for whoever looks at files that cannot be read without any, `in_order` makes those for
+    whoever reads all samples once, in their order. `named` tells which files of a folder are read, where another
+    program says so. `also` is a kind of folders that hold such files, as which their reader reads one.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Kind:
     seen_with: Mapping[str, Any] = field(default_factory=dict)
     in_order: Callable[[], dict[str, Any]] = dict
     named: Callable[[Shards], Shards] = lambda files: files
+    also: str = ""
 
     @property
     def form(self) -> FileFormat:
@@ -61,7 +63,7 @@ def _data_files(files: Shards) -> Shards:
 
 
 _FEW_BYTES = 1 << 27  # that are kept unpacked
-_COLUMNS = ("columns", "key", "blocks", "partial")
+_COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
 _RECORDS = ("key", "blocks")
 _DATA = "savable_pipeline.data."  # below which the places are
 STORES = {
@@ -75,6 +77,7 @@ STORES = {
             PARQUET_FILES,
             _COLUMNS,
             in_order=_partial,
+            also="lerobot",
         ),
         Kind(
             "arrow",
@@ -85,7 +88,7 @@ STORES = {
             in_order=_partial,
             named=_data_files,
         ),
-        Kind("jsonl", "stores.jsonl:JSONL", "stores.jsonl:JsonlStore", JSONL_FILES, ("key",)),
+        Kind("jsonl", "stores.jsonl:JSONL", "stores.jsonl:JsonlStore", JSONL_FILES, ("key", "ranges")),
         Kind(
             "tokens",
             "stores.token_file:TOKENS",
@@ -102,6 +105,11 @@ STORES = {
             None,
             _RECORDS,
             in_order=_few_blocks,
+        ),
+        Kind("lerobot", "stores.lerobot:LEROBOT", "stores.lerobot:LeRobotStore", None, ("key", "blocks", "partial")),
+        *(
+            Kind(f"{name}-ranges", f"stores.ranged_tables:{name.upper()}_RANGES", f"stores.ranged_tables:{store}", None)
+            for name, store in (("parquet", "RangedParquet"), ("arrow", "RangedArrow"), ("jsonl", "RangedJsonl"))
         ),
     )
 }

@@ -208,9 +208,9 @@ class _Media:
 
     def start(self, part: int, rng: Rng) -> float:
         """Where a clip begins, in seconds."""
-        clips = self._clips
-        drawn = (part + rng.random()) / self.count * self._room if clips.stride_s is None else part * clips.stride_s
-        return self._video.keyframe_at(drawn) if self._video is not None and clips.align == "keyframe" else drawn
+        stride_s = self._clips.stride_s
+        drawn = (part + rng.random()) / self.count * self._room if stride_s is None else part * stride_s
+        return self._video.keyframe_at(drawn) if self._video is not None and self._clips.align == "keyframe" else drawn
 
     def clip(self, start: float) -> Clip:
         """Decode the clip that begins there."""

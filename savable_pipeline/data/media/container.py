@@ -139,8 +139,11 @@ class MediaStream:
     @property
     def _duration(self) -> Fraction:
         if self._end is None:
-            told = header_duration(self._container, self._stream, self._origin)[0]
-            self._end = self._packets_end() if told is None else told
+            origin = origin_of(self._container)
+            told = header_duration(self._container, self._stream, origin)[0]
+            self._end = self._packets_end() if told is None else told + origin - self._origin
+            if self._end < 0:
+                raise MediaError(f"{self.name}: its range begins {-float(self._end):.3f} s behind the end of the file")
         return self._end
 
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:

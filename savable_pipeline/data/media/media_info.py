@@ -69,10 +69,12 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
 
 
 def _image_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
+    from PIL.Image import DecompressionBombError  # here: it takes time and memory
+
     try:
         with open_image(file, part) as image:
             return MediaInfo(width=image.width, height=image.height)
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, DecompressionBombError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise MediaError(f"{name}: {error}") from error

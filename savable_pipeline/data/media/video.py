@@ -11,7 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.data.media.container import LATE, MediaError, MediaStream, is_mp4, kept_place, media_errors, pyav
+from savable_pipeline.data.media.container import (
+    LATE,
+    MediaError,
+    MediaStream,
+    is_mp4,
+    kept_place,
+    media_errors,
+    origin_of,
+    pyav,
+)
 from savable_pipeline.data.media.display_matrix import is_turned
 
 _MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
@@ -60,7 +69,8 @@ class Video(MediaStream):
     @property
     def frame_count(self) -> int | None:
         """The number of frames, as the header says; None where it does not, or in a range of a file."""
-        return self._stream.frames or None
+        is_range = self._origin != origin_of(self._container) or not self._whole
+        return None if is_range else self._stream.frames or None
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode the frame that is on display at each of these times.

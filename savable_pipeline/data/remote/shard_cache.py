@@ -141,14 +141,6 @@ class ShardCache:
         """The first byte of a row, and the byte after row `stop - 1` of the same shard."""
         return self.layout.extent(row, stop)
 
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The bytes of each of these rows; of the last of a shard, with what lies behind it."""
-        shards, begins = self.shards_of(rows), self.layout.begins(rows)
-        behind = self.layout.begins(np.minimum(rows + 1, self.rows - 1))
-        last = rows + 1 == self.firsts[shards + 1]
-        found: NDArray[np.int64] = np.where(last, self.shards.sizes[shards], behind) - begins
-        return found
-
     def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
         """The runs of rows from `row` to `stop - 1` that are not present."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))

@@ -37,17 +37,19 @@ class EachShard(Protocol):
 
 
 def each_shard(
-    task: Task, root: Path, names: list[str], processes: int, *, url: str = ""
+    task: Task, root: Path, names: list[str], processes: int, *, url: str = "", options: tuple[float, ...] = ()
 ) -> Generator[Answer, None, None]:
     """The answers for all shards, in the order in which they come; None where the process died over the shard.
 
-    With a `url` the shards lie there, and `root` is an empty folder to download them to, one at a time.
+    With a `url` the shards lie there, and `root` is an empty folder to download them to, one at a time. The task gets
+    the `options` behind the name.
     """
-    return each_job("savable_pipeline.data.shards.processes:serve", (task, os.fspath(root), url), names, processes)
+    arguments: tuple[str | float, ...] = (task, os.fspath(root), url, *options)
+    return each_job("savable_pipeline.data.shards.processes:serve", arguments, names, processes)
 
 
 def each_job(
-    serve: str, arguments: tuple[str, ...], jobs: Sequence[J], processes: int
+    serve: str, arguments: tuple[str | float, ...], jobs: Sequence[J], processes: int
 ) -> Generator[tuple[J, bytes | None], None, None]:
     """Each job with what `serve`, a function as of `ChildProcess`, sends about it; None where the process died over it.
 
@@ -77,7 +79,7 @@ class _Worker(Generic[J]):
     def __init__(
         self,
         serve: str,
-        arguments: tuple[str, ...],
+        arguments: tuple[str | float, ...],
         waiting: queue.SimpleQueue[J],
         answers: queue.SimpleQueue[tuple[J, bytes | None]],
     ) -> None:
@@ -122,16 +124,16 @@ class _Worker(Generic[J]):
                 self._child.kill()
 
 
-def serve(connection: Connection, names: Iterator[str], task: Task, root: str, url: str) -> None:
+def serve(connection: Connection, names: Iterator[str], task: Task, root: str, url: str, *options: float) -> None:
     """The child: does one shard after the other."""
     for name in names:
-        connection.send_bytes(msgspec.msgpack.encode(do(task, Path(root), name, url)))
+        connection.send_bytes(msgspec.msgpack.encode(do(task, Path(root), name, url, *options)))
 
 
-def do(task: Task, root: Path, name: str, url: str = "") -> msgspec.Struct:
+def do(task: Task, root: Path, name: str, url: str = "", *options: float) -> msgspec.Struct:
     """The task's result for a shard; see `each_shard`."""
     work = found_at(task)
-    found: msgspec.Struct = work(url, root, name) if url else work(root, name)
+    found: msgspec.Struct = work(url, root, name, *options) if url else work(root, name, *options)
     return found
 
 

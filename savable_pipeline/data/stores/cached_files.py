@@ -24,7 +24,7 @@ from savable_pipeline.data.stores.download_blocks import Block, DownloadBlocks
 from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.long_samples import LONG, LongSamples
-from savable_pipeline.data.stores.shard_files import Locate, PartReader, Read, T, Where
+from savable_pipeline.data.stores.shard_files import Locate, Read, SampleParts, T, Where
 from savable_pipeline.errors import RemoteError, ShardError
 
 _TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
@@ -101,7 +101,7 @@ class CachedFiles(DownloadedFiles):
             self._cached.forget_holes(number, descriptor)
         return descriptor
 
-    def long_parts(self, parts: PartReader, place: Callable[[int, str], tuple[int, int]]) -> LongSamples:
+    def long_parts(self, parts: SampleParts, place: Callable[[int, str], tuple[int, int]]) -> LongSamples:
         """See `ShardFiles.long_parts`."""
         self._long = LongSamples(self, self._found, place)
         return self._long
@@ -196,7 +196,7 @@ class CachedFiles(DownloadedFiles):
     def _without_long(self, rows: Rows) -> Rows:
         """These rows without those of long samples that are absent, which are announced to `LongSamples`."""
         absent = rows[self._cached.present[rows] & 1 == 0]
-        long = self._cached.lengths(absent) > LONG
+        long = np.array([self._is_long(row) for row in absent.tolist()], dtype=bool)
         if not long.any():
             return rows
         self._long.prefetch(np.unique(absent[long]))

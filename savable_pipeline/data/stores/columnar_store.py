@@ -134,12 +134,16 @@ class ColumnarStore(GroupedStore):
         """The value of the key's column, or `FILE:ROW`."""
         if self.key_column is None:
             return super().key(shard, row)
+        return self.as_key(shard, row, self.key_column, self.value(shard, row, self.key_column))
+
+    def value(self, shard: int, row: int, name: str) -> bytes | None:
+        """See `FileStore.value`: of a column that is read."""
         rows, place = self.find(shard, row)
         try:
-            found = rows.value(place, self.key_column)
+            found: bytes | None = rows.value(place, name)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
-        return self.as_key(shard, row, self.key_column, found)
+        return found
 
     def media_named(self, parts: Collection[str]) -> list[str]:
         """The columns of images that may hold one of these parts: none, where each of them is another column's name."""

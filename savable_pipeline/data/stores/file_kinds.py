@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from savable_pipeline.data.remote.downloader import Downloader
 
 INDEX = "index.json"
+LEROBOT_INFO = "meta/info.json"
 LARGEST_INDEX = 1 << 30  # bytes
+RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
 _PACKED = tuple(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2"))
 
 ARROW_FILES = ShardKind((".arrow", ".feather", ".ipc"), left_out=lambda name: name.startswith(("cache-", "tmp")))
@@ -58,3 +61,31 @@ def kind_behind(url: str, downloader: Downloader) -> str:
 
     index = listing_behind(url, INDEX, downloader)
     return "" if index is None else folder_kind(index)
+
+
+def stored_in(folder: Path) -> str:
+    """The kind that the file of another program says which lies in a folder: "lerobot" too; else ""."""
+    info = folder / LEROBOT_INFO
+    try:
+        return kind_in(folder) or (_kind_of_info(info.read_bytes()) if info.stat().st_size <= LARGEST_INDEX else "")
+    except OSError:
+        return ""
+
+
+def stored_behind(url: str, downloader: Downloader) -> str:
+    """The same of what lies below a URL. Raises `RemoteError`."""
+    from savable_pipeline.data.remote.urls import listing_behind
+
+    found = kind_behind(url, downloader)
+    info = None if found else listing_behind(url, LEROBOT_INFO, downloader)
+    return found if info is None else _kind_of_info(info)
+
+
+def _kind_of_info(info: bytes) -> str:
+    """What the info.json of a folder of robots' episodes says: "lerobot" for version 3; else ""."""
+    try:
+        found: Any = msgspec.json.decode(info)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    version = found.get("codebase_version") if isinstance(found, dict) else None
+    return "lerobot" if str(version).startswith("v3.") else ""

@@ -86,6 +86,10 @@ class FileStore(RecordStore):
         """File and row: `a.parquet:17`."""
         return f"{self.entries.names[shard]}:{row}"
 
+    def value(self, shard: int, row: int, name: str) -> bytes | None:
+        """What a column, or a field, of a row holds; None for null. Raises KeyError without it, `ShardError`."""
+        raise KeyError(name)
+
     def as_key(self, shard: int, row: int, name: str, found: bytes | None) -> str:
         """What the field or column `name` of a row holds, as its key. Raises `ShardError` for null, and for no UTF-8.
 

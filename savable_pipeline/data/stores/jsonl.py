@@ -181,8 +181,14 @@ class JsonlStore(FileStore):
         """The value of the key's field, or `FILE:ROW`."""
         if self.key_column is None:
             return super().key(shard, row)
-        value = self._fields(shard, row, self._line(shard, row)).get(self.key_column)
-        return self.as_key(shard, row, self.key_column, as_part(value))
+        found = None
+        with contextlib.suppress(KeyError):
+            found = self.value(shard, row, self.key_column)
+        return self.as_key(shard, row, self.key_column, found)
+
+    def value(self, shard: int, row: int, name: str) -> bytes | None:
+        """See `FileStore.value`."""
+        return as_part(self._fields(shard, row, self._line(shard, row))[name])
 
     def offset(self, shard: int, row: int) -> int:
         """The offset of the line in its file, in bytes."""

@@ -81,7 +81,12 @@ def column_bytes(group: Any, wanted: list[str] | None) -> list[tuple[int, int]]:
     """The first byte, and the one after the last, of each column of a row group; of the `wanted` ones (None: all)."""
     columns = [group.column(i) for i in range(group.num_columns)]
     names = None if wanted is None else set(wanted)
-    return [_bytes_of(one) for one in columns if names is None or one.path_in_schema.partition(".")[0] in names]
+    return [_bytes_of(one) for one in columns if names is None or _is_of(one.path_in_schema, names)]
+
+
+def _is_of(path: str, names: set[str]) -> bool:
+    """Whether a leaf is one of these columns, or below one; there may be dots in their names."""
+    return path in names or any(path[:end] in names for end, sign in enumerate(path) if sign == ".")
 
 
 def _bytes_of(column: Any) -> tuple[int, int]:
@@ -170,14 +175,21 @@ class ParquetStore(ColumnarStore):
         return ends
 
     def decode(self, shard: int, group: int) -> DecodedGroup:
-        """See `ColumnarStore.decode`. In this thread: pyarrow starts none, so that processes may be forked."""
+        """See `ColumnarStore.decode`."""
+        return DecodedGroup(*self.batches(shard, group, self.wanted))
+
+    def batches(self, shard: int, group: int, columns: list[str] | None) -> tuple[list[Any], int]:
+        """Some columns (None: all) of a row group, and their bytes in memory. Raises `ShardError`.
+
+        In this thread: pyarrow starts none, so that processes may be forked.
+        """
         import pyarrow as pa
 
         batches, size = [], 0
         try:
             file = self._file(shard)
             self.check_columns(shard, file.schema_arrow.names)
-            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=self.wanted, use_threads=False):
+            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=columns, use_threads=False):
                 batches.append(batch)
                 size += batch.nbytes
                 if size > self.most_decoded:
@@ -189,7 +201,7 @@ class ParquetStore(ColumnarStore):
             raise
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
-        return DecodedGroup(batches, size)
+        return batches, size
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The columns that are decoded of the row groups with these rows."""

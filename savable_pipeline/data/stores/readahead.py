@@ -2,7 +2,8 @@
 
 Measured with parts of 25 kB that are not in memory: twice the rate (tools/bench/reading.py cold). A call costs 1 to
 10 µs a sample, so none is made where a look at some blocks finds them in memory, nor for small samples, which the
-kernel reads ahead by itself.
+kernel reads ahead by itself. None either for samples of more than 8 MiB: of a film perhaps two seconds are wanted, and
+in one that is read as a whole the kernel soon reads ahead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.shard_files import ShardFiles
@@ -37,6 +39,10 @@ def readahead(rows: Extents, files: ShardFiles, indices: Rows) -> None:
     if found.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
         return
     numbers = found.shards_of(indices)
+    begins, ends = rows.extents(indices, indices, numbers)
+    indices, numbers = indices[ends - begins <= PIECE], numbers[ends - begins <= PIECE]
+    if not len(indices):
+        return
     first = np.flatnonzero((np.diff(indices, prepend=-2) != 1) | (np.diff(numbers, prepend=-1) != 0))
     last = np.append(first[1:], len(indices)) - 1
     begins, ends = rows.extents(indices[first], indices[last], numbers[first])

@@ -26,7 +26,7 @@ Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # of shards, and places in the
 Read: TypeAlias = Callable[[int, int, Where], T]  # of shard, row, and where in the sample
 
 
-class PartReader(Protocol):
+class SampleParts(Protocol):
     """Reads parts of samples by shard and row: as bytes, as uint8 (bytes,), and bytes (offset, size) of the shard."""
 
     def read(self, shard: int, row: int, extension: str, /) -> bytes: ...
@@ -109,6 +109,10 @@ class ShardFiles(OrderedDict[int, int], ABC):
         if done != len(array):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
 
+    def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
+        """The same as `read`, of a file that may be read on, up to `stop`."""
+        return self.read(shard, offset, size)
+
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
         """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""
         parts = []
@@ -158,7 +162,7 @@ class ShardFiles(OrderedDict[int, int], ABC):
         """Whether the index has the rows of all shards."""
         return True
 
-    def long_parts(self, parts: PartReader, place: Callable[[int, str], tuple[int, int]]) -> PartReader:
+    def long_parts(self, parts: SampleParts, place: Callable[[int, str], tuple[int, int]]) -> SampleParts:
         """What reads parts of samples too long to be downloaded whole; `parts` where there are none."""
         return parts
 

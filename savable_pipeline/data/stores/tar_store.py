@@ -26,7 +26,7 @@ from savable_pipeline.data.shards.tar_index import Layout, TarIndex
 from savable_pipeline.data.shards.tar_links import links_told
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.local_files import LocalFiles
-from savable_pipeline.data.stores.part_file import opened_part
+from savable_pipeline.data.stores.member_file import opened_member
 from savable_pipeline.data.stores.readahead import readahead
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import ShardError
@@ -211,7 +211,7 @@ class TarStore:
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`: nothing is read before it is asked for. Raises KeyError, or `ShardError`."""
         span = self._span
-        return opened_part(lambda *place: span(shard, row, place), *self._rows.place(row, extension))
+        return opened_member(lambda *place: span(shard, row, place), *self._rows.place(row, extension))
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""

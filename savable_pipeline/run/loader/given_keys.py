@@ -98,7 +98,11 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
 
 def _opened(reader: str, files: Shards, settings: dict[str, Any]) -> Dataset:
     kind = _KINDS[reader]
-    known = {name: settings.get(name) for name in ("key", "length", "stride", "dtype") if name in STORES[kind].settings}
+    known = {
+        name: settings.get(name)
+        for name in ("key", "ranges", "length", "stride", "dtype")
+        if name in STORES[kind].settings
+    }
     return dataset_of(lambda tolerant, unlistable: open_store(kind, files, tolerant, unlistable, **known))
 
 

@@ -50,6 +50,7 @@ class NewShards:
                 old = count(fields[field])
                 self._shards[reader.info.branch] = old, here.shards[field].names[old:]
                 fields |= {field: here.fields[field], **_same_selection(reader, saved, here, old)}
+                fields |= _same_media(reader, saved, here, old)
         self.before = replace(saved, fields=fields)
 
     @property
@@ -128,6 +129,13 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint,
             "are added: no shards can join such a run. A share of the samples, such as subset=0.1, does not move"
         )
     return {}
+
+
+def _same_media(reader: RecordReader, saved: Fingerprint, here: Fingerprint, old: int) -> dict[str, Any]:
+    """The fields of what is known of the media, as they are here, if it is the same of the old shards as before."""
+    known = reader.dataset.first_shards(old).known_media.settings()
+    fields = {stage_field(reader, name): value for name, value in known.items()}
+    return {field: here.fields[field] for field, value in fields.items() if saved.fields.get(field) == value}
 
 
 def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:

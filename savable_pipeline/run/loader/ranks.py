@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-_DATA = ("shards", "joins", "exclude")  # settings that say what is read, and what is left out
+_DATA = ("shards", "joins", "exclude", "media")  # settings that say what is read, left out, and known of it
 
 
 class Ranks:
@@ -220,9 +220,9 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     digest, other, there = first.split()
     if digest != _digest(data):
         raise CheckpointMismatchError(
-            f"rank {ranks.rank} found other shards than rank {other}, or another list to exclude: {shards} here, "
-            f"{there} there, in {', '.join(sorted(set(found.addresses.values())))}: were some added, removed or "
-            "rewritten between the starts of the ranks, or the list? Start all ranks again"
+            f"rank {ranks.rank} found other shards than rank {other}, or another list to exclude or table of media: "
+            f"{shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}: were some added, "
+            "removed or rewritten between the starts of the ranks, or the list or the table? Start all ranks again"
         )
 
 

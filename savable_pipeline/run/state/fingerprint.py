@@ -206,6 +206,9 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
         kept = set(before) & set(after) | _OF_THE_RUN
         differing = [name for name in differing if name in kept]
     differing = [name for name in differing if not _follows(name, differing, here)]
+    for name in [name for name in differing if _comes_or_goes(name, before, after, here)]:
+        log.warning("%s: %s", name, _difference(name, before, after, here))
+        differing.remove(name)
     refused = [name for name in differing if not {name, _base(name), _rule(name, here).allowed_by} & allowed]
     if refused:
         lines = [f"  {name}: {_difference(name, before, after, here)}{_places(name, saved, here)}" for name in refused]
@@ -233,6 +236,11 @@ def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], her
     if name in here.required and name not in before:
         return True
     return bool(before.get(name) != after.get(name))
+
+
+def _comes_or_goes(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
+    rule = _rule(name, here)
+    return bool(rule.comes) and (name not in before or (name not in after and rule.goes))
 
 
 def _rule(name: str, here: FingerprintHere) -> SettingRule:
@@ -327,8 +335,8 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     saved, value = before.get(name), after.get(name)
     if name in here.required and name not in before and value is None:
         return "not in the state, here None"
-    fixed = _rule(name, here).fixed
-    cause = f" ({fixed})" if fixed else ""
+    why = _rule(name, here).fixed or _rule(name, here).comes
+    cause = f" ({why})" if why else ""
     if name in here.shards:
         shards = here.shards[name]
         cause = f" ({_JOINING})" if begin_with(shards, saved or []) else cause

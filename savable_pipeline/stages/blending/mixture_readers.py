@@ -23,6 +23,7 @@ _READERS: dict[str, Any] = {
     "tokens": TokenReader,
     "mds": MdsReader,
     "litdata": LitDataReader,
+    "lerobot": ParquetReader,
 }
 _OPTIONS = {
     "tar": (),
@@ -32,6 +33,7 @@ _OPTIONS = {
     "tokens": ("length", "stride", "dtype"),
     "mds": ("key",),
     "litdata": ("key",),
+    "lerobot": ("key",),
 }
 
 

@@ -11,8 +11,9 @@ from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
+from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings, named_ranges
 from savable_pipeline.stages.setting_rules import SettingRule
 
 
@@ -35,18 +36,20 @@ class ColumnarReader(RecordReader):
         *,
         columns: Sequence[str] | None = None,
         key: str | None = None,
+        ranges: RangeColumns | None = None,
         cache_bytes: int = DECODED_BYTES,
         **settings: Unpack[ReaderSettings],
     ) -> None:
         self.files, self.columns, self.key = as_names(files), None if columns is None else tuple(columns), key
+        self.ranges = named_ranges(ranges)
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
-        chosen: dict[str, Any] = {"columns": self.columns, "key": key, "blocks": blocks}
+        chosen: dict[str, Any] = {"columns": self.columns, "key": key, "blocks": blocks, **self.ranges}
         opening = partial(dataset_of, partial(open_store, self.kind, self.files, **chosen))
-        options = (self.columns, key, cache_bytes)
+        options = (self.columns, key, cache_bytes, *map(repr, self.ranges.values()))
         super().__init__(ReaderData(type(self).__name__, self.files, opening, options), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
-        """The settings of every reader, the columns and the key.
+        """The settings of every reader, the columns, the key, and the ranges if there are any.
 
         `parts`, where a column holds images that once were JSON: the version of their form, on which a state must
         agree.
@@ -57,6 +60,7 @@ class ColumnarReader(RecordReader):
             **super().settings(),
             "columns": self.columns,
             "key": self.key,
+            **self.ranges,
             **({"parts": max(since)} if since else {}),
         }
 
@@ -73,10 +77,14 @@ class ParquetReader(ColumnarReader):
 
     Args:
         files: A folder (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of these. A web
-            server's folder cannot be listed: name its files, or put their index beside them.
+            server's folder cannot be listed: name its files, or put their index beside them. A folder of LeRobot
+            (version 3): a sample is an episode, whose parts are its videos, and arrays of its frames' numbers.
         lane: The lane of the pipeline.
         columns: The columns to read. None: all.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
+        ranges: Parts that are ranges of long audio or video files beside the table: by the name of each the columns of
+            path (from the table's folder on), begin and end in seconds; None, and null, for the file's own begin or
+            end. `{"audio": ("path", "start", "end")}` gives `sample.audio("audio")`. The files must be among `files`.
         cache_bytes: The most bytes of decoded row groups, for all readers of a process with this value.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine` and `exclude`.
@@ -111,6 +119,7 @@ class ArrowReader(ColumnarReader):
         lane: The lane of the pipeline.
         columns: The columns to read. None: all.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
+        ranges: As for `sp.ParquetReader`.
         cache_bytes: The most bytes held of record batches, for all readers of a process with this value: whole ones if
             compressed, else only columns of numbers and the places of values.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,

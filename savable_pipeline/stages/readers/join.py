@@ -23,7 +23,7 @@ from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_cou
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
-from savable_pipeline.stages.setting_rules import SettingRule
+from savable_pipeline.stages.setting_rules import MEDIA_RULES, SettingRule
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import SampleStage, State
 from savable_pipeline.stages.stage_bases import TakesRefs
@@ -62,7 +62,10 @@ class Join(TakesRefs):
     """
 
     source: SampleStage
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"joins": SettingRule(field="joins", whole_stage=True)}
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
+        "joins": SettingRule(field="joins", whole_stage=True),
+        **{name: replace(rule, field=f"joined_{name}") for name, rule in MEDIA_RULES.items()},
+    }
 
     def __init__(
         self,
@@ -191,9 +194,16 @@ class Join(TakesRefs):
         return {"joins": ", ".join(store.dataset.address for store in self._stores.values())}
 
     def settings(self) -> dict[str, Any]:
-        """By the name of each store a hash of its shards, and what becomes of samples that it lacks."""
+        """By the name of each store a hash of its shards, and what becomes of samples that it lacks.
+
+        `media`, by the same names, as of readers.
+        """
         hashes = {name: store.dataset.digest().hex() for name, store in self._stores.items()}
-        return {"joins": {name: f"{self.missing} {digest}" for name, digest in hashes.items()}}
+        known: dict[str, dict[str, str]] = {}
+        for name, store in self._stores.items():
+            for setting, values in store.dataset.known_media.settings().items():
+                known.setdefault(setting, {})[name] = values
+        return {"joins": {name: f"{self.missing} {digest}" for name, digest in hashes.items()}, **known}
 
 
 def _samples_of(store: Samples, keys: list[str]) -> list[Sample | None]:

@@ -22,7 +22,7 @@ from savable_pipeline.stages.readers.first_stage import FirstStage
 from savable_pipeline.stages.readers.growth import GrowingSamples
 from savable_pipeline.stages.readers.lane_shares import LaneShares, check_epochs
 from savable_pipeline.stages.readers.reader_settings import ReaderData, show_settings
-from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule
+from savable_pipeline.stages.setting_rules import MEDIA_RULES, OTHER_ORDER, SettingRule
 from savable_pipeline.stages.stage import State, parse_state
 
 _CHUNK = 2048  # refs computed at a time
@@ -89,6 +89,7 @@ class RecordReader(FirstStage):
             fixed="shards were added, removed or rewritten since", shards=lambda reader: reader.dataset.entries
         ),
         "exclude": SettingRule(field="exclude"),
+        **MEDIA_RULES,
     }
 
     def __init_subclass__(cls) -> None:
@@ -281,7 +282,8 @@ class RecordReader(FirstStage):
         """Every argument that changes the data; name, number of samples and index hash of each shard, or hashes of
         many (see shard_digests.py); the selection.
 
-        `exclude` is a hash of the numbers of the excluded samples, absent if there are none.
+        `exclude` is a hash of the numbers of the excluded samples, absent if there are none; `media` one of the values
+        in a table of media, absent without one.
         """
         excluded = self.exclude_file
         return {
@@ -296,6 +298,7 @@ class RecordReader(FirstStage):
             "shards": summary(self.dataset.entries),
             **self._newest(),
             **({"order": _ORDER} if self.epochs is not None or not self.shuffle else {}),
+            **self.dataset.known_media.settings(),
             **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
         }
 

@@ -13,6 +13,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.selection import Subset
+from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.data.stores.record_store import RecordStore
 
 
@@ -37,6 +38,16 @@ class ReaderSettings(TypedDict, total=False):
     """A file that gets a line of JSON for each skipped sample. Default: None."""
     exclude: str | os.PathLike[str] | None
     """A file that names samples which must not be given. Default: None."""
+
+
+def named_ranges(ranges: RangeColumns | None) -> dict[str, Any]:
+    """The setting `ranges` as a state has it, if it is given. Raises ValueError for columns that are not three."""
+    if ranges is None:
+        return {}
+    for part, columns in ranges.items():
+        if isinstance(columns, str) or len(columns) != 3 or columns[0] is None:
+            raise ValueError(f"ranges: {part!r} is (path, begin, end), names of three columns, not {columns!r}")
+    return {"ranges": {part: [*columns] for part, columns in ranges.items()}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Any, Unpack
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
+from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings, named_ranges
 
 
 class TarShardReader(RecordReader):
@@ -78,6 +79,7 @@ class JsonlReader(RecordReader):
             list of these.
         lane: The lane of the pipeline.
         key: The field with a sample's key. None: the key is `FILE:ROW`.
+        ranges: As for `sp.ParquetReader`, of fields.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine` and `exclude`.
 
@@ -94,15 +96,22 @@ class JsonlReader(RecordReader):
     """
 
     def __init__(
-        self, files: Shards, lane: Lane, *, key: str | None = None, **settings: Unpack[ReaderSettings]
+        self,
+        files: Shards,
+        lane: Lane,
+        *,
+        key: str | None = None,
+        ranges: RangeColumns | None = None,
+        **settings: Unpack[ReaderSettings],
     ) -> None:
-        self.files, self.key = as_names(files), key
-        opening = partial(dataset_of, partial(open_store, "jsonl", self.files, key=key))
-        super().__init__(ReaderData("jsonl", self.files, opening, (key,)), lane, **settings)
+        self.files, self.key, self.ranges = as_names(files), key, named_ranges(ranges)
+        opening = partial(dataset_of, partial(open_store, "jsonl", self.files, key=key, **self.ranges))
+        options = (key, *map(repr, self.ranges.values()))
+        super().__init__(ReaderData("jsonl", self.files, opening, options), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
-        """The settings of every reader, and the key."""
-        return {**super().settings(), "key": self.key}
+        """The settings of every reader, the key, and the ranges if there are any."""
+        return {**super().settings(), "key": self.key, **self.ranges}
 
 
 class TokenReader(RecordReader):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from savable_pipeline.core.wording import listed
+from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.dataset.kinds import format_of, named_files
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import look_up
@@ -60,19 +60,23 @@ def check(
     shards: Shards,
     *,
     processes: int | None = None,
+    decode: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckReport:
     """Read every byte of a dataset, in `processes` processes (None: one per core); `progress` counts shards.
 
-    Changes nothing. Raises `ShardError` if there is no dataset to check, `RemoteError` if its server cannot be reached.
+    Of audio and video a share is decoded, `decode`. Changes nothing. Raises `ShardError` if there is no dataset to
+    check, `RemoteError` if its server cannot be reached, ValueError for no share.
     """
+    if not 0 <= decode <= 1:
+        raise ValueError(f"decode must be a share of the audio and video, 0.0 to 1.0, not {decode}")
     dataset = _find(shards)
     problems, counts = _metadata_problems(dataset.metadata, dataset.names)
     problems += dataset.problems
     names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
     reports = []
     progress(0, len(names))
-    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1), 1):
+    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1, decode), 1):
         if answer is None:
             problems.append(
                 Problem("cannot be checked", "the process that read it was killed, perhaps since memory ran out", name)
@@ -95,6 +99,7 @@ def check(
     if links:
         count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
         warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
+    warnings += _media_warnings(reports)
     with_alpha = sum(report.with_alpha for report in reports)
     return CheckReport(
         dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)
@@ -117,14 +122,26 @@ def _find(shards: Shards) -> _Dataset:
     return _Dataset(str(root), names, is_folder(shards), root, known_files(root, form), problems)
 
 
-def _answers(dataset: _Dataset, names: list[str], processes: int) -> Iterator[Answer]:
+def _media_warnings(reports: list[ShardReport]) -> Iterator[str]:
+    one_keyframe, not_decoded = (sum(report.one_keyframe for report in reports), sum(r.not_decoded for r in reports))
+    if one_keyframe:
+        yield (
+            f"{counted(one_keyframe, 'video has', 'videos have')} one keyframe only, at the begin: a clip is decoded "
+            "from there; encode them again with a keyframe every few seconds"
+        )
+    if not_decoded:
+        told = counted(not_decoded, "audio or video part was", "audio and video parts were")
+        yield f"{told} not decoded: pip install 'savable_pipeline[media]'"
+
+
+def _answers(dataset: _Dataset, names: list[str], processes: int, decode: float) -> Iterator[Answer]:
     if not is_remote(dataset.root):
-        yield from each_shard(_CHECK, Path(dataset.root), names, processes)
+        yield from each_shard(_CHECK, Path(dataset.root), names, processes, options=(decode,))
         return
     cache = cache_folder(None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
-        yield from each_shard(_CHECK_REMOTE, Path(folder), names, processes, url=dataset.root)
+        yield from each_shard(_CHECK_REMOTE, Path(folder), names, processes, url=dataset.root, options=(decode,))
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:

@@ -10,18 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.kinds import format_of_file, seen
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.dataset.transparency import image_has_alpha
+from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import Links, ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error, part_type, utf8_error
+from savable_pipeline.data.shards.part_types import (
+    AUDIO_PARTS,
+    IMAGE_PARTS,
+    VIDEO_PARTS,
+    decode_error,
+    part_type,
+    utf8_error,
+)
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
@@ -29,6 +38,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError
 
 LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
+ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counts
 _ZEROS = 64  # bytes at least: fewer may be meant
 
 
@@ -58,14 +68,18 @@ class ShardReport(msgspec.Struct):
     empty: dict[str, int] = {}  # samples that have each part without a byte in it
     nulls: dict[str, int] = {}  # samples that have a null in each column
     links: Links | None = None
+    one_keyframe: int = 0  # long videos that have one
+    not_decoded: int = 0  # audio and video, since PyAV is not installed
 
 
-def check_file(root: Path, name: str) -> ShardReport:
-    """Read all of a file. Its content is decoded and dropped; faults become problems, never errors."""
+def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
+    """Read all of a file. Its content is decoded and dropped, of audio and video a `share`; faults become problems,
+    never errors.
+    """
     form = format_of_file(root, name)
     assert form is not None, name
     table = form.scan(root, name)
-    entry, found = table.entry, _Found()
+    entry, found = table.entry, _Found(share)
     problems: list[Problem] = []
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
@@ -90,6 +104,8 @@ def check_file(root: Path, name: str) -> ShardReport:
         dict(found.empty),
         dict(found.nulls),
         table.links,
+        found.counts[ONE_KEYFRAME],
+        found.counts[NOT_DECODED],
     )
 
 
@@ -116,10 +132,11 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
 class _Found:
     """What is counted in a file, by part or column."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
+        self.share = share  # of audio and video to decode
         self.parts, self.empty, self.nulls = Counter[str](), Counter[str](), Counter[str]()
         self.named = Counter[str]()  # rows that name a file without its bytes
-        self.counts = Counter[str]()  # of `part_fault`
+        self.counts = Counter[str]()  # of `part_fault` and `_media_fault`
         self.most = 0  # parts of one sample
 
 
@@ -130,7 +147,7 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
         yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
 
 
-def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
+def check_remote_file(url: str, folder: Path, name: str, share: float = 1.0) -> ShardReport:
     """The same for a file behind a URL, which is downloaded to an empty folder and removed again."""
     beside = {each for kind in STORES.values() for each in kind.form.names_beside(name)}
     cache = cache_folder(None)
@@ -142,7 +159,7 @@ def check_remote_file(url: str, folder: Path, name: str) -> ShardReport:
                     stat = downloader.call("stat", url, each, each == name)
                     if stat is not None:
                         downloader.call("whole", url, each, stat[0], str(own / each))
-            return check_file(own, name)
+            return check_file(own, name, share)
         except SavableError as error:
             return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
 
@@ -157,11 +174,25 @@ def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iter
     for extension in extensions:
         data, size = store.head(0, row, extension, LARGEST)
         found.empty.update([] if size else [extension])
-        if size > LARGEST:
-            continue
-        fault = part_fault(extension, data, found.counts)
+        fault = part_fault(extension, data, found.counts) if size <= LARGEST else ""
+        if not fault and part_type(extension) in (*VIDEO_PARTS, *AUDIO_PARTS):
+            fault = _media_fault(store, name, row, extension, found)
         if fault:
             yield _problem(store, name, row, extension, fault)
+
+
+def _media_fault(store: RecordStore, name: str, row: int, extension: str, found: _Found) -> str:
+    """Why a part that is audio or video cannot be right, if it is among those that are decoded; else ""."""
+    if xxh3_64_intdigest(f"{name}\0{row}\0{extension}".encode()) >= found.share * 2.0**64:
+        return ""
+    try:
+        with store.open(0, row, extension) as file:
+            fault, one_keyframe = media_fault(file)
+    except ImportError:
+        found.counts[NOT_DECODED] += 1
+        return ""
+    found.counts[ONE_KEYFRAME] += one_keyframe
+    return fault
 
 
 def _after_damage(store: RecordStore, row: int, reason: str) -> int:

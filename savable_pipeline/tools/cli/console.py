@@ -63,7 +63,7 @@ def errors_as_lines() -> Iterator[None]:
     """Print an error of the library, or Ctrl-C, as one line on stderr."""
     try:
         yield
-    except (SavableError, ValueError, OSError) as error:
+    except (SavableError, ValueError, OSError, ImportError) as error:
         line = clean_address(" ".join(str(error).split()))
         err.print(f"[bold red]error:[/] {printable(line)}")
         raise typer.Exit(2) from None

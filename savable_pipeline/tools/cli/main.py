@@ -17,7 +17,14 @@ from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.cli.console import check_output, err, errors_as_lines, out, printable, progress_of
 from savable_pipeline.tools.cli.convert_command import EngineOption, convert, engine_named
 from savable_pipeline.tools.cli.ledger_command import ledger_app
-from savable_pipeline.tools.cli.output import print_check, print_differences, print_index, print_info, print_state
+from savable_pipeline.tools.cli.output import (
+    print_check,
+    print_differences,
+    print_index,
+    print_info,
+    print_media_table,
+    print_state,
+)
 from savable_pipeline.tools.cli.plan_command import plan
 from savable_pipeline.tools.cli.verify_command import verify_resume
 
@@ -68,6 +75,9 @@ def index(
     path: _Path,
     workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
     engine: EngineOption = "local",
+    media: Annotated[
+        bool, typer.Option("--media", help="Also store length and size of audio, video and images, by their headers.")
+    ] = False,
 ) -> None:
     """Index the shards of a dataset, so that the first run starts at once.
 
@@ -82,18 +92,35 @@ def index(
 
     With --engine ray the nodes of a Ray cluster read, each shard a task. PATH must be storage that all nodes share, or
     a URL: then each node downloads what it reads, and keeps none of it.
+
+    With --media the headers of all audio, video and images are read too, and what they say is stored beside the index,
+    for `sample.media()`. Parts whose headers cannot be read are listed; the exit code is then 1.
     """
     from savable_pipeline.data.dataset.kinds import index_any
+    from savable_pipeline.data.dataset.media_indexing import refuse_remote
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
 
     with errors_as_lines():
+        if media:
+            refuse_remote(path)
         with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
             place, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
             if is_written(Path(path)) and not faults:
                 describe_indexed(Path(path), place)
         print_index(out, place, faults)
-    if faults:
+        broken = media and _index_media(path, workers)
+    if faults or broken:
         raise typer.Exit(1)
+
+
+def _index_media(path: str, workers: int | None) -> bool:
+    """Make the table of media; whether some could not be read."""
+    from savable_pipeline.data.dataset.media_indexing import index_media
+
+    with progress_of(err, "reading headers", "shards") as progress:
+        place, faults = index_media(path, processes=workers, progress=progress)
+    print_media_table(out, place, faults)
+    return bool(faults.count)
 
 
 @app.command()
@@ -101,8 +128,12 @@ def check(
     path: _Path,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per core.")] = None,
+    decode: Annotated[float, typer.Option(help="Share of the audio and video to decode, 0 to 1.")] = 1.0,
 ) -> None:
-    """Read every byte of a dataset and list its faults: damaged tars, images, JSON and text, wrong indexes.
+    """Read every byte of a dataset and list its faults: damaged tars, images, media, JSON and text, wrong indexes.
+
+    Audio and video are decoded to their end: also found are times that go back, and media that end before their header
+    says.
 
     Nothing is changed. The exit code is 1 if there is a fault. This also finds a shard that was rewritten with the same
     size after it was indexed. Shards behind a URL are downloaded one by one, and not kept.
@@ -111,7 +142,7 @@ def check(
 
     with errors_as_lines():
         with progress_of(err, "checking", "shards") as progress:
-            report = check_dataset(path, processes=workers, progress=progress)
+            report = check_dataset(path, processes=workers, decode=decode, progress=progress)
         print_check(out, report, as_json=as_json)
     if report.problems:
         raise typer.Exit(1)

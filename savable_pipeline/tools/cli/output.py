@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from savable_pipeline.tools.cli.console import print_counts, print_warnings, pri
 
 if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.data.dataset.info import Info
+    from savable_pipeline.data.dataset.media_indexing import MediaFaults
     from savable_pipeline.data.shards.shard_list import ShardEntry
     from savable_pipeline.run.state.summary import StateSummary
     from savable_pipeline.tools.check.dataset_check import CheckReport
@@ -25,6 +27,15 @@ def print_index(console: Console, place: Path, entries: list[ShardEntry]) -> Non
     console.print(printable(f"index: {place}"))
     for entry in entries:
         console.print(printable(f"{entry.fault} ({counted(entry.samples, 'sample')} before it)"))
+
+
+def print_media_table(console: Console, place: Path, faults: MediaFaults) -> None:
+    """Where the table of media is, and the parts whose headers cannot be read."""
+    console.print(printable(f"media table: {place}"))
+    for message in faults.messages:
+        console.print(printable(message))
+    if faults.count > len(faults.messages):
+        console.print(f"and {faults.count - len(faults.messages):,} more that cannot be read")
 
 
 def print_check(console: Console, report: CheckReport, *, as_json: bool) -> None:
@@ -77,6 +88,12 @@ def print_info(console: Console, info: Info, *, as_json: bool) -> None:
     for extension, part in info.parts.items():
         parts.add_row(printable(extension), f"{part.samples:,}", human_bytes(part.mean))
     console.print(parts)
+    if info.media:
+        media = Table("media", "parts", "hours", "size", "fps", "rate", "cannot be read")
+        for extension, found in info.media.items():
+            hours, broken = f"{found.hours:,.2f}" if found.hours else "", f"{found.broken:,}" if found.broken else ""
+            media.add_row(printable(extension), f"{found.parts:,}", hours, found.size, found.fps, found.rate, broken)
+        console.print(media)
     print_counts(console, "null", info.nulls, some)
     print_counts(console, "empty", {extension: part.empty for extension, part in info.parts.items()}, some)
     print_warnings(console, info.warnings)
@@ -104,6 +121,7 @@ def _info_object(info: Info) -> dict[str, object]:
         "parts": {e: {"samples": part.samples, "mean_bytes": part.mean} for e, part in info.parts.items()},
         "empty": {e: part.empty for e, part in info.parts.items() if part.empty},
         "nulls": info.nulls,
+        "media": {extension: asdict(found) for extension, found in info.media.items()},
         "first_sample": {"key": info.first_key, "parts": info.first_parts},
         "splits": info.splits,
     }

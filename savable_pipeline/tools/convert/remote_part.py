@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PartFile:
+class MemberFile:
     """A file: its name, its stamp on the server, the number of its first sample in the whole, and its index."""
 
     name: str
@@ -45,7 +45,7 @@ class PartReader:
 
     url: str
     form: str
-    files: tuple[PartFile, ...]  # in the order of their samples
+    files: tuple[MemberFile, ...]  # in the order of their samples
 
     def expect(self, samples: list[Files]) -> None:
         """See `SampleReader.expect`."""

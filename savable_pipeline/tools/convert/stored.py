@@ -21,7 +21,7 @@ from savable_pipeline.data.remote.scratch import shared_downloader
 from savable_pipeline.tools.convert.model import Files, Input, Part, Reject, SampleReader
 from savable_pipeline.tools.convert.named_files import RowColumns
 from savable_pipeline.tools.convert.names import name_fault, printable
-from savable_pipeline.tools.convert.remote_part import PartFile, PartReader
+from savable_pipeline.tools.convert.remote_part import MemberFile, PartReader
 from savable_pipeline.tools.convert.source_file import place_behind
 from savable_pipeline.tools.convert.stretches import changed
 
@@ -56,7 +56,7 @@ class StoreReader:
         shards = np.unique(dataset.locate(np.array([sample.record for sample in samples]))[0]).tolist()
         table: Any = dataset.store.table  # type: ignore[attr-defined]  # as all stores have that are read here
         files = (
-            PartFile(
+            MemberFile(
                 dataset.entries[shard].name,
                 self.stamps[shard],
                 int(dataset.firsts[shard]),

@@ -1,12 +1,13 @@
-"""`savable preview`: one HTML page that shows the samples of a dataset, or the batches of a pipeline.
+"""`savable preview`: HTML pages that show the samples of a dataset, or the batches of a pipeline.
 
-    dataset  ─ dataset_page  ─ sample_entries ─────────────────── thumbnails ────┐
-                                                                                 ├─ Card, Entry (page_model) ─ page
-    pipeline ─ pipeline_page ─ batch_entries ─┬─ tensor_entries ─ thumbnails ────┤
-                                              └─ token_entries ── token_decoder ─┘
+    chosen_samples ─ dataset_page ── sample_entries ─┬─ image_entries ─────────────────────────┐
+                                         │           └─ media_entries ─┬─ media_clips          │
+                                         │                             └─ sound_pictures       ├─ Card, CardEntry ─ page
+                     pipeline_page ──────┴───────────┬─ token_entries ─── picture_documents ───┤
+                                                     └─ image_entries ─────────────────────────┘
 
-The page has no script and loads nothing. Data is escaped as text, or decoded and encoded again as an image; how much of
-it is read and shown is bounded.
+A page has no script and loads nothing. Data is escaped as text, decoded and encoded again as an image or a clip, or, of
+short audio and video, passed to a player of the page as it is. How much of it is read and shown is bounded.
 """
 
 from savable_pipeline.tools.preview.dataset_page import preview_dataset

@@ -18,8 +18,8 @@ from savable_pipeline.data.dataset.sample import REF
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.preview.chosen_samples import Numbers, Wanted, chosen_samples
-from savable_pipeline.tools.preview.media_entries import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.page import Card, first_line, render
+from savable_pipeline.tools.preview.room import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.sample_entries import sample_card
 
 _BINS = 24

@@ -1,6 +1,6 @@
 """Arrays of a batch as entries, and images as thumbnails: small images, every byte of which we encode.
 
-No byte of a dataset is copied to the page: an image is decoded, and only its pixels are encoded again.
+No byte of an image is copied to the page: it is decoded, and only its pixels are encoded again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
 
 _MOST_IMAGES = 16  # of a field that are shown
+_CLIPS, _FRAMES = 4, 8  # of a field of clips, and of each of them
 _IMAGE_NAMES = ("image", "img", "pixel", "frame", "video", "picture", "tile")
 _CHANNELS = (1, 3, 4)
 _LEAST_SIDE = 8  # pixels of what may be an image
@@ -57,7 +59,19 @@ def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder
     if images is None:
         values = _values(array)
         return CardEntry(name, describe(value, array) + (f": {values}" if values else ""))
+    if array.ndim == 5 and len(images) > _MOST_IMAGES:
+        return _clips_entry(name, describe(value, array), images.reshape(*array.shape[:2], *images.shape[1:]), encoder)
     return images_entry(name, describe(value, array), list(images[:_MOST_IMAGES]), len(images), encoder)
+
+
+def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
+    """Frames from all of each of the first clips: (clips, frames, height, width, channels)."""
+    frames = np.linspace(0, clips.shape[1] - 1, min(_FRAMES, clips.shape[1])).round().astype(int).tolist()
+    shown = [(clip, frame) for clip in range(min(_CLIPS, len(clips))) for frame in frames]
+    entry = images_entry(name, note, [clips[place] for place in shown], clips.shape[0] * clips.shape[1], encoder)
+    captions = [f"clip {clip}, frame {frame}" for clip, frame in shown]
+    named = [replace(image, caption=caption) for image, caption in zip(entry.thumbnails, captions, strict=True)]
+    return replace(entry, note=entry.note.replace(", the first ", ", "), thumbnails=named)
 
 
 def images_entry(

@@ -17,23 +17,27 @@ from savable_pipeline.data.media.video import Video
 _VIDEO_S, _AUDIO_S = 8.0, 30.0  # seconds of a clip, at most
 _VIDEO_BYTES, _AUDIO_BYTES = 40_000, 8_000  # a second that a clip needs to be of use; a video may have twice as many
 _SIDE = 320  # pixels
-_MOST_FPS = 25.0
+_MOST_PIXELS = 500e6  # decoded for a clip
+_LEAST_FPS, _MOST_FPS = 1.0, 25.0
 _RATES = (48_000, 44_100, 32_000, 24_000, 16_000)  # Hz, of those that AAC has
 _BLOCK = 1024  # samples of a frame of AAC
 
 
-def clip_seconds(duration_s: float, limit: int, *, video: bool) -> float:
-    """How long a clip of at most `limit` bytes is."""
-    most, each = (_VIDEO_S, _VIDEO_BYTES) if video else (_AUDIO_S, _AUDIO_BYTES)
-    return min(duration_s, most, 0.8 * limit / each)
+def clip_seconds(video: Video | None, audio: Audio | None, limit: int) -> float:
+    """How long a clip of at most `limit` bytes is, which takes no more than some seconds to decode."""
+    if video is None:
+        return min(_stream(video, audio).duration_s, _AUDIO_S, 0.8 * limit / _AUDIO_BYTES)
+    pixels_per_s = video.size[0] * video.size[1] * max(video.fps, _MOST_FPS)
+    return min(video.duration_s, _VIDEO_S, 0.8 * limit / _VIDEO_BYTES, _MOST_PIXELS / pixels_per_s)
 
 
 def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -> bytes:
     """The first seconds, encoded anew; empty where that takes more than `limit` bytes. Raises `MediaError`."""
-    stream = video or audio
-    assert stream is not None
     file = io.BytesIO()
-    with media_errors(stream.name, "its clip cannot be encoded"), pyav().open(file, "w", format="mp4") as made:
+    with (
+        media_errors(_stream(video, audio).name, "its clip cannot be encoded"),
+        pyav().open(file, "w", format="mp4") as made,
+    ):
         sound = _sound_stream(made, audio) if audio is not None else None
         if video is not None:
             own = 0 if audio is None else _AUDIO_BYTES
@@ -43,8 +47,14 @@ def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -
     return file.getvalue() if len(file.getvalue()) <= limit else b""
 
 
+def _stream(video: Video | None, audio: Audio | None) -> Video | Audio:
+    stream = video or audio
+    assert stream is not None, "nothing to encode"
+    return stream
+
+
 def _write_frames(made: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
-    fps = min(video.fps or _MOST_FPS, _MOST_FPS)
+    fps = min(max(video.fps, _LEAST_FPS), _MOST_FPS)
     stream = made.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
     rate = str(8 * bytes_per_s)
     stream.options = {"preset": "veryfast", "maxrate": rate, "bufsize": str(4 * bytes_per_s), "crf": "26"}

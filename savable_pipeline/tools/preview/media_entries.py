@@ -11,12 +11,8 @@ PyAV finds damaged is not passed on.
 
 from __future__ import annotations
 
-import base64
-import io
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-
-from PIL import Image
+from dataclasses import replace
 
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
@@ -28,10 +24,9 @@ from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
 from savable_pipeline.tools.preview.media_clips import clip, clip_seconds
 from savable_pipeline.tools.preview.page import CardEntry, Player, Sound, Thumbnail, first_line
-from savable_pipeline.tools.preview.sound_pictures import spectrogram_pixels, waveform
+from savable_pipeline.tools.preview.room import Room
+from savable_pipeline.tools.preview.sound_pictures import picture_of, spectrogram_pixels, waveform
 
-PAGE_BYTES = 64_000_000  # of all excerpts and pictures of media in a page, as base64
-EXCERPT_BYTES = 2_000_000  # of one part
 # Containers that browsers play, and the codecs in them.
 _PLAYED = {"mp4": "video/mp4", "m4v": "video/mp4", "webm": "video/webm", "mp3": "audio/mpeg", "wav": "audio/wav"}
 _PLAYED |= {"m4a": "audio/mp4", "flac": "audio/flac", "ogg": "audio/ogg", "oga": "audio/ogg", "opus": "audio/ogg"}
@@ -40,32 +35,9 @@ _CODECS |= {"pcm_s16le", "pcm_u8", "pcm_s24le", "pcm_f32le"}
 _FRAMES = 9
 _FRAME_SIDE = 160  # pixels
 _SOUGHT_S = 30.0  # a longer video is shown by its keyframes, which are found without decoding what lies between
+_SHORTEST_S = 0.5  # of a clip
 _HEARD_S = 30.0
 _HEARD_HZ = 16_000
-
-
-@dataclass(slots=True)
-class Room:
-    """The bytes that media may still take in a page, or in a card of it."""
-
-    left: int
-
-    @property
-    def excerpt(self) -> int:
-        """The most bytes of an excerpt, which takes a third more as base64."""
-        return min(EXCERPT_BYTES, self.left * 3 // 4 - 3)
-
-    def take(self, kind: str, data: bytes) -> str:
-        """The data as a URI, or "" where there is no room for it."""
-        uri = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        return uri if self.fits(uri) else ""
-
-    def fits(self, uri: str) -> bool:
-        """Whether there is room for this URI, which then takes it."""
-        if len(uri) > self.left:
-            return False
-        self.left -= len(uri)
-        return True
 
 
 def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
@@ -83,15 +55,19 @@ def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
                 return replace(entry, fault=first_line(error))
     except ImportError as error:
         kind = "video" if _played(part).startswith("video") else "audio"
-        return CardEntry(part, note, player=_as_it_is(sample, part, kind, room), text=f"to show more of it: {error}")
+        player = _as_it_is(sample, part, kind, room) or Player(kind, "")
+        return CardEntry(part, note, player=replace(player, note=first_line(error)))
 
 
 def _shown(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio | None, room: Room) -> CardEntry:
     """First what is decoded: the bytes of what is damaged go no further."""
+    half = room.left // 2
+    pictures = Room(half)
     if video is not None:
-        entry = replace(entry, thumbnails=_sheet(video, room))
+        entry = replace(entry, thumbnails=_sheet(video, pictures))
     if audio is not None:
-        entry = replace(entry, sound=_sound(audio, room, coloured=video is None))
+        entry = replace(entry, sounds=[_sound(audio, pictures, coloured=video is None)])
+    room.left -= half - pictures.left
     kind = "audio" if video is None else "video"
     plays = all(stream is None or _codec(stream) in _CODECS for stream in (video, audio))
     player = _as_it_is(sample, entry.name, kind, room) if plays else None
@@ -112,10 +88,8 @@ def _as_it_is(sample: Sample, part: str, kind: str, room: Room) -> Player | None
 
 
 def _clipped(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
-    stream = video or audio
-    assert stream is not None
-    seconds = clip_seconds(stream.duration_s, room.excerpt, video=video is not None)
-    data = clip(video, audio, seconds, room.excerpt) if seconds > 0 else b""
+    seconds, whole = clip_seconds(video, audio, room.excerpt), (video or audio).duration_s  # type: ignore[union-attr]
+    data = clip(video, audio, seconds, room.excerpt) if seconds >= min(_SHORTEST_S, whole) else b""
     if not data:
         return Player(kind, "", "no room for an excerpt: let the page show fewer samples")
     return Player(kind, room.take(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded anew")
@@ -137,7 +111,8 @@ def _heard(audio: Audio | None) -> str:
 
 def _codec(stream: Video | Audio) -> str:
     """The name of a codec, from that of a decoder of it."""
-    return {"mp3float": "mp3", "libdav1d": "av1", "libopus": "opus"}.get(stream.codec, stream.codec)
+    name: str = stream.codec
+    return {"mp3float": "mp3", "libdav1d": "av1", "libopus": "opus"}.get(name, name)
 
 
 def clock(seconds: float) -> str:
@@ -177,6 +152,5 @@ def _sound(audio: Audio, room: Room, *, coloured: bool) -> Sound:
     note = f"0 to {clock(seconds)}"
     if not coloured:
         return Sound(waveform(samples), "", note)
-    file = io.BytesIO()
-    Image.fromarray(spectrogram_pixels(samples)).save(file, "JPEG", quality=85)
-    return Sound(waveform(samples), room.take("image/jpeg", file.getvalue()), f"{note}; 0 to {rate / 2000:g} kHz")
+    picture = picture_of(spectrogram_pixels(samples), room)
+    return Sound(waveform(samples), picture, f"{note}; 0 to {rate / 2000:g} kHz")

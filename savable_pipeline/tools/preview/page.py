@@ -79,7 +79,7 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """A waveform, as a path of SVG, and a spectrogram, a data URI or ""; `note` says of which time."""
+    """A waveform, as a path of SVG, and a spectrogram, a data URI, each "" for none; `note` says of what."""
 
     waveform: str
     spectrogram: str
@@ -97,7 +97,7 @@ class CardEntry:
     rows: Sequence[TokenRow] = ()
     turns: Sequence[Turn] = ()
     player: Player | None = None
-    sound: Sound | None = None
+    sounds: Sequence[Sound] = ()
     fault: str = ""
 
 

@@ -27,7 +27,7 @@ def with_documents(
 ) -> CardEntry:
     """The entry of pictures, of which `value` has one in each row, with a link below each whose document is known."""
     array = as_array(value)
-    if documents is None or not entry.thumbnails or array is None:
+    if documents is None or not entry.thumbnails or array is None or array.ndim > 4:
         return entry
     places = _places(documents, fields, encoder, len(array))
     linked = [

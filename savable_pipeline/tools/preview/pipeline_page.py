@@ -18,10 +18,11 @@ from savable_pipeline.stages.pipeline import Pipeline, data_path
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
-from savable_pipeline.tools.preview.media_entries import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.page import Card, CardEntry, cut, first_line, render
 from savable_pipeline.tools.preview.picture_documents import with_documents
+from savable_pipeline.tools.preview.room import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.sample_entries import part_entry
+from savable_pipeline.tools.preview.sound_entries import sound_entry
 from savable_pipeline.tools.preview.token_entries import Decoder, documents_of, tokens_entry, tokens_name
 
 MOST_BATCHES = 50
@@ -163,7 +164,8 @@ class Fields:
     def _leaf(self, name: str, value: Any) -> CardEntry:
         array = as_array(value)
         if array is not None:
-            return array_entry(name, value, array, self._encoder)
+            sound = sound_entry(name, value, array, self._room)
+            return sound or array_entry(name, value, array, self._encoder)
         if isinstance(value, str):
             return CardEntry(name, f"{len(value):,} characters", text=cut(value))
         if isinstance(value, bytes):

@@ -7,8 +7,15 @@ The spectrogram is the power of short pieces of the sound under Hann's window, i
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
+
+from savable_pipeline.tools.preview.image_entries import Pixels
+from savable_pipeline.tools.preview.room import Room
 
 Samples = NDArray[np.float32]  # (samples,), from -1 to 1
 
@@ -46,10 +53,21 @@ def spectrogram(samples: Samples) -> NDArray[np.float64]:
     return below
 
 
-def spectrogram_pixels(samples: Samples) -> NDArray[np.uint8]:
+def spectrogram_pixels(samples: Samples) -> Pixels:
     """The spectrogram as colours, low frequencies at the bottom: uint8 (128, times, 3)."""
     decibels = spectrogram(samples)
-    rows = decibels[1:].reshape(_ROWS, -1, decibels.shape[1]).max(axis=1)[::-1]
-    place = (rows / _RANGE_DB + 1) * (len(_COLOURS) - 1)
+    return coloured(decibels[1:].reshape(_ROWS, -1, decibels.shape[1]).max(axis=1) / _RANGE_DB + 1)
+
+
+def coloured(shares: NDArray[np.floating[Any]]) -> Pixels:
+    """Numbers from 0, dark, to 1, (frequencies, times), as colours: uint8 (frequencies, times, 3), the first below."""
+    place = shares[::-1] * (len(_COLOURS) - 1)
     channels = [np.interp(place, np.arange(len(_COLOURS)), channel) for channel in _COLOURS.T]
     return np.stack(channels, axis=-1).astype(np.uint8)
+
+
+def picture_of(pixels: Pixels, room: Room) -> str:
+    """A spectrogram as a data URI, or "" where there is no room for it."""
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(file, "JPEG", quality=85)
+    return room.take("image/jpeg", file.getvalue())

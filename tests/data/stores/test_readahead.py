@@ -104,3 +104,17 @@ def test_one_block_on_the_disk_has_all_announced(tmp_path: Path) -> None:
     os.pread(descriptor, 4096, 0)
     assert in_memory(dataset.store.files, [(0, 0, 4096)])
     assert not in_memory(dataset.store.files, [(0, 0, 4096), (0, 4096, 8 << 20)])  # a look may bring what it looks at
+
+
+def test_long_samples_are_not_announced(
+    shards: Path, told: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readahead, "PIECE", 2048)
+    write_tar(
+        shards / "0.tar", [("a.txt", b"x" * 500), ("b.txt", b"x" * 2000), ("c.txt", b"x"), ("d.txt", b"x" * 9000)]
+    )
+    dataset = open_any(shards)
+    dataset.store.prefetch(np.arange(4))
+    assert told == [("0.tar", 0, 1024), ("0.tar", 1024 + 2560, 2 * 1024 + 2560)]
+    dataset.store.prefetch(np.array([1]))
+    assert len(told) == 2

@@ -133,7 +133,7 @@ def found(report: CheckReport) -> set[tuple[str, str]]:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are checked in this process, which is quicker for three."""
 
-    def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
+    def each_shard(task: Any, root: Path, names: list[str], processes: int, **_: Any) -> Any:
         return ((name, msgspec.msgpack.encode(check_file(root, name))) for name in names)
 
     monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
@@ -204,7 +204,7 @@ def test_the_command_indexes_and_lists_what_it_could_not_read(dataset: Path) -> 
 
 
 def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
+    def each_shard(task: Any, root: Path, names: list[str], processes: int, **_: Any) -> Any:
         return processes_of_shards.each_shard("tests.support.toy_check:die_over_one", root, names, processes)
 
     monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)

@@ -1,4 +1,4 @@
-"""`PartFile`: a part of a sample as a seekable, read-only file, without a descriptor or a copy of its bytes."""
+"""`MemberFile`: a part of a sample as a seekable, read-only file, without a descriptor or a copy of its bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import BinaryIO
 _BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
 
 
-class PartFile(io.RawIOBase):
+class MemberFile(io.RawIOBase):
     """`size` bytes of a shard from `begin` on, which `read(offset, size)` reads whole or raises, at any time."""
 
     def __init__(self, read: Callable[[int, int], bytes], begin: int, size: int) -> None:
@@ -52,6 +52,19 @@ class PartFile(io.RawIOBase):
         return len(data)
 
 
-def opened_part(read: Callable[[int, int], bytes], begin: int, size: int) -> BinaryIO:
+def opened_member(read: Callable[[int, int], bytes], begin: int, size: int) -> BinaryIO:
     """The file of a part. (Buffered: Pillow and others read a few bytes at a time.)"""
-    return io.BufferedReader(PartFile(read, begin, size), _BUFFER)
+    return io.BufferedReader(MemberFile(read, begin, size), _BUFFER)
+
+
+class RangeFile(io.BufferedReader):
+    """A whole file, of which `begin_s` to `end_s` belong to a sample."""
+
+    def __init__(self, file: MemberFile, begin_s: float, end_s: float | None) -> None:
+        super().__init__(file, _BUFFER)
+        self.begin_s, self.end_s = begin_s, end_s
+
+
+def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
+    """From where to where an opened part belongs to its sample, in seconds; None: to its end."""
+    return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)

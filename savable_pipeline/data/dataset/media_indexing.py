@@ -1,0 +1,212 @@
+"""Makes the table of a dataset's media: reads the headers of every part that is media, in several processes.
+
+Nothing is decoded. A part whose headers cannot be read is listed, and stays in the table as broken. Shards that the
+table has already are kept; what was read before the command was stopped is in a file beside it (see index_writer.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.kinds import format_of, named_files, seen
+from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.data.dataset.store_kinds import STORES
+from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.data.media.media_table import (
+    KIND,
+    MEDIA_PARTS,
+    TABLE_NAME,
+    Known,
+    MediaTable,
+    headers,
+    is_touched,
+    packed,
+)
+from savable_pipeline.data.shards.index_file import PlaceIndex, ShardTable
+from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.index_place import in_first_place
+from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
+from savable_pipeline.data.shards.indexing import open_files
+from savable_pipeline.data.shards.part_types import part_type
+from savable_pipeline.data.shards.paths import Shards, is_remote
+from savable_pipeline.data.shards.processes import each_job
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.errors import SavableError, ShardError
+
+_ALONE_S = 2.0  # that one process reads before it starts others
+_TOLD = 100  # broken parts whose fault is told
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFaults:
+    """What could not be read: so many parts and shards, and the messages of the first ones."""
+
+    count: int
+    messages: list[str]
+
+
+def index_media(
+    files: Shards, *, processes: int | None = None, progress: Progress = lambda done, total: None
+) -> tuple[Path, MediaFaults]:
+    """Make the table of the media in indexed files, in `processes` processes (None: one a processor).
+
+    Returns its path, and what could not be read. Raises `ShardError`, also for files behind a URL; ImportError without
+    PyAV, if there is audio or video.
+    """
+    refuse_remote(files)
+    form = format_of(files)
+    found = open_files(named_files(files), form, tolerant=True)
+    indexed = IndexedFiles(form, found.index, found.path, found.names, found.root, tolerant=True)
+
+    def make(path: Path) -> Path:
+        _make(path, indexed, processes or os.cpu_count() or 1, progress)
+        return path
+
+    path = in_first_place(found.root, TABLE_NAME, make)
+    return path, _faults(path, indexed)
+
+
+def refuse_remote(files: Shards) -> None:
+    """Raises `ShardError` for files behind a URL."""
+    if is_remote(files):
+        raise ShardError(
+            f"{files}: headers are read where the shards lie: run `savable index --media` there, and upload "
+            f"{TABLE_NAME} beside the shards"
+        )
+
+
+def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:
+    """Writes the table at `path`, whose lock is held."""
+    for stale in path.parent.glob(f"{path.name}.*.tmp"):
+        stale.unlink(missing_ok=True)
+    shards = indexed.index.shards
+    now = {entry.name: entry for entry in shards}
+    old = _table_at(path)
+    names = () if old is None else old.shards.names
+    kept = {name: number for number, name in enumerate(names) if old and _is_the_same(old.shards[number], now)}
+    kept = {n: i for n, i in kept.items() if old and old.is_whole(i) and not is_touched(indexed.root / n, path)}
+    with ScannedTables(path) as scanned:
+        left = {name for name in scanned if _is_the_same(scanned[name].entry, now)}
+        missing = [name for name in indexed.entries.names if name not in kept and name not in left]
+        progress(0, len(missing))
+        for done, found in enumerate(_scanned(indexed, missing, processes), 1):
+            scanned.add(found)
+            left.add(found.entry.name)
+            progress(done, len(missing))
+
+        def table(name: str) -> ShardTable:
+            if name in left or old is None:
+                return scanned[name]
+            return old.table(kept[name])
+
+        write_index(path, map(table, sorted({*kept, *left})), KIND)
+
+
+def _table_at(path: Path) -> PlaceIndex | None:
+    with contextlib.suppress(OSError, ValueError, ShardError):
+        return PlaceIndex(path, KIND)
+    return None
+
+
+def _is_the_same(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
+    """Whether the table's entry of a shard, which was read, is of the shard that there is now."""
+    entry = now.get(then.name)
+    found = entry is not None and (entry.size, entry.samples, entry.digest) == (then.size, then.samples, then.digest)
+    return found and not then.fault
+
+
+def _scanned(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
+    """The table's rows of each of these shards: in this process, and after some seconds in several."""
+    arguments = (indexed.form.name, os.fspath(indexed.index_path), os.fspath(indexed.root))
+    scan, end = _Scan(*arguments), time.monotonic() + _ALONE_S
+    for done, name in enumerate(names):
+        if processes > 1 and len(names) - done > 1 and time.monotonic() > end:
+            with contextlib.closing(each_job(f"{__name__}:serve", arguments, names[done:], processes)) as answers:
+                for other, answer in answers:
+                    yield scan.died(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable)
+            return
+        yield scan(name)
+
+
+def serve(connection: Connection, names: Iterator[str], form: str, index_path: str, root: str) -> None:
+    """A child process: reads one shard after the other."""
+    scan = _Scan(form, index_path, root)
+    for name in names:
+        connection.send_bytes(msgspec.msgpack.encode(scan(name)))
+
+
+class _Scan:
+    """Reads the headers of shards of an index."""
+
+    def __init__(self, form: str, index_path: str, root: str) -> None:
+        self._form, self._path, self._root = STORES[form].form, Path(index_path), Path(root)
+        self._index = self._form.index_at(self._path)
+
+    def __call__(self, name: str) -> ShardTable:
+        """The table's rows of a shard, whose fault is that of its entry."""
+        entry = self._entry(name)
+        if not entry.samples:
+            return ShardTable(entry, packed(()))
+        files = IndexedFiles(self._form, self._index, self._path, [name], self._root, tolerant=True)
+        try:
+            return ShardTable(entry, packed(_of_samples(Dataset(seen(files, partial=True)))))
+        except SavableError as error:
+            return self._failed(entry, str(error))
+
+    def died(self, name: str) -> ShardTable:
+        """The table of a shard over which a process died."""
+        return self._failed(self._entry(name), "the process that read its headers died; was there too little memory?")
+
+    def _entry(self, name: str) -> ShardEntry:
+        return msgspec.structs.replace(self._index.shards[self._index.number(name)], fault="")
+
+    def _failed(self, entry: ShardEntry, fault: str) -> ShardTable:
+        """(It has rows that fit: a shard is all there or has a fault.)"""
+        told = fault.removeprefix(f"{self._root}/").removeprefix(f"{entry.name}: ")
+        return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {told}")), packed(()))
+
+
+def _of_samples(dataset: Dataset) -> Iterator[list[tuple[str, Known]]]:
+    """What the headers say of each sample's parts."""
+    for row in dataset.locate(np.arange(dataset.count))[1].tolist():
+        parts = [part for part in dataset.extensions(0, row) if part_type(part) in MEDIA_PARTS]
+        yield [(part, headers(dataset.store, 0, row, part)) for part in parts]
+
+
+def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
+    """What of these shards the table at `path` lacks, and has as broken."""
+    table = PlaceIndex(path, KIND)
+    numbers = table.numbers(indexed.entries.names)
+    told = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
+    whole = [shard for shard, number in enumerate(numbers.tolist()) if number not in table.shards.faults]
+    count, names = len(told), indexed.entries.take(np.array(whole, np.int64)).names
+    files = IndexedFiles(indexed.form, indexed.index, indexed.index_path, names, indexed.root, tolerant=True)
+    if not files.firsts[-1]:
+        return MediaFaults(count, told[:_TOLD])
+    dataset = Dataset(seen(files, partial=True))
+    for shard, place, part in MediaTable(path, table, numbers[whole]).broken():
+        count += 1
+        if len(told) < _TOLD:
+            told.append(_fault_of(dataset, int(dataset.firsts[shard]) + place, part))
+    return MediaFaults(count, told[:_TOLD])
+
+
+def _fault_of(dataset: Dataset, number: int, part: str) -> str:
+    refs = np.array([(number, 0)], REF)
+    try:
+        dataset.open_samples(refs)[0].media(part)
+    except (MediaError, SavableError) as error:
+        return encodable(str(error))
+    return f"{part!r} of sample {number}"  # it is as it was when it was read: not reached

@@ -1,0 +1,235 @@
+"""`MediaTable`: what the headers of a dataset's media say, in a file beside its index, so that nobody opens them again.
+
+    .nv-meta/savable.media.index     an index (see index_file.py), which has of each shard, in words of 8 bytes:
+
+    samples n │ rows m │ bytes of names │ begins: uint32 (n + 1,) │ rows: ROW (m,) │ names of parts: MessagePack
+
+The rows from begins[i] to begins[i + 1] are of sample i: one for each of its parts that is of a kind in `MEDIA_PARTS`.
+The file is mapped: to open it reads no row, and to find one reads no other than its shard's. It has size, samples and
+digest of each shard that it was made of, as the index of the dataset says; of other shards it is never used. Of a shard
+that was touched since, some headers are read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_hexdigest
+
+from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.data.media.media_info import MediaInfo, media_info
+from savable_pipeline.data.shards.index_file import PlaceIndex, Places
+from savable_pipeline.data.shards.index_place import index_name, index_places
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
+from savable_pipeline.data.shards.shard_list import Rows, ShardList
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import ShardError
+
+KIND = "media"
+TABLE_NAME = index_name(KIND)  # below the folder of the shards
+MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
+BROKEN: Literal["broken"] = "broken"  # what the table says of a part whose headers cannot be read
+Known: TypeAlias = MediaInfo | Literal["broken"]
+
+_FLOATS, _INTEGERS = ("duration_s", "fps"), ("frames", "width", "height", "rate", "channels")
+ROW = np.dtype(
+    [
+        *((name, "<f8") for name in _FLOATS),
+        *((name, "<i8" if name == "frames" else "<i4") for name in _INTEGERS),
+        ("part", "<u4"),  # the number of its name
+        ("broken", "<u4"),  # 1: its headers cannot be read
+    ]
+)
+_HEAD = 3  # words
+_OPEN_SHARDS = 1024  # whose rows were checked
+
+
+class MediaTable:
+    """The open table of some shards, `numbers` in its index. Raises `ShardError` if what it says of one is damaged."""
+
+    field = "media"
+
+    def __init__(self, path: Path, index: PlaceIndex, numbers: Rows) -> None:
+        self.path, self._index, self._numbers = path, index, numbers
+        self._known: dict[int, _ShardMedia] = {}
+
+    @property
+    def digest(self) -> str:
+        """A hash of all values, in the order of the shards."""
+        return xxh3_128_hexdigest(np.ascontiguousarray(self._index.checks[self._numbers], dtype="<u8").data)
+
+    def first(self, shards: int) -> MediaTable:
+        """The table of the first so many shards."""
+        return MediaTable(self.path, self._index, self._numbers[:shards])
+
+    def find(self, store: RecordStore, shard: int, row: int, part: str) -> Known | None:
+        """What the headers of a part say; None if the table does not have it. Takes as long in a larger one."""
+        rows = self._known.get(shard)
+        if rows is None:
+            if len(self._known) >= _OPEN_SHARDS:
+                self._known.clear()
+            rows = self._known[shard] = self._opened(shard)
+            rows.first_row = int(store.rows(np.array([shard]), np.zeros(1, np.int64))[0])
+            self._check_touched(store, shard, rows)
+        return rows.find(row - rows.first_row, part)
+
+    def broken(self) -> Iterator[tuple[int, int, str]]:
+        """Number of the shard, place in it and name of each part whose headers cannot be read."""
+        for shard in range(len(self._numbers)):
+            rows = self._opened(shard)
+            yield from ((shard, *rows.part_of(number)) for number in np.flatnonzero(rows.rows["broken"]).tolist())
+
+    def by_part(self) -> dict[str, NDArray[Any]]:
+        """The rows of each part: ROW (any,)."""
+        found: dict[str, list[NDArray[Any]]] = {}
+        for shard in range(len(self._numbers)):
+            rows = self._opened(shard)
+            for number, name in enumerate(rows.names):
+                found.setdefault(name, []).append(rows.rows[rows.rows["part"] == number])
+        return {name: np.concatenate(each) for name, each in found.items()}
+
+    def _check_touched(self, store: RecordStore, shard: int, rows: _ShardMedia) -> None:
+        """Raise `ShardError` if a shard was written since, and some of its headers say something else now."""
+        name = self._index.shards.names[int(self._numbers[shard])]
+        if store.root is None or not is_touched(store.root / name, self.path):
+            return
+        numbers = range(len(rows.rows))
+        for number in {numbers[0], numbers[len(numbers) // 2], numbers[-1]} if numbers else ():
+            place, part = rows.part_of(number)
+            with contextlib.suppress(ImportError):
+                if headers(store, shard, rows.first_row + place, part) != _info_of(rows.rows[number]):
+                    raise _unfit(self.path, f"{name} was rewritten since, or is read otherwise by this release of PyAV")
+
+    def _opened(self, shard: int) -> _ShardMedia:
+        number = int(self._numbers[shard])
+        try:
+            if self._index.is_whole(number):
+                return _ShardMedia(self._index.places(number), int(self._index.shards.samples[number]))
+        except (ValueError, IndexError, UnicodeDecodeError):  # msgspec's errors are ValueErrors
+            pass
+        raise _unfit(self.path, f"what it says of {self._index.shards.names[number]} is damaged")
+
+
+class _ShardMedia:
+    """What the table says of a shard of so many samples. Raises ValueError, IndexError if it does not fit itself."""
+
+    def __init__(self, places: Places, samples: int) -> None:
+        count, rows, name_bytes = (int(number) for number in places[:_HEAD])
+        at_rows = _HEAD + -(-4 * (count + 1) // 8)
+        at_names = at_rows + rows * ROW.itemsize // 8
+        self.begins = places[_HEAD:at_rows].view("<u4")[: count + 1]
+        self.rows: NDArray[Any] = places[at_rows:at_names].view(ROW)
+        encoded = places[at_names:].tobytes()
+        self.names = msgspec.msgpack.decode(encoded[:name_bytes], type=list[str])
+        self.first_row = 0  # of the shard in its store
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        fits = count == samples and len(self.rows) == rows and len(encoded) == -(-name_bytes // 8) * 8
+        fits = fits and self.begins[0] == 0 and self.begins[-1] == rows and bool((np.diff(self.begins) >= 0).all())
+        if not fits or (rows and int(self.rows["part"].max()) >= len(self.names)):
+            raise ValueError(f"{samples} samples")
+
+    def part_of(self, number: int) -> tuple[int, str]:
+        """The place of the sample of a row, and the name of its part."""
+        place = int(np.searchsorted(self.begins, number, side="right")) - 1
+        return place, self.names[int(self.rows["part"][number])]
+
+    def find(self, place: int, part: str) -> Known | None:
+        rows = self.rows[self.begins[place] : self.begins[place + 1]]
+        found = rows[rows["part"] == self._numbers.get(part, -1)]
+        return _info_of(found[0]) if len(found) else None
+
+
+def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
+    """What the headers of a part say. Raises the errors of reading it, ImportError without PyAV."""
+    try:
+        with store.open(shard, row, part) as file:
+            return media_info(file, part, part)
+    except MediaError:
+        return BROKEN
+
+
+def is_touched(shard: Path, table: Path) -> bool:
+    """Whether a shard, on a disk, may have been written since the table was."""
+    try:
+        look, made = shard.stat(), table.stat().st_mtime_ns
+    except OSError:
+        return False
+    return max(look.st_mtime_ns, look.st_ctime_ns) >= made
+
+
+def _info_of(row: Any) -> Known:
+    if row["broken"]:
+        return BROKEN
+    values: dict[str, Any] = {name: None if np.isnan(row[name]) else float(row[name]) for name in _FLOATS}
+    return MediaInfo(**values, **{name: None if row[name] == -1 else int(row[name]) for name in _INTEGERS})
+
+
+def packed(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
+    """What the table says of a shard: of its samples in order, of each the parts that are media."""
+    begins, rows, names = [0], bytearray(), dict[str, int]()
+    for sample in samples:
+        for part, known in sample:
+            row = np.zeros(1, ROW)
+            info = MediaInfo() if known == BROKEN else known
+            for field in (*_FLOATS, *_INTEGERS):
+                value = getattr(info, field)
+                row[field] = value if value is not None else np.nan if field in _FLOATS else -1
+            row["part"], row["broken"] = names.setdefault(part, len(names)), known == BROKEN
+            rows += row.tobytes()
+        begins.append(len(rows) // ROW.itemsize)
+    encoded = msgspec.msgpack.encode(list(names))
+    head = np.array([len(begins) - 1, begins[-1], len(encoded)], dtype="<u8").tobytes()
+    return head + _filled(np.array(begins, dtype="<u4").tobytes()) + bytes(rows) + _filled(encoded)
+
+
+def _filled(raw: bytes) -> bytes:
+    return raw + bytes(-len(raw) % 8)
+
+
+def open_table(root: Path, shards: ShardList) -> MediaTable | None:
+    """The table of these shards below `root`; None without one. Raises `ShardError` for one that is not of them."""
+    fault: ShardError | None = None
+    for path in index_places(root, TABLE_NAME):
+        try:
+            index = PlaceIndex(path, KIND)
+            return MediaTable(path, index, _numbers(index, shards))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError as error:
+            fault = fault or ShardError(f"{path}: {error.strerror}")
+        except (ValueError, ShardError) as error:
+            fault = fault or _unfit(path, str(error).removeprefix(f"{path}: "))
+    if fault is not None:
+        raise fault
+    return None
+
+
+def _numbers(index: PlaceIndex, shards: ShardList) -> Rows:
+    """The numbers of these shards in the index of a table. Raises ValueError if one is not there, or was another."""
+    try:
+        numbers = index.numbers(shards.names)
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} is not in it") from None
+    then = index.shards
+    same = (then.sizes[numbers] == shards.sizes) & (then.samples[numbers] == shards.samples)
+    other = np.flatnonzero(~(same & (then.digests[numbers] == shards.digests)))
+    if len(other):
+        raise ValueError(f"{shards.names[int(other[0])]} was rewritten since")
+    unread = next((number for number in numbers.tolist() if number in then.faults), None) if then.faults else None
+    if unread is not None:
+        raise ValueError(f"{then.names[unread]} could not be read then")
+    return numbers
+
+
+def _unfit(path: Path, why: str) -> ShardError:
+    return ShardError(
+        f"{path}: this table of media is not of the shards that there are now: {why}; run `savable index --media` "
+        "again, or remove the table: then headers are read instead",
+        reason="other media table",
+    )

@@ -1,0 +1,193 @@
+"""Lengths by a table of media are those by the headers; a run never goes on by other ones."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.dataset.media_indexing import index_media
+from savable_pipeline.data.media import known_media, media_table
+from savable_pipeline.data.media.media_info import MediaInfo
+from savable_pipeline.data.media.media_table import TABLE_NAME
+from savable_pipeline.run.state.fingerprint import compare, fingerprint
+from tests.support.media_files import audio_bytes
+from tests.support.shards import write_tar
+from tests.support.streams import take, through_a_file
+
+A_SECOND = 20  # tokens
+SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 2}
+
+
+class Sounds(sp.TaskEncoder):
+    """A sound is as many numbers as `length_of` tells by its headers."""
+
+    global_rng = False
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def length_of(self, sample: sp.Sample) -> int:
+        length = round((sample.media().duration_s or 0) * A_SECOND)
+        self.told.append((sample.key, length))
+        return length
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> list[int]:
+        sound = sample.audio()
+        return [sample.index] * round(sound.samples().shape[1] / sound.rate * A_SECOND)
+
+    def pack(self, items: list[list[int]], rng: sp.Rng) -> list[list[int]]:
+        return items
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> list[Any]:
+        return items
+
+
+def pipeline(root: Path, lane: sp.Lane, encoder: Sounds | None = None) -> Any:
+    samples = sp.TarShardReader(root, lane, block_size=1)
+    packs = sp.OnlinePacker(sp.Encode(samples, encoder or Sounds()), max_length=30, open_packs=3)
+    return sp.Batcher(packs, size=2)
+
+
+def write(root: Path, shard: int, count: int = 9) -> None:
+    numbers = range(shard * count, (shard + 1) * count)
+    write_tar(root / f"{shard}.tar", [(f"s{n}.flac", audio_bytes((1 + n % 7) / A_SECOND)) for n in numbers])
+    time.sleep(0.02)  # more than a tick of the file system's clock
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sounds")
+    for shard in range(2):
+        write(root, shard)
+    return root
+
+
+@pytest.fixture
+def dataset(pristine: Path, tmp_path: Path) -> Path:
+    root = tmp_path / "data"
+    shutil.copytree(pristine, root)
+    time.sleep(0.02)
+    return root
+
+
+def loader(root: Path) -> Any:
+    return sp.SavableLoader(partial(pipeline, root), **SETTINGS)
+
+
+def saved_after(root: Path, batches: int) -> dict[str, Any]:
+    begun = loader(root)
+    take(begun, batches)
+    return through_a_file(begun.state_dict())
+
+
+def resumed(root: Path, state: dict[str, Any], batches: int, **settings: Any) -> list[str]:
+    again = loader(root)
+    again.load_state_dict(state, **settings)
+    return take(again, batches)
+
+
+def with_other_values(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table as another release of PyAV might make it."""
+    (root / TABLE_NAME).unlink(missing_ok=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(media_table, "media_info", lambda *_: MediaInfo(duration_s=0.5))
+        index_media(root)
+
+
+def test_a_packer_sees_the_same_lengths_with_a_table_and_without(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_headers, by_table = Sounds(), Sounds()
+    before = take(pipeline(dataset, sp.Lane(seed=3), by_headers), 12)
+    index_media(dataset)
+
+    def no_header(*_: object) -> MediaInfo:
+        raise AssertionError("a header was read")
+
+    monkeypatch.setattr(known_media, "media_info", no_header)
+    assert take(pipeline(dataset, sp.Lane(seed=3), by_table), 12) == before
+    assert by_table.told == by_headers.told and len({length for _, length in by_table.told}) > 3
+
+
+@pytest.mark.parametrize("first", ["headers", "table"])
+def test_a_run_goes_on_when_a_table_comes_or_goes(dataset: Path, first: str, caplog: Any) -> None:
+    uninterrupted = take(loader(dataset), 14)
+    if first == "table":
+        index_media(dataset)
+    state = saved_after(dataset, 7)
+    if first == "table":
+        (dataset / TABLE_NAME).unlink()
+    else:
+        index_media(dataset)
+    with caplog.at_level(logging.WARNING):
+        assert resumed(dataset, state, 7) == uninterrupted[7:]
+    assert "media: saved " in caplog.text and "no table of media, so that headers are read" in caplog.text
+
+
+def test_a_run_does_not_go_on_by_a_table_of_other_values(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index_media(dataset)
+    state = saved_after(dataset, 7)
+    with_other_values(dataset, monkeypatch)
+    with pytest.raises(sp.CheckpointMismatchError, match=r"\n  media: saved '.*says other values since"):
+        resumed(dataset, state, 1)
+
+
+def test_shards_join_a_run_with_their_table_unless_old_values_changed(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index_media(dataset)
+    state = saved_after(dataset, 7)
+    write(dataset, 2)
+    index_media(dataset)
+    assert len(resumed(dataset, state, 9, allow={"shards"})) == 9
+    with_other_values(dataset, monkeypatch)
+    with pytest.raises(sp.CheckpointMismatchError, match=r"\n  media: saved "):
+        resumed(dataset, state, 1, allow={"shards"})
+
+
+def test_a_worker_that_starts_later_has_the_table_that_the_run_began_with(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without: dict[str, bytes] = {}
+    sp.TarShardReader(dataset, sp.Lane(pinned=without))
+    index_media(dataset)
+    assert sp.TarShardReader(dataset, sp.Lane(pinned=without)).dataset.known_media.table is None
+    given: dict[str, bytes] = {}
+    sp.TarShardReader(dataset, sp.Lane(pinned=given))
+    write(dataset, 2)
+    index_media(dataset)
+    assert sp.TarShardReader(dataset, sp.Lane(pinned=given)).dataset.known_media.table is not None
+    with_other_values(dataset, monkeypatch)
+    with pytest.raises(sp.ShardError, match="the table of media was removed or changed since this run began"):
+        sp.TarShardReader(dataset, sp.Lane(pinned=given))
+
+
+def test_a_joined_store_has_its_table(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tar(tmp_path / "texts/0.tar", [(f"s{n}.txt", b"a") for n in range(9)])
+    index_media(dataset)
+
+    def joined(lane: sp.Lane) -> Any:
+        return sp.Join(sp.TarShardReader(tmp_path / "texts", lane), {"sound": dataset})
+
+    monkeypatch.setattr(known_media, "media_info", lambda *_: None)
+    assert next(joined(sp.Lane())).media("sound.flac").duration_s
+    before = fingerprint(joined(sp.Lane()), seed=3, lanes=2)
+    with_other_values(dataset, monkeypatch)
+    with pytest.raises(sp.CheckpointMismatchError, match=r"\n  joined_media: saved {'sound': '"):
+        compare(before, fingerprint(joined(sp.Lane()), seed=3, lanes=2))
+
+
+def test_energons_values_may_come_to_a_state_of_an_earlier_release_but_not_go(dataset: Path) -> None:
+    plain = fingerprint(sp.TarShardReader(dataset, sp.Lane()), seed=3, lanes=2)
+    with_energons = msgspec.structs.replace(plain, fields={**plain.fields, "energon_media": "abc"})
+    assert compare(plain, with_energons) == []
+    with pytest.raises(sp.CheckpointMismatchError, match=r"\n  energon_media: saved 'abc'"):
+        compare(with_energons, plain)
