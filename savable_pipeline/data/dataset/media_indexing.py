@@ -20,7 +20,7 @@ import numpy as np
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import format_of, named_files, seen
-from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_table import (
