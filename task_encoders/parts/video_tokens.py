@@ -57,7 +57,7 @@ class VideoTokens(FrameRule, Medium):
         from task_encoders import VideoTokens
         video = VideoTokens(151656, before="<|vision_start|>", after="<|vision_end|>")
         video.size(16, 1280, 720)     # (1008, 560)
-        video.size(768, 1280, 720)    # (644, 364)
+        video.size(768, 1280, 720)    # (644, 336)
         ```
     """
 
@@ -207,7 +207,8 @@ class VideoFrames(FrameRule):
         ```python
         from task_encoders import ChatEncoder, Tiles, VideoFrames, Vision
         vision = Vision(Tiles(), 151667, before="<img>", after="</img>")
-        ChatEncoder(vision=vision, video=VideoFrames(min_frames=8, max_frames=32))
+        encoder = ChatEncoder(vision=vision, video=VideoFrames(min_frames=8, max_frames=32))
+        encoder.settings()["video"]["max_frames"]  # 32
         ```
     """
 

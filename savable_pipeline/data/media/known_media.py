@@ -14,9 +14,8 @@ from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.media.media_table import BROKEN, open_table
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.shard_list import ShardList
-from savable_pipeline.data.stores.file_store import FileStore
+from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.tar_store import TarStore
 
 if TYPE_CHECKING:
     from savable_pipeline.data.media.energon_media import EnergonMedia
@@ -32,7 +31,8 @@ class KnownMedia:
 
     def __init__(self, store: RecordStore, shards: ShardList, *, tables: bool = True) -> None:
         self._store, self._shards = store, shards
-        root = store.root if tables and isinstance(store, TarStore | FileStore) else None
+        indexed = isinstance(getattr(store, "found", None), IndexedFiles)  # else its shards are no files
+        root = store.root if tables and indexed else None
         self.table = None if root is None else open_table(root, shards)
         self.energon: EnergonMedia | None = None
         if root is not None and self.table is None and (root / ENERGON_MEDIA).is_file():

@@ -147,6 +147,8 @@ class LaneRunner:
         dry = batch is _DRY
         given = None if dry or want == "skip" else batch
         made_of = MadeOf.of(ref, type(live.stage).__name__) if self._refs and want == "batch" else None
+        if made_of is not None and self._made == 1:
+            _ = made_of.sent  # a ref that no state can hold is an error now, not when the first state is saved
         return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
 
     def fresh(self, at: LaneState, avoid: Iterable[tuple[int, int]]) -> list[Stage]:

@@ -15,6 +15,7 @@ from savable_pipeline.data.media.container import media_errors, pyav
 from savable_pipeline.data.media.video import Video
 
 _VIDEO_S, _AUDIO_S = 8.0, 30.0  # seconds of a clip, at most
+_SHORTEST_S = 0.3
 _VIDEO_BYTES, _AUDIO_BYTES = 40_000, 8_000  # a second that a clip needs to be of use; a video may have twice as many
 _SIDE = 320  # pixels
 _MOST_PIXELS = 500e6  # decoded for a clip
@@ -24,11 +25,14 @@ _BLOCK = 1024  # samples of a frame of AAC
 
 
 def clip_seconds(video: Video | None, audio: Audio | None, limit: int) -> float:
-    """How long a clip of at most `limit` bytes is, which takes no more than some seconds to decode."""
+    """How long a clip of at most `limit` bytes is, which takes no more than some seconds to decode; 0: too short."""
+    duration = _stream(video, audio).duration_s
     if video is None:
-        return min(_stream(video, audio).duration_s, _AUDIO_S, 0.8 * limit / _AUDIO_BYTES)
-    pixels_per_s = video.size[0] * video.size[1] * max(video.fps, _MOST_FPS)
-    return min(video.duration_s, _VIDEO_S, 0.8 * limit / _VIDEO_BYTES, _MOST_PIXELS / pixels_per_s)
+        seconds = min(duration, _AUDIO_S, 0.8 * limit / _AUDIO_BYTES)
+    else:
+        pixels_per_s = video.size[0] * video.size[1] * max(video.fps, _MOST_FPS)
+        seconds = min(duration, _VIDEO_S, 0.8 * limit / _VIDEO_BYTES, _MOST_PIXELS / pixels_per_s)
+    return seconds if seconds >= min(_SHORTEST_S, duration) else 0.0
 
 
 def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -> bytes:
@@ -60,7 +64,7 @@ def _write_frames(made: Any, video: Video, seconds: float, bytes_per_s: int) -> 
     stream.options = {"preset": "veryfast", "maxrate": rate, "bufsize": str(4 * bytes_per_s), "crf": "26"}
     stream.width, stream.height = size = _even_size(*video.size)
     stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
-    for number, frame in enumerate(_frames(video, max(1, int(seconds * fps)), fps, size)):
+    for number, frame in enumerate(_frames(video, max(1, round(seconds * fps)), fps, size)):
         picture = pyav().VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), "rgb24")
         picture.pts, picture.time_base = number, 1 / stream.codec_context.framerate
         made.mux(stream.encode(picture))

@@ -18,9 +18,9 @@ from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.container import MediaError
-from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.data.shards.part_types import part_type
+from savable_pipeline.data.stores.member_file import RangeFile
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
 from savable_pipeline.tools.preview.media_clips import clip, clip_seconds
 from savable_pipeline.tools.preview.page import CardEntry, Player, Sound, Thumbnail, first_line
@@ -35,18 +35,27 @@ _CODECS |= {"pcm_s16le", "pcm_u8", "pcm_s24le", "pcm_f32le"}
 _FRAMES = 9
 _FRAME_SIDE = 160  # pixels
 _SOUGHT_S = 30.0  # a longer video is shown by its keyframes, which are found without decoding what lies between
-_SHORTEST_S = 0.5  # of a clip
 _HEARD_S = 30.0
 _HEARD_HZ = 16_000
+
+
+def is_range(sample: Sample, part: str, head: bytes) -> bool:
+    """Whether a part that begins so is a range of a longer file, which its own bytes name."""
+    if not head.startswith(b'{"path":'):
+        return False
+    with sample.open(part) as file:
+        return isinstance(file, RangeFile)
 
 
 def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
     """What is damaged is the fault of the entry. Raises `MediaError` where nothing is known, and `SavableError`."""
     try:
+        info = sample.media(part)
         with ExitStack() as opened:
-            info = media_info(opened.enter_context(sample.open(part)), f"part {part!r}", part)
             video = opened.enter_context(sample.video(part)) if info.width else None
             audio = opened.enter_context(sample.audio(part)) if info.channels else None
+            if video is None and audio is None:
+                raise MediaError(f"part {part!r}: its header says neither the size of a picture nor how it sounds")
             facts = " · ".join(filter(None, [_seen(video), _heard(audio), note]))
             entry = CardEntry(part, facts)
             try:
@@ -84,12 +93,14 @@ def _as_it_is(sample: Sample, part: str, kind: str, room: Room) -> Player | None
     if not played or room.excerpt <= 0:
         return None
     head, size = sample.head(part, room.excerpt)
-    return Player(kind, room.take(f"{kind}/{played}", head)) if len(head) == size else None
+    if len(head) < size or is_range(sample, part, head):
+        return None
+    return Player(kind, room.take(f"{kind}/{played}", head))
 
 
 def _clipped(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
-    seconds, whole = clip_seconds(video, audio, room.excerpt), (video or audio).duration_s  # type: ignore[union-attr]
-    data = clip(video, audio, seconds, room.excerpt) if seconds >= min(_SHORTEST_S, whole) else b""
+    seconds = clip_seconds(video, audio, room.excerpt)
+    data = clip(video, audio, seconds, room.excerpt) if seconds > 0 else b""
     if not data:
         return Player(kind, "", "no room for an excerpt: let the page show fewer samples")
     return Player(kind, room.take(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded anew")

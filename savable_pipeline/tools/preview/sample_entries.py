@@ -16,7 +16,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
-from savable_pipeline.tools.preview.media_entries import media_entry
+from savable_pipeline.tools.preview.media_entries import is_range, media_entry
 from savable_pipeline.tools.preview.page import Card, CardEntry, Turn, cut, first_line
 from savable_pipeline.tools.preview.room import Room
 
@@ -54,6 +54,8 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
             raise ValueError(f"zero-filled: the first {len(head):,} bytes are zeros")
         if suffix in VIDEO_PARTS or suffix in AUDIO_PARTS:
             return media_entry(sample, extension, note, room)
+        if is_range(sample, extension, head):
+            return media_entry(sample, extension, head.decode(errors="replace"), room)
         if suffix in IMAGE_PARTS:
             return _image_entry(extension, note, head, size)
         if len(head) == size and (suffix == "json" or (is_json and head.startswith(b"["))):

@@ -44,7 +44,7 @@ def _sounds_entry(name: str, note: str, array: NDArray[Any], room: Room) -> Card
         return None
     shown = [np.nan_to_num(sound[:, :_MOST_SAMPLES].mean(axis=0, dtype=np.float32)) for sound in sounds[:_MOST]]
     pictures = [
-        Sound(waveform(samples), picture_of(spectrogram_pixels(samples), room), f"{number} of {len(sounds):,}")
+        Sound(waveform(samples), picture_of(spectrogram_pixels(samples), room), f"sound {number} of {len(sounds):,}")
         for number, samples in enumerate(shown)
     ]
     return CardEntry(name, note, sounds=pictures)
@@ -57,6 +57,7 @@ def _features_entry(name: str, note: str, array: NDArray[Any], room: Room) -> Ca
         return None
     shares = [stretched(each[:, :_MOST_FRAMES]) / 255 for each in array[:_MOST]]
     pictures = [
-        Sound("", picture_of(coloured(each), room), f"{number} of {len(array):,}") for number, each in enumerate(shares)
+        Sound("", picture_of(coloured(each), room), f"sound {number} of {len(array):,}" if len(array) > 1 else "")
+        for number, each in enumerate(shares)
     ]
     return CardEntry(name, note, sounds=pictures)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline.data.dataset import media_indexing
 from savable_pipeline.data.dataset.media_indexing import index_media
-from savable_pipeline.data.media import known_media
+from savable_pipeline.data.media import known_media, media_table
 from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import MediaInfo
 from savable_pipeline.data.media.media_table import TABLE_NAME
@@ -26,6 +26,7 @@ from savable_pipeline.data.media.media_totals import MediaTotals
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
 from tests.support.toy_samples import plain_png
+from tests.support.toy_server import serving
 
 
 @cache
@@ -51,7 +52,7 @@ def write(root: Path, *shards: list[dict[str, int]]) -> Path:
     return root
 
 
-def said(root: Path) -> list[Any]:
+def said(root: Path | str) -> list[Any]:
     """What `sample.media` gives of each part, or the error's text."""
     found = []
     for sample in sp.open_dataset(root):
@@ -106,6 +107,24 @@ def test_some_of_the_shards_have_their_part_of_the_table(dataset: Path, monkeypa
     index_media(dataset)
     monkeypatch.setattr(known_media, "media_info", no_header)
     assert said(dataset / "1.tar") == before
+
+
+def test_a_table_behind_a_url_is_copied_and_copied_again_when_it_was_replaced(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAVABLE_CACHE", str(dataset.parent / "cache"))
+    before = said(dataset)
+    with serving(dataset.parent) as server, monkeypatch.context() as patched:
+        patched.setattr(known_media, "media_info", lambda *_: "by the headers")
+        assert set(said(f"{server.url}/data/")) == {"by the headers", "json"}
+        index_media(dataset)
+        for _ in range(2):
+            assert said(f"{server.url}/data/") == before
+        assert server.sent("media.index") == (dataset / TABLE_NAME).stat().st_size
+        (dataset / TABLE_NAME).unlink()
+        patched.setattr(media_table, "media_info", lambda *_: MediaInfo(frames=3))
+        index_media(dataset)
+        assert set(said(f"{server.url}/data/")) == {MediaInfo(frames=3), "json"}
 
 
 def test_images_in_columns_are_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

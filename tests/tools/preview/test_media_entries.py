@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import savable_pipeline as sp
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.tools.preview import preview_dataset, room
 from savable_pipeline.tools.preview.media_entries import clock
 from tests.conftest import write_tar
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
+from tests.support.toy_lerobot import FPS, LENGTHS, write_lerobot
 from tests.tools.preview.test_preview import EVIL, Page
 
 
@@ -97,6 +99,17 @@ def test_without_the_extra_what_browsers_play_is_played_and_the_page_says_what_s
     assert played(page) == [("video/mp4", film), ("audio/flac", sound)]
     assert page.text.count("pip install 'savable_pipeline[media]'") == 3 and "a text" in page.text
     assert not page.images and "beginning with" not in page.text
+
+
+def test_a_range_of_a_longer_file_is_played_alone(tmp_path: Path) -> None:
+    page = Page(preview_dataset(write_lerobot(tmp_path / "robot")))
+    page.check_harmless()
+    data = sp.open_dataset(tmp_path / "robot")
+    found = [Video(io.BytesIO(clip), "clip") for _, clip in played(page)]
+    assert [round(video.duration_s * FPS) for video in found] == list(LENGTHS)
+    shown = [frame_number(frame) for video in found for frame in video.frames([0.0, 0.5])]
+    assert shown == [int(sample.array("observation.state")[at][0]) for sample in data for at in (0, FPS // 2)]
+    assert page.text.count('{"path":"videos/') == 4
 
 
 def test_broken_and_hostile_media_are_faults_and_none_of_their_bytes_is_passed_on(tmp_path: Path) -> None:
