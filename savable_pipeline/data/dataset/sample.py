@@ -295,8 +295,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def decoded(self) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
 
-        json: as JSON; txt, text, caption, md: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array; npz: a
-        dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
+        json: as JSON; txt, text, caption, md, srt, vtt: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array;
+        npz: a dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
 
         Example:
             >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
