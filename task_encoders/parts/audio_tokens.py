@@ -19,7 +19,7 @@ from task_encoders.parts.medium import Header, Medium, Seen, Unmeasured, rows_of
 _SILENCE = 3  # frames behind the end: what a window there sees is silence, and no mirrored sound
 
 
-class SampleSource(Protocol):
+class SoundSource(Protocol):
     """A sound: what `sample.audio()` opens, or whatever has these."""
 
     @property
@@ -75,7 +75,7 @@ class AudioTokens(Medium):
         """
         return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
-    def seen(self, thing: SampleSource) -> Seen:
+    def seen(self, thing: SoundSource) -> Seen:
         """Make the tokens and features of a sound.
 
         Args:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.jpeg_pixels import jpeg_pixels
 from savable_pipeline.data.dataset.transparency import converted
+from savable_pipeline.data.shards.energon_metadata import FieldMap
 from savable_pipeline.data.shards.part_types import (
     IMAGE_PARTS,
     JSON_PARTS,
@@ -98,3 +99,17 @@ def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
     """An entry, never more than it announces."""
     with archive.open(each) as file:
         return file.read(each.file_size)
+
+
+def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
+    """A field that `dataset.yaml` names: the bytes of a part, or a value inside its JSON. Raises KeyError."""
+    options = fields.get(name)
+    if options is None:
+        raise KeyError(f"no field {name!r}; the dataset has {', '.join(fields) or 'none; it has no field_map'}")
+    for part, *path in options:
+        if part in sample:
+            value: Any = decoded_json(sample[part]) if path else sample[part]
+            for step in path:
+                value = value[int(step)] if isinstance(value, list) else value[step]
+            return value
+    raise KeyError(f"the field {name!r} lies in {[part for part, *_ in options]}; the sample has {list(sample)}")

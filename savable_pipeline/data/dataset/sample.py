@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import msgspec
 from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
-from savable_pipeline.data.dataset.decoding import decoded_part, unpacked
+from savable_pipeline.data.dataset.decoding import decoded_part, field_value, unpacked
 from savable_pipeline.data.dataset.image_region import Box, Size, image_region
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from savable_pipeline.data.media.audio import Audio
     from savable_pipeline.data.media.media_info import MediaInfo
     from savable_pipeline.data.media.video import Video
+
+
+Medium = TypeVar("Medium", "Video", "Audio")
 
 
 class Sample(msgspec.Struct, gc=False, eq=False):
@@ -127,17 +130,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         Raises:
             KeyError: There is no such field, or the sample lacks its parts.
         """
-        options = self.origin.field_map.get(name)
-        if options is None:
-            known = ", ".join(self.origin.field_map) or "none; it has no field_map"
-            raise KeyError(f"no field {name!r}; the dataset has {known}")
-        for part, *path in options:
-            if part in self:
-                value: Any = decoded_json(self[part]) if path else self[part]
-                for step in path:
-                    value = value[int(step)] if isinstance(value, list) else value[step]
-                return value
-        raise KeyError(f"the field {name!r} lies in {[part for part, *_ in options]}; the sample has {list(self)}")
+        return field_value(self, self.origin.field_map, name)
 
     def array(self, extension: str) -> NDArray[Any]:
         """Return the bytes of a part as a writable array, uint8 (bytes,), for raw data that needs no decoding.
@@ -154,9 +147,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def open(self, part: str) -> BinaryIO:
         """Open a part as a seekable, read-only file, such as PyAV, torchcodec, soundfile and Pillow read.
 
-        Of a tar only what is asked for is read, from the shard as it is on the disk, and nothing is copied into memory;
-        parts of other formats, compressed columns among them, are read whole. Each file has its own position, and is
-        for one thread at a time.
+        Of a tar only what is asked for is read; parts of other formats, compressed columns among them, are read whole.
+        Each file has its own position, and is for one thread at a time.
 
         Args:
             part: The name of the part.
@@ -245,10 +237,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         from savable_pipeline.data.media.video import Video  # here: most samples have none
 
-        name = part or self._first(VIDEO_PARTS)
-        file = self.open(name)
-        begin_s, end_s = seconds_of(file)
-        return Video(file, self._name_of(name), begin_s=begin_s, end_s=end_s)
+        return self._opened(Video, part or self._first(VIDEO_PARTS))
 
     def audio(self, part: str | None = None) -> Audio:
         """Open a part as a sound, of which no more is read and decoded than is asked for.
@@ -263,10 +252,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         from savable_pipeline.data.media.audio import Audio  # here: most samples have none
 
-        name = part or self._first((*AUDIO_PARTS, *VIDEO_PARTS))
-        file = self.open(name)
-        begin_s, end_s = seconds_of(file)
-        return Audio(file, self._name_of(name), begin_s=begin_s, end_s=end_s)
+        return self._opened(Audio, part or self._first((*AUDIO_PARTS, *VIDEO_PARTS)))
 
     def media(self, part: str | None = None) -> MediaInfo:
         """Return what the headers of a part say of its length and size; nothing is decoded.
@@ -275,8 +261,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         of the bytes: the same with the table as without.
 
         Args:
-            part: The name of the part. None: the first with the extension of a video, then of a sound, then of an
-                image.
+            part: The name of the part. None: the first that is a video, then a sound, then an image.
 
         Raises:
             MediaError: The part is damaged, or no media.
@@ -313,6 +298,11 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
 
+    def _opened(self, kind: type[Medium], part: str) -> Medium:
+        file = self.open(part)
+        begin_s, end_s = seconds_of(file)
+        return kind(file, self._name_of(part), begin_s=begin_s, end_s=end_s)
+
     def _name_of(self, part: str) -> str:
         return f"part {part!r} of sample {self.key!r} of {self.shard}"
 
@@ -327,12 +317,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return f"Sample({self.key!r}, {list(self)}, shard={self.shard!r}, epoch={self.epoch}, index={index})"
 
     def __reduce__(self) -> Any:
-        data = self.origin
-        names = {tag_of(self.index): self.source}
-        detached = DetachedSample(
-            data.source, self.key, self.shard, self.offset, dict(self.items()), data.field_map, data.unit, names
-        )
-        return Sample, (detached, 0, 0, self.index, self.epoch)
+        data, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
+        said = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names
+        return Sample, (DetachedSample(data.source, *said), 0, 0, self.index, self.epoch)
 
 
 Mapping.register(Sample)

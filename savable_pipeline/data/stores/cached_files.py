@@ -24,7 +24,7 @@ from savable_pipeline.data.stores.download_blocks import Block, DownloadBlocks
 from savable_pipeline.data.stores.downloaded_files import DownloadedFiles
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.long_samples import LONG, LongSamples
-from savable_pipeline.data.stores.shard_files import Locate, Read, SampleParts, T, Where
+from savable_pipeline.data.stores.shard_files import Locate, MemberReader, Read, T, Where
 from savable_pipeline.errors import RemoteError, ShardError
 
 _TRIES = 100  # evictions of a sample, each before it could be read, after which reading fails
@@ -101,7 +101,7 @@ class CachedFiles(DownloadedFiles):
             self._cached.forget_holes(number, descriptor)
         return descriptor
 
-    def long_parts(self, parts: SampleParts, place: Callable[[int, str], tuple[int, int]]) -> LongSamples:
+    def long_parts(self, parts: MemberReader, place: Callable[[int, str], tuple[int, int]]) -> LongSamples:
         """See `ShardFiles.long_parts`."""
         self._long = LongSamples(self, self._found, place)
         return self._long

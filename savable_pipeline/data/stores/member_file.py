@@ -1,4 +1,4 @@
-"""`MemberFile`: a part of a sample as a seekable, read-only file, without a descriptor or a copy of its bytes."""
+"""`SpanFile`: a part of a sample as a seekable, read-only file, without a descriptor or a copy of its bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import BinaryIO
 _BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
 
 
-class MemberFile(io.RawIOBase):
+class SpanFile(io.RawIOBase):
     """`size` bytes of a shard from `begin` on, which `read(offset, size)` reads whole or raises, at any time."""
 
     def __init__(self, read: Callable[[int, int], bytes], begin: int, size: int) -> None:
@@ -54,13 +54,13 @@ class MemberFile(io.RawIOBase):
 
 def opened_member(read: Callable[[int, int], bytes], begin: int, size: int) -> BinaryIO:
     """The file of a part. (Buffered: Pillow and others read a few bytes at a time.)"""
-    return io.BufferedReader(MemberFile(read, begin, size), _BUFFER)
+    return io.BufferedReader(SpanFile(read, begin, size), _BUFFER)
 
 
 class RangeFile(io.BufferedReader):
     """A whole file, of which `begin_s` to `end_s` belong to a sample."""
 
-    def __init__(self, file: MemberFile, begin_s: float, end_s: float | None) -> None:
+    def __init__(self, file: SpanFile, begin_s: float, end_s: float | None) -> None:
         super().__init__(file, _BUFFER)
         self.begin_s, self.end_s = begin_s, end_s
 

@@ -23,7 +23,7 @@ from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.file_store import FileStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.data.stores.member_file import MemberFile, RangeFile
+from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
 from savable_pipeline.errors import ShardError
 
 _SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
@@ -98,7 +98,7 @@ class RangedRows(FileStore):
         found = self._range(shard, row, part)
         number = self.file_named(shard, row, found.path)
         size, read_on = int(self.entries.sizes[number]), self.files.read_on
-        file = MemberFile(lambda offset, wanted: read_on(number, offset, wanted, size), 0, size)
+        file = SpanFile(lambda offset, wanted: read_on(number, offset, wanted, size), 0, size)
         return RangeFile(file, found.begin_s, found.end_s)
 
     def file_named(self, shard: int, row: int, path: str) -> int:

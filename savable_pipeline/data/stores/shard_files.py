@@ -26,7 +26,7 @@ Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # of shards, and places in the
 Read: TypeAlias = Callable[[int, int, Where], T]  # of shard, row, and where in the sample
 
 
-class SampleParts(Protocol):
+class MemberReader(Protocol):
     """Reads parts of samples by shard and row: as bytes, as uint8 (bytes,), and bytes (offset, size) of the shard."""
 
     def read(self, shard: int, row: int, extension: str, /) -> bytes: ...
@@ -162,7 +162,7 @@ class ShardFiles(OrderedDict[int, int], ABC):
         """Whether the index has the rows of all shards."""
         return True
 
-    def long_parts(self, parts: SampleParts, place: Callable[[int, str], tuple[int, int]]) -> SampleParts:
+    def long_parts(self, parts: MemberReader, place: Callable[[int, str], tuple[int, int]]) -> MemberReader:
         """What reads parts of samples too long to be downloaded whole; `parts` where there are none."""
         return parts
 

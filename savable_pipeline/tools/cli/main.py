@@ -177,7 +177,7 @@ def preview(
     code is 1.
     """
     from savable_pipeline.core.named_object import names_object
-    from savable_pipeline.tools.preview.chosen_samples import Wanted
+    from savable_pipeline.tools.preview.chosen_samples import SampleChoice
     from savable_pipeline.tools.preview.dataset_page import dataset_pages
 
     size, count, fault = 0, 0, ""
@@ -191,7 +191,7 @@ def preview(
             page, fault = preview_pipeline(pipeline, source, batches=batches, seed=seed, lane=lane, lanes=lanes)
             written = iter([(output.name, page)])
         else:
-            written = dataset_pages(source, Wanted(samples, pages, seed, part, key), output.name)
+            written = dataset_pages(source, SampleChoice(samples, pages, seed, part, key), output.name)
         for name, page in written:
             replace_file(output.with_name(name), [page])
             size, count = size + len(page), count + 1

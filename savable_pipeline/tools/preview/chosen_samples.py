@@ -20,7 +20,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SampleChoice:
     """What a user wants to see: at most `pages` pages of `samples` samples, drawn by `seed`.
 
     `part` and `key` are shell patterns, of the name of a part, where case does not matter, and of a key; "": any.
@@ -56,7 +56,7 @@ class Chosen:
     unread: int = 0
 
 
-def chosen_samples(dataset: Dataset, wanted: Wanted) -> Chosen:
+def chosen_samples(dataset: Dataset, wanted: SampleChoice) -> Chosen:
     """Raises ValueError if no sample matches."""
     if not wanted.words:
         return Chosen(_paged(np.arange(dataset.count), wanted), dataset.count)
@@ -67,13 +67,13 @@ def chosen_samples(dataset: Dataset, wanted: Wanted) -> Chosen:
     return Chosen(_paged(places, wanted), len(places), unread)
 
 
-def _paged(numbers: Numbers, wanted: Wanted) -> list[Numbers]:
+def _paged(numbers: Numbers, wanted: SampleChoice) -> list[Numbers]:
     shown = min(wanted.samples * wanted.pages, len(numbers))
     drawn = np.sort(numbers[Bijection(derive_key(wanted.seed, "preview"), len(numbers))(np.arange(shown))])
     return np.split(drawn, np.arange(wanted.samples, shown, wanted.samples))
 
 
-def _matching(dataset: Dataset, wanted: Wanted) -> tuple[Numbers, int]:
+def _matching(dataset: Dataset, wanted: SampleChoice) -> tuple[Numbers, int]:
     """The samples that match, in order, and how many could not be read: all are looked at, in the order of shards."""
     found, unread = [], 0
     for number, shard, row in _rows(dataset):
@@ -92,7 +92,7 @@ def _rows(dataset: Dataset) -> Iterator[tuple[int, int, int]]:
         yield from zip(numbers.tolist(), shards.tolist(), rows.tolist(), strict=True)
 
 
-def _matches(dataset: Dataset, shard: int, row: int, wanted: Wanted) -> bool:
+def _matches(dataset: Dataset, shard: int, row: int, wanted: SampleChoice) -> bool:
     part = wanted.part.lower()
     if part and not any(fnmatchcase(name.lower(), part) for name in dataset.extensions(shard, row)):
         return False

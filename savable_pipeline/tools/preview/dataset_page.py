@@ -17,7 +17,7 @@ from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import ShardError
-from savable_pipeline.tools.preview.chosen_samples import Numbers, Wanted, chosen_samples
+from savable_pipeline.tools.preview.chosen_samples import Numbers, SampleChoice, chosen_samples
 from savable_pipeline.tools.preview.page import Card, first_line, render
 from savable_pipeline.tools.preview.room import PAGE_BYTES, Room
 from savable_pipeline.tools.preview.sample_entries import sample_card
@@ -42,10 +42,10 @@ class _PartRow:
 
 def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0, part: str = "", key: str = "") -> bytes:
     """The first of `dataset_pages`, with `samples` samples, or all if there are fewer; UTF-8."""
-    return next(dataset_pages(shards, Wanted(samples, 1, seed, part, key)))[1]
+    return next(dataset_pages(shards, SampleChoice(samples, 1, seed, part, key)))[1]
 
 
-def dataset_pages(shards: Shards, wanted: Wanted, name: str = "preview.html") -> Iterator[tuple[str, bytes]]:
+def dataset_pages(shards: Shards, wanted: SampleChoice, name: str = "preview.html") -> Iterator[tuple[str, bytes]]:
     """The file name and content, UTF-8, of each page, linked to each other: "preview.html", "preview-2.html", ….
 
     Samples are in the order of the dataset; the first page has its numbers, too. Damaged samples are shown with their

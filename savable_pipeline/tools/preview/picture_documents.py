@@ -17,13 +17,17 @@ from numpy.typing import NDArray
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import as_array
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
-from savable_pipeline.tools.preview.token_entries import Documents
+from savable_pipeline.tools.preview.token_entries import PackDocuments
 
 Places = NDArray[np.int64]
 
 
 def with_documents(
-    entry: CardEntry, value: Any, documents: Documents | None, fields: Mapping[str, Any], encoder: TaskEncoder | None
+    entry: CardEntry,
+    value: Any,
+    documents: PackDocuments | None,
+    fields: Mapping[str, Any],
+    encoder: TaskEncoder | None,
 ) -> CardEntry:
     """The entry of pictures, of which `value` has one in each row, with a link below each whose document is known."""
     array = as_array(value)
@@ -36,14 +40,14 @@ def with_documents(
     return dataclasses.replace(entry, thumbnails=[*linked, *entry.thumbnails[len(linked) :]])
 
 
-def _linked(thumbnail: Thumbnail, documents: Documents, place: int) -> Thumbnail:
+def _linked(thumbnail: Thumbnail, documents: PackDocuments, place: int) -> Thumbnail:
     row, number = documents.at(place)
     where = f"row {row}, document {number}" if documents.rows > 1 else f"document {number}"
     return dataclasses.replace(thumbnail, caption=where, link=documents.anchor(row, number))
 
 
 def _places(
-    documents: Documents, fields: Mapping[str, Any], encoder: TaskEncoder | None, pictures: int
+    documents: PackDocuments, fields: Mapping[str, Any], encoder: TaskEncoder | None, pictures: int
 ) -> Places | Sequence[int]:
     """The place of the first token of each picture among those of all rows; empty where that is not known."""
     index = as_array(fields.get("image_index"))
@@ -57,7 +61,7 @@ def _places(
     return np.arange(pictures) * documents.length if pictures == documents.rows else ()
 
 
-def _of_tiles(documents: Documents, vision: Any, grids: Any) -> Places | Sequence[int]:
+def _of_tiles(documents: PackDocuments, vision: Any, grids: Any) -> Places | Sequence[int]:
     try:
         sizes = [int(vision.tiles.tokens(grids[number : number + 1])) for number in range(len(grids))]
         places = np.flatnonzero(documents.tokens.reshape(-1) == int(vision.token))

@@ -51,7 +51,7 @@ def tokens_name(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-class Documents:
+class PackDocuments:
     """The documents of a batch's rows, numbered from 0 in each; `name` makes their anchors those of one page."""
 
     def __init__(self, tokens: NDArray[Any], begins: Mask, name: str = "") -> None:
@@ -71,10 +71,10 @@ class Documents:
         return f"{self._name}-{row}-{number}" if self._name and shown else ""
 
 
-def documents_of(name: str, fields: Mapping[str, Any], anchors: str) -> Documents:
+def documents_of(name: str, fields: Mapping[str, Any], anchors: str) -> PackDocuments:
     """The documents of the tokens in field `name`, whose anchors begin with `anchors`."""
     tokens = np.atleast_2d(_array(fields, name))
-    return Documents(tokens, _begins(tokens, fields), anchors)
+    return PackDocuments(tokens, _begins(tokens, fields), anchors)
 
 
 def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
@@ -84,12 +84,12 @@ def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 def tokens_entry(
-    shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder, documents: Documents | None = None
+    shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder, documents: PackDocuments | None = None
 ) -> CardEntry:
     """The tokens in field `name` as rows, by labels or loss mask and borders in the other fields."""
     array = _array(fields, name)
     found = _sequences(np.atleast_2d(array), fields)
-    documents = documents or Documents(found.tokens, found.begins)
+    documents = documents or PackDocuments(found.tokens, found.begins)
     rows = [_row(found, row, decoder, documents) for row in range(min(_MOST_ROWS, len(found.tokens)))]
     more = f", the first {_MOST_ROWS} rows" if len(found.tokens) > _MOST_ROWS else ""
     return CardEntry(shown_name, describe(fields[name], array) + more, rows=rows)
@@ -146,7 +146,7 @@ def _within(borders: NDArray[Any], size: int) -> NDArray[Any]:
     return borders[(borders >= 0) & (borders < size)]
 
 
-def _row(found: _Sequences, row: int, decoder: Decoder, documents: Documents) -> TokenRow:
+def _row(found: _Sequences, row: int, decoder: Decoder, documents: PackDocuments) -> TokenRow:
     length = found.tokens.shape[1]
     shown = min(length, _LONGEST_ROW)
     spans: list[TokenSpan] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.tools.preview.chosen_samples import Wanted
+from savable_pipeline.tools.preview.chosen_samples import SampleChoice
 from savable_pipeline.tools.preview.dataset_page import dataset_pages, preview_dataset
 from tests.conftest import write_tar
 from tests.tools.preview.test_preview import Page, run
@@ -31,7 +31,7 @@ def keys_on(page: bytes) -> list[str]:
 
 
 def test_pages_together_show_every_sample_once_in_order_and_lead_to_each_other(shards: Path) -> None:
-    written = list(dataset_pages(shards, Wanted(300, 5)))
+    written = list(dataset_pages(shards, SampleChoice(300, 5)))
     assert [name for name, _ in written] == ["preview.html", "preview-2.html", "preview-3.html"]
     keys = [key for _, page in written for key in keys_on(page)]
     assert [int(key[3:]) for key in keys] == list(range(700))
@@ -46,7 +46,7 @@ def test_pages_together_show_every_sample_once_in_order_and_lead_to_each_other(s
 
 
 def test_some_pages_are_drawn_from_all_shards_and_none_shows_a_sample_of_another(shards: Path) -> None:
-    keys = [key for _, page in dataset_pages(shards, Wanted(20, 2)) for key in keys_on(page)]
+    keys = [key for _, page in dataset_pages(shards, SampleChoice(20, 2)) for key in keys_on(page)]
     assert len(set(keys)) == 40 and keys == sorted(keys, key=lambda key: int(key[3:]))
     assert {int(key[3:]) // 350 for key in keys} == {0, 1}
 
