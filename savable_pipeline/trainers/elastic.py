@@ -21,6 +21,7 @@ from savable_pipeline.run.loader.fresh_lanes import drawing_by, fresh_lane
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.fingerprint import are_of_one_run, subset_order_of, unpack_fingerprint
+from savable_pipeline.run.state.flights import refuse_flights
 from savable_pipeline.run.state.state_dict import (
     batches_before,
     check_flat,
@@ -88,6 +89,8 @@ def complete_state(
             f"the last state is at slot {last['slot']} of epoch {last['epoch']}, later than the survivors, who are at "
             f"slot {state['slot']} of epoch {state['epoch']}: give one that was saved before"
         )
+    for each in (state, last):
+        refuse_flights(each)
     wanted = range(state["lanes"]) if lanes is None else lanes
     missing = [lane for lane in wanted if lane_name(lane) not in state]
     read = read_lanes(state, lane_numbers(state))

@@ -47,6 +47,36 @@ def steps(ranks: list[sp.SavableLoader], number: int) -> None:
             next(rank)
 
 
+def test_rows_in_flight_and_decisions_that_would_be_lost_are_refused(shards: str) -> None:
+    def ranks(**settings: Any) -> tuple[sp.SavableLoader, sp.SavableLoader]:
+        first, second = (
+            sp.SavableLoader(partial(toy_pipeline, shards), rank=rank, world_size=2, **SETTINGS, **settings)
+            for rank in range(2)
+        )
+        return first, second
+
+    plain, acknowledging = ranks(), ranks(acknowledge=True)
+    start = sp.merge_states(rank.state_dict() for rank in plain)
+    for rank in (*plain, *acknowledging):
+        next(rank)
+    states = [rank.state_dict() for rank in acknowledging]
+    for survivors, last in ([states[0]], start), ([plain[0].state_dict()], sp.merge_states(states)):
+        with pytest.raises(sp.CheckpointMismatchError, match="batches in flight of"):
+            complete_state(plain[0], survivors, last)
+    for rank, receipts in zip(acknowledging, (each.receipts() for each in acknowledging), strict=True):
+        rank.done(receipts)
+    assert complete_state(plain[0], [acknowledging[0].state_dict()], start)["slot"] == 2
+    for rank in plain:
+        rank.decide(max_length=8)
+    with pytest.raises(sp.CheckpointMismatchError, match=r"before this was decided.* max_length=8"):
+        complete_state(plain[0], [plain[0].state_dict()], start)
+    last = sp.merge_states(rank.state_dict() for rank in plain)
+    for rank in plain:
+        next(rank)
+    completed = complete_state(plain[0], [plain[0].state_dict()], last)
+    assert completed == sp.merge_states(rank.state_dict() for rank in plain)
+
+
 @pytest.mark.parametrize("pack", ["best_fit", "first_fit_decreasing", "sequential", None])
 @pytest.mark.parametrize("dead", [[2], [0, 1]])
 def test_the_completed_state_is_that_of_ranks_that_all_live(shards: str, pack: str | None, dead: list[int]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -26,10 +29,13 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name, merge_states
 from savable_pipeline.run.state.summary import summarize
+from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import steps_of_ranks
 from savable_pipeline.trainers.rescue import rescue
 from tests.conftest import write_numbered_shards
+from tests.support import deciding_ranks
+from tests.support.toy_pipelines import toy_pipeline
 
 LANES = 4
 NAMES = ("a", "b", "text/c", "text/d")
@@ -494,3 +500,74 @@ def test_ranks_that_can_talk_and_decide_otherwise_are_named_at_once(shards: Path
         with pytest.raises(ValueError, match=f"rank 0 from slot 2 on: max_length=7; rank 1 {other}"):
             one.decide(max_length=7)
         assert one.state_dict() == before
+
+
+@pytest.mark.landing
+def test_real_ranks_that_decide_otherwise_are_named_on_both_and_go_on_as_before(shards: Path, tmp_path: Path) -> None:
+    folder = shards / "a"
+    command = ["tests.support.forked_ranks", "tests.support.deciding_ranks", "2", str(folder), str(tmp_path)]
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-m", *command], check=True, cwd=root, timeout=120)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for rank, found in enumerate(ranks):
+        other = (
+            f"rank {rank} from slot 2 on: max_length={7 - rank}; rank {1 - rank} from slot 2 on: max_length={6 + rank}"
+        )
+        assert other in found["said"][0] and found["said"][1] == 14 and found["slot"] == 38
+    assert (
+        "rank 0 from slot 26 on: max_length=8; rank 1 ValueError: decide: max_length is at least 1"
+        in ranks[0]["said"][2]
+    )
+    assert ranks[1]["said"][2].startswith("decide: max_length is at least 1 and at most")
+    with sp.SavableLoader(partial(toy_pipeline, str(folder)), **deciding_ranks.SETTINGS) as alone:
+        expected = [digest(next(alone)) for _ in range(14)]
+        assert alone.decide(max_length=9) == 14
+        expected += [digest(next(alone)) for _ in range(24)]
+    assert expected == [batch for step in zip(*(rank["batches"] for rank in ranks), strict=True) for batch in step]
+
+
+def mixed(folder: Path, lane: sp.Lane, *, weights: Any, by: Any = "samples") -> sp.Stage:
+    """A Blend of items, by their number or their tokens, in buckets of equal lengths."""
+    encoder = Ids()
+    items = {name: sp.Encode(sp.TarShardReader(folder / name, lane, block_size=2), encoder) for name in "ab"}
+    blend = sp.Blend(items, weights=weights, by=by)
+    return sp.BucketBatcher(blend, bounds=[4], max_tokens=24, hold=4, encoder=encoder)
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "step": {"weights": sp.Schedule([(0, {"a": 3, "b": 1}), (150, {"b": 1}), (400, {"a": 1})])},
+    "linear": {"weights": sp.Schedule([(0, {"a": 1}), (600, {"b": 1})], shape="linear")},
+    "scheduled tokens": {"weights": sp.Schedule([(0, {"a": 1}), (900, {"b": 1})], unit="tokens"), "by": "tokens"},
+    "tokens": {"weights": {"a": 3, "b": 1}, "by": "tokens"},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_decided_weights_replace_a_schedule_and_count_tokens_in_buckets_on_other_ranks_too(
+    shards: Path, name: str
+) -> None:
+    how, decided = SCHEDULES[name], {"weights": {"a": 1, "b": 4}}
+    made = partial(mixed, shards, **how)
+    with loader_of(made) as one:
+        early = [next(one) for _ in range(10)]
+        before = one.state_dict()
+        assert one.decide(**decided) == 10
+        state, late, drawn = one.state_dict(), [], {"a": 0, "b": 0}
+        for number in range(80):
+            late.append(next(one))
+            for source, keys in ((source, keys_of(one, source)) for source in drawn if number >= 40):
+                drawn[source] += sum(1 + int(key[1:]) % 8 for key in keys) if "by" in how else len(keys)
+        assert 3.2 < drawn["b"] / drawn["a"] < 5
+    with loader_of(made) as kept:
+        assert [next(kept) for _ in range(10)] == early and [next(kept) for _ in late] != late
+    with loader_of(partial(mixed, shards, **{**how, **decided})) as other:
+        other.load_state_dict(before, allow={"weights"} if name == "tokens" else {"weights", "Blend.schedule"})
+        assert [next(other) for _ in late] == late
+    ranks = [loader_of(made, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    assert [next(ranks[slot % 2]) for slot in range(len(late))] == late
+
+
+def loader_of(made: Any, **settings: Any) -> sp.SavableLoader:
+    return sp.SavableLoader(made, seed=5, lanes=LANES, **settings)
