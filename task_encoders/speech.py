@@ -126,12 +126,14 @@ class SpeechEncoder(TaskEncoder):
         return frames
 
     def length_of(self, sample: Sample) -> int | None:
-        """The number of frames, by the header of the audio; None where a speed is drawn, or the header does not say."""
+        """The number of frames, by `sample.media`; None where a speed is drawn, or headers do not say it of a sound."""
         part = named_part(sample, self.audio, (*AUDIO_PARTS, *VIDEO_PARTS))
         if part is None or len(self.speeds) > 1 or len(self.tokenizer(self.text.read_text(sample) or "")) == 0:
             return None
-        with sample.audio(part) as audio:
-            count = _count(audio.duration_s, round(RATE / self.speeds[0]))
+        known = sample.media(part)
+        if known.duration_s is None or known.width is not None:  # how long a video is, not its sound
+            return None
+        count = _count(known.duration_s, round(RATE / self.speeds[0]))
         return None if self._outside(count) else -(-count // HOP)
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """`MRope`: positions in time, height and width for rotary embeddings of three parts (Wang et al., 2024, section 2.1).
 
-`a`, an image of 2 × 3 tokens, `b`, and a video of 2 steps of 1 × 2 tokens, 3 positions apart, and `c`:
+`a`, an image of 2 × 3 tokens, `b`, and a video of 2 steps of 2 × 1 tokens, 3 positions apart, and `c`:
 
     token   a  # # # # # #  b  @ @ @ @   c
     time    0  1 1 1 1 1 1  4  5 5 8 8   9
-    height  0  1 1 1 2 2 2  4  5 5 5 5   9
-    width   0  1 2 3 1 2 3  4  5 6 5 6   9
+    height  0  1 1 1 2 2 2  4  5 6 5 6   9
+    width   0  1 2 3 1 2 3  4  5 5 5 5   9
 
 What follows begins one behind the greatest position so far.
 """

@@ -106,7 +106,7 @@ def test_every_kind_of_files_has_its_format_and_its_store() -> None:
     for name, kind in STORES.items():
         assert kind.form.name == name
         assert kind.files is None or kind.files is kind.form.kind
-        assert (kind.files is None) == bool(kind.form.kind.listing)
+        assert kind.files is None or not kind.form.kind.listing
 
 
 def test_names_and_a_run_with_a_worker_import_nothing_that_they_do_not_use(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import encoder_data
 import pytest
 import quickstart
 import torch
@@ -21,8 +22,8 @@ RECIPES = {recipe.name: recipe for recipe in train_encoders.RECIPES}
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], quickstart.Recipe]:
     """Gives a recipe by its name, its shards and tokenizer made, with a tenth of the data."""
     pytest.importorskip("sklearn", reason="the extra [quickstart]")
-    few = train_encoders.digits()[:180]
-    monkeypatch.setattr(train_encoders, "digits", lambda: few)
+    few = encoder_data.digits()[:180]
+    monkeypatch.setattr(encoder_data, "digits", lambda: few)
 
     def prepare(name: str) -> quickstart.Recipe:
         recipe = replace(RECIPES[name], write_files=write_sources) if name == "text" else RECIPES[name]

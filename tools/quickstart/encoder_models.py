@@ -79,11 +79,11 @@ class WatchingTowers(TwoTowers):
 
 
 class Listener(nn.Module):
-    """A speech recognizer: which letter, or none, is said in each 40 ms (Graves et al.: CTC, 2006)."""
+    """A speech recognizer: which word, or none, is said in each 40 ms (Graves et al.: CTC, 2006)."""
 
-    def __init__(self, *, bins: int = 80, nothing: int, width: int = 96) -> None:
+    def __init__(self, *, bins: int = 80, words: int, width: int = 96) -> None:
         super().__init__()
-        self.nothing = nothing  # the token that is none
+        self.nothing = words  # the number of what is none
         self.listen = nn.Sequential(
             nn.Conv1d(bins, width, 5, stride=2, padding=2),
             nn.ReLU(),
@@ -91,12 +91,12 @@ class Listener(nn.Module):
             nn.ReLU(),
         )
         self.order = nn.GRU(width, width, batch_first=True, bidirectional=True)
-        self.tell = nn.Linear(2 * width, VOCABULARY)
+        self.tell = nn.Linear(2 * width, words + 1)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """The mean loss of a letter, float32 ()."""
+        """The mean loss of a word, float32 ()."""
         heard, _ = self.order(self.listen(batch["features"]).transpose(1, 2))
-        logs = functional.log_softmax(self.tell(heard), -1).transpose(0, 1)  # (F / 4, sounds, VOCABULARY)
+        logs = functional.log_softmax(self.tell(heard), -1).transpose(0, 1)  # (F / 4, sounds, words + 1)
         steps = (batch["frames"] + 3) // 4
         return functional.ctc_loss(logs, batch["tokens"], steps, batch["lengths"], blank=self.nothing)
 
@@ -125,3 +125,18 @@ class SeeingTransformer(Transformer):
         """The patches of a tile, row by row, as its tokens, row by row."""
         rows, columns = (side // self.merge for side in grid)
         return patches.reshape(rows, self.merge, columns, -1).transpose(1, 2).reshape(rows * columns, -1)
+
+
+class WatchingTransformer(Transformer):
+    """A language model in whose sequence videos stand: each of their tokens is `token_pixels` numbers, projected."""
+
+    def __init__(self, *, video_token: int, token_pixels: int, width: int = 96, **sizes: int) -> None:
+        super().__init__(width=width, **sizes)
+        self.video_token, self.token_pixels = video_token, token_pixels
+        self.look = nn.Sequential(nn.Linear(token_pixels, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def embed(self, batch: dict[str, Any]) -> Tensor:
+        """Tokens and places, and what is seen in the place of video tokens, float32 (rows, tokens, width)."""
+        seen = batch["video_patches"].reshape(-1, self.token_pixels)  # the patches of a token follow each other
+        places = (batch["tokens"] == self.video_token).nonzero(as_tuple=True)
+        return super().embed(batch).index_put(places, self.look(seen), accumulate=True)

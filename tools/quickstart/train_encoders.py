@@ -1,32 +1,28 @@
-"""Seven more models, of the other task encoders, trained, killed and resumed as in the quick start; each bit compared.
+"""Eight more models, for all task encoders, trained, killed and resumed as in the quick start; each bit compared.
 
     pip install 'savable_pipeline[dev]'
-    python tools/quickstart/train_encoders.py                 all seven, about a quarter of an hour on two cores
-    python tools/quickstart/train_encoders.py --only chat     classes, pairs, chat, documents, text, speech or videos
+    python tools/quickstart/train_encoders.py                 all eight, about a quarter of an hour on two cores
+    python tools/quickstart/train_encoders.py --only chat     or classes, pairs, documents, text, speech, videos, films
 
 The data are made of what is there after installation: scanned digits, also dialled and in motion, and Python's own
-source. Copy a pipeline and its encoder from section 2; the trainer is that of quickstart.py, the models are in
-encoder_models.py.
+source: encoder_data.py makes them. Copy a pipeline and its encoder from section 1; the trainer is that of
+quickstart.py, the models are in encoder_models.py.
 """
 
 from __future__ import annotations
 
 import json
-import random
-import wave
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import tokenizers
 import torch
 import typer
-from encoder_models import Classifier, Listener, SeeingTransformer, TwoTowers, WatchingTowers
+from encoder_data import NAMES, write_chats, write_classes, write_documents, write_pairs, write_sounds, write_videos
+from encoder_models import Classifier, Listener, SeeingTransformer, TwoTowers, WatchingTowers, WatchingTransformer
 from models import Transformer
 from outcome import draw
-from PIL import Image
 from quickstart import CHECKPOINT_EVERY, Recipe, conclude, killed_and_resumed, prepare, write_python
 
 import savable_pipeline as sp
@@ -39,155 +35,18 @@ from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.spec_augment import SpecAugment
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
+from task_encoders.parts.video_tokens import VideoTokens
 from task_encoders.parts.vision import Vision
 from task_encoders.speech import SpeechEncoder
 
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]  # ids 0 to 3
 IMAGE_TOKEN = SPECIAL.index("<|image_pad|>")
 VOCABULARY = 2_048
 CHAT_LENGTH = DOCUMENT_LENGTH = 192  # tokens of a pack
 TEXT_LENGTH = 256
 CLIP_FRAMES = 4
-KEYS = (
-    (941, 1336),
-    (697, 1209),
-    (697, 1336),
-    (697, 1477),
-    (770, 1209),
-    (770, 1336),
-    (770, 1477),
-    (852, 1209),
-    (852, 1336),
-    (852, 1477),
-)  # Hz, of the tones of a telephone
-NOTHING = 256  # the token of CTC that is no letter
-RATE = 16_000  # Hz, of sounds
-WAYS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
-# 1. Data, as files. `0001.png` beside `0001.json` is a sample; so are `0001.0.png`, `0001.1.png` and `0001.json`.
-
-
-@dataclass(frozen=True, slots=True)
-class Digit:
-    """A scanned digit."""
-
-    pixels: Any  # uint8 (8, 8)
-    number: int
-
-    @property
-    def name(self) -> str:
-        """Its name in English."""
-        return NAMES[self.number]
-
-
-@cache
-def digits() -> list[Digit]:
-    """The 1,797 that come with scikit-learn."""
-    from sklearn.datasets import load_digits
-
-    loaded = load_digits()
-    grey = (loaded.images * (255 / 16)).astype("uint8")
-    return [Digit(pixels, int(number)) for pixels, number in zip(grey, loaded.target, strict=True)]
-
-
-def write_classes(folder: Path) -> None:
-    """A digit and its class."""
-    for number, digit in enumerate(digits()):
-        Image.fromarray(digit.pixels).save(folder / f"{number:04}.png")
-        (folder / f"{number:04}.cls").write_text(str(digit.number))
-
-
-def write_pairs(folder: Path) -> None:
-    """One digit above another, and two ways to say so."""
-    draw = random.Random(0)
-    for number, upper in enumerate(digits()):
-        lower = draw.choice(digits())
-        canvas = np.zeros((16, 16), "uint8")
-        canvas[:8, 4:12], canvas[8:, 4:12] = upper.pixels, lower.pixels
-        Image.fromarray(canvas).save(folder / f"{number:04}.png")
-        captions = [f"{upper.name} above {lower.name}", f"{lower.name} below {upper.name}"]
-        (folder / f"{number:04}.json").write_text(json.dumps({"captions": captions}))
-
-
-def write_chats(folder: Path) -> None:
-    """One to three digits, which they are, and which of them is the largest: LLaVA's way and OpenAI's in turns."""
-    for number in range(len(digits()) - 3):
-        shown = digits()[number : number + 1 + number % 3]
-        names, largest = ", ".join(digit.name for digit in shown), max(shown, key=lambda digit: digit.number)
-        turns = [("Which digits are these?", names), ("Which is the largest?", largest.name)]
-        for place, digit in enumerate(shown):
-            Image.fromarray(digit.pixels).save(folder / f"{number:04}.{place}.png")
-        record = as_llava(turns, len(shown)) if number % 2 else as_openai(turns, len(shown))
-        (folder / f"{number:04}.json").write_text(json.dumps(record))
-
-
-def as_llava(turns: list[tuple[str, str]], images: int) -> Any:
-    """The first question begins with the images."""
-    sides = [(side, text) for turn in turns for side, text in zip(("human", "gpt"), turn, strict=True)]
-    sides[0] = ("human", "<image>" * images + "\n" + sides[0][1])
-    return {"conversations": [{"from": side, "value": text} for side, text in sides]}
-
-
-def as_openai(turns: list[tuple[str, str]], images: int) -> Any:
-    """The first question ends with the images."""
-    sides: list[tuple[str, Any]] = [
-        (side, text) for turn in turns for side, text in zip(("user", "assistant"), turn, strict=True)
-    ]
-    sides[0] = ("user", [{"type": "text", "text": sides[0][1]}, *[{"type": "image"}] * images])
-    return {"messages": [{"role": side, "content": content} for side, content in sides]}
-
-
-def write_documents(folder: Path) -> None:
-    """Up to four digits, each followed by its name and what comes next: OBELICS' way."""
-    for number in range(len(digits()) - 4):
-        shown = digits()[number : number + 1 + number % 4]
-        texts: list[str | None] = ["Scanned digits:"]
-        places: list[str | None] = [None]
-        for place, digit in enumerate(shown):
-            Image.fromarray(digit.pixels).save(folder / f"{number:04}.{place}.png")
-            texts += [None, f"is a {digit.name}, before {NAMES[(digit.number + 1) % 10]}."]
-            places += [f"{place}.png", None]
-        (folder / f"{number:04}.json").write_text(json.dumps({"texts": texts, "images": places}))
-
-
-def write_sounds(folder: Path) -> None:
-    """Two or three digits as a telephone dials them, with hiss between, and their names."""
-    draw = np.random.default_rng(0)
-    for number in range(len(digits()) - 3):
-        dialled = digits()[number : number + 2 + number % 2]
-        sound = np.concatenate([dialled_tone(KEYS[digit.number], draw) for digit in dialled])
-        with wave.open(str(folder / f"{number:04}.wav"), "wb") as file:
-            file.setparams((1, 2, RATE, len(sound), "NONE", ""))
-            file.writeframes((8_000 * sound).astype("<i2").tobytes())
-        (folder / f"{number:04}.txt").write_text(" ".join(digit.name for digit in dialled))
-
-
-def dialled_tone(tones: tuple[int, int], draw: np.random.Generator) -> Any:
-    """Both tones for 0.4 to 0.6 s, float64 (n,), fading."""
-    time = np.arange(draw.integers(int(0.4 * RATE), int(0.6 * RATE))) / RATE
-    sound = sum(np.sin(2 * np.pi * tone * time) for tone in tones) * np.exp(-5 * time)
-    return sound + draw.normal(0, 0.02, len(time))
-
-
-def write_videos(folder: Path) -> None:
-    """A digit that moves to one side for a second, and a sentence that says so."""
-    import av  # of the extra [media]
-
-    for number, digit in enumerate(digits()):
-        way, (down, right) = list(WAYS.items())[number % 4]
-        with av.open(str(folder / f"{number:04}.mp4"), "w") as file:
-            stream = file.add_stream("mpeg4", rate=12, width=32, height=32, pix_fmt="yuv420p", bit_rate=200_000)
-            for step in range(-6, 6):
-                canvas = np.zeros((32, 32, 3), "uint8")
-                top, left = 8 + down * step, 8 + right * step
-                canvas[top : top + 16, left : left + 16] = digit.pixels.repeat(2, 0).repeat(2, 1)[..., None]
-                file.mux(stream.encode(av.VideoFrame.from_ndarray(canvas)))
-            file.mux(stream.encode())
-        (folder / f"{number:04}.txt").write_text(f"{digit.name} moves {way}")
-
-
-# 2. What a sample becomes, and the pipeline of one lane. An encoder is built once a process.
+# 1. What a sample becomes, and the pipeline of one lane. An encoder is built once a process.
 
 
 def train_tokenizer(path: Path) -> None:
@@ -212,9 +71,11 @@ def tokenizer(path: Path) -> Tokenizer:
 CROP = SquareCrop(16, scale=(0.7, 1.0), flip=0.0)  # a mirrored 2 would be no 2
 PAIRS = ContrastiveEncoder(text="json[captions]", crop=CROP)
 CLIPS = sp.Clips(length_s=0.5, fps=2 * CLIP_FRAMES)
-VIDEOS = ContrastiveEncoder(clips=CLIPS, crop=SquareCrop(16, scale=(0.9, 1.0), flip=0.0))
-LETTERS = Tokenizer(lambda text: list(text.encode()))  # without a begin and an end, which are not heard
-SOUNDS = SpeechEncoder(LETTERS, speeds=(0.9, 1.0, 1.1), masks=SpecAugment(band_width=8, time_width=10))
+VIDEOS = ContrastiveEncoder(
+    text="json[conversations][1][value]", clips=CLIPS, crop=SquareCrop(16, scale=(0.9, 1.0), flip=0.0)
+)
+WORDS = Tokenizer(lambda text: [NAMES.index(word) for word in text.split()])
+SOUNDS = SpeechEncoder(WORDS, speeds=(0.9, 1.0, 1.1), masks=SpecAugment(band_width=8, time_width=10))
 
 
 @cache
@@ -228,6 +89,13 @@ def chat_encoder(path: Path) -> ChatEncoder:
     """ChatML; an image is doubled to 16 × 16 pixels, 4 tokens."""
     tiles = NativeSize(patch=4, merge=2, min_pixels=256, max_pixels=1_024)
     return ChatEncoder(tokenizer(path), vision=Vision(tiles, IMAGE_TOKEN, text="<|image_pad|>"), max_length=CHAT_LENGTH)
+
+
+@cache
+def film_encoder(path: Path) -> ChatEncoder:
+    """Four frames of a video are two steps of 16 tokens."""
+    video = VideoTokens(IMAGE_TOKEN, fps=4, patch=4, merge=2, min_pixels=1_024, max_pixels=1_024)
+    return ChatEncoder(tokenizer(path), video=video, max_length=CHAT_LENGTH)
 
 
 @cache
@@ -272,13 +140,19 @@ def text_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
 
 
 def speech_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
-    """Sounds, a little faster or slower, and their text; 32 a batch."""
-    return sp.Batcher(sp.Encode(shuffled(shards, lane), SOUNDS), size=32)
+    """Sounds, a little faster or slower, and their text; 16 a batch."""
+    return sp.Batcher(sp.Encode(shuffled(shards, lane), SOUNDS), size=16)
 
 
 def videos_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
     """A clip of half a second of each video, randomly cropped, and its text; 32 a batch."""
     return sp.Batcher(sp.Encode(shuffled(shards, lane), VIDEOS), size=32)
+
+
+def films_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+    """Conversations about videos end to end in packs; 4 packs a batch."""
+    items = sp.Encode(shuffled(shards, lane), film_encoder(shards.parent / "tokenizer.json"))
+    return sp.Batcher(sp.OnlinePacker(items, max_length=CHAT_LENGTH), size=4)
 
 
 def shuffled(shards: Path, lane: sp.Lane) -> sp.SampleStage:
@@ -309,7 +183,7 @@ RECIPES = [
         text_pipeline,
         partial(Transformer, max_length=TEXT_LENGTH, vocabulary=VOCABULARY),
     ),
-    Recipe("speech", "CTC, dialled digits", write_sounds, speech_pipeline, partial(Listener, nothing=NOTHING)),
+    Recipe("speech", "CTC, dialled digits", write_sounds, speech_pipeline, partial(Listener, words=10)),
     Recipe(
         "videos",
         "two towers, digits in motion",
@@ -317,10 +191,32 @@ RECIPES = [
         videos_pipeline,
         partial(WatchingTowers, frames=CLIP_FRAMES, image_size=16, longest_text=77),
     ),
+    Recipe(
+        "films",
+        "chats about digits in motion",
+        write_videos,
+        films_pipeline,
+        partial(
+            WatchingTransformer,
+            video_token=IMAGE_TOKEN,
+            token_pixels=3 * 2 * 8 * 8,
+            max_length=CHAT_LENGTH,
+            vocabulary=VOCABULARY,
+        ),
+    ),
 ]
-STEPS = {"classes": 400, "pairs": 2400, "chat": 700, "documents": 300, "text": 300, "speech": 600, "videos": 600}
+STEPS = {
+    "classes": 400,
+    "pairs": 2400,
+    "chat": 700,
+    "documents": 300,
+    "text": 300,
+    "speech": 300,
+    "videos": 300,
+    "films": 300,
+}
 
-# 3. The experiment.
+# 2. The experiment.
 
 
 def main(

@@ -95,6 +95,7 @@ class History:
         self._files: list[dict[str, Any]] = []  # of each rank
         self._own_files = False  # whether each rank has just loaded its own
         self._passed: dict[int, list[Receipt]] = {}  # receipts that each rank holds
+        self._whole: dict[int, list[Any]] = {}  # those of whole batches, as each rank was handed them
         self._runs = self._started(1)
         self.counts: Counter[str] = Counter()
 
@@ -109,6 +110,7 @@ class History:
 
     def _started(self, world_size: int) -> list[AcknowledgedRun]:
         self._passed = {rank: [] for rank in range(world_size)}
+        self._whole = {rank: [] for rank in range(world_size)}
         return [
             AcknowledgedRun(replace(self._settings, rank=rank, world_size=world_size)) for rank in range(world_size)
         ]
@@ -142,6 +144,7 @@ class History:
             for receipt in real:
                 self.oracle.give(receipt)
             self._passed[run.ranks.rank] += real
+            self._whole[run.ranks.rank].append(run.receipts)
             self.counts["batches"] += 1
 
     def _compare(self, place: tuple[int, int], batch: Any) -> None:
@@ -157,14 +160,20 @@ class History:
         rank = self._draw.randrange(len(self._runs))
         out = [each for each in self._passed[rank] if each in self.oracle.open and each not in self.oracle.coming]
         chosen = self._draw.sample(out, self._draw.randint(0, len(out)))
+        said: Any = [*chosen, (-1, -1)]
+        if self._whole[rank] and self._draw.random() < 0.5:
+            whole = self._draw.choice(self._whole[rank])
+            rows = [(slot, row) for slot, row in whole.tolist() if slot >= 0]
+            if all(row in out for row in rows):
+                chosen, said = rows, whole
         kind = self._draw.choice(["done", "done", "done", "dropped", "again"])
         self._passed[rank] = [each for each in self._passed[rank] if each not in chosen]
         if kind == "again":
-            self._runs[rank].table.acknowledge(chosen, "again")
+            self._runs[rank].table.acknowledge(said, "again")
             self.oracle.coming += chosen
             return
         where = self._runs[rank if self._draw.random() < 0.7 else self._draw.randrange(len(self._runs))]
-        where.table.acknowledge([*chosen, (-1, -1)], kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
+        where.table.acknowledge(said, kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
         self.oracle.end(chosen)
         self.counts["rows"] += len(chosen)
 

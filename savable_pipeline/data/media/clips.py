@@ -75,6 +75,8 @@ class Clips:
 
             def settings(self):
                 return self.clips.settings()
+
+        TwoClips().settings()["count"]  # 2
         ```
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, BinaryIO
 
 import msgspec
@@ -16,6 +17,7 @@ from savable_pipeline.data.media.container import (
 )
 from savable_pipeline.data.media.video import frame_rate, shown_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
+from savable_pipeline.data.stores.member_file import seconds_of
 
 
 class MediaInfo(msgspec.Struct, frozen=True):
@@ -48,6 +50,8 @@ class MediaInfo(msgspec.Struct, frozen=True):
 def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
     """Read the headers of a file: an image by the name of its `part`, anything else as audio or video.
 
+    Of a range of a file the duration is the range's, and the number of frames is not known.
+
     Raises `MediaError`, or ImportError without PyAV. Errors of reading the file pass.
     """
     if part_type(part) in IMAGE_PARTS:
@@ -58,10 +62,14 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
             raise MediaError(f"{name}: neither video nor sound in it")
         with media_errors(name, "its header cannot be read"):
             duration, _ = header_duration(container, video or audio, origin_of(container))
+        begin_s, end_s = seconds_of(file)
+        ranged = end_s is not None or begin_s > 0
+        if duration is not None or end_s is not None:
+            duration = (duration if end_s is None else Fraction(end_s)) - Fraction(begin_s)  # type: ignore[operator]
         said: dict[str, Any] = {"duration_s": None if duration is None else float(duration)}
         if video is not None:
             rate, (width, height) = frame_rate(video), shown_size(container, video, file)
-            said |= {"fps": float(rate) if rate else None, "frames": video.frames or None}
+            said |= {"fps": float(rate) if rate else None, "frames": None if ranged else video.frames or None}
             said |= {"width": width or None, "height": height or None}
         if audio is not None and audio.codec_context is not None:
             said |= {"rate": audio.codec_context.sample_rate or None, "channels": audio.codec_context.channels or None}

@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.media.container import (
     LATE,
     MediaError,
@@ -146,7 +145,8 @@ class Video(MediaStream):
         width, height = self.size if size is None else size
         if not (width > 0 and height > 0):
             raise ValueError(f"a size of {width} × {height}; it must be at least 1 × 1")
-        frames = empty_bytes(len(ticks) * 3 * height * width).reshape(len(ticks), 3, height, width)
+        # No memory of a batch: what is held for a later one, in a shuffle buffer or a pack, would keep all of that.
+        frames = np.empty((len(ticks), 3, height, width), np.uint8)
         filled: Any = None  # the frame that was converted last, and its place
         for place in sorted(range(len(ticks)), key=ticks.__getitem__):
             shown = self._frame_at(ticks[place])

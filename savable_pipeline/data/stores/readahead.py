@@ -14,13 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
-from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import SavableError
 
 _BLOCKS_TRIED = 16  # blocks that are looked at to tell whether all are in memory
+_LONG = 8 << 20  # bytes of a sample, such as a film, of which perhaps a little alone is read
 SMALL = 16_384  # mean bytes of a sample, below which nothing is announced
 
 
@@ -40,7 +40,7 @@ def readahead(rows: Extents, files: ShardFiles, indices: Rows) -> None:
         return
     numbers = found.shards_of(indices)
     begins, ends = rows.extents(indices, indices, numbers)
-    indices, numbers = indices[ends - begins <= PIECE], numbers[ends - begins <= PIECE]
+    indices, numbers = indices[ends - begins <= _LONG], numbers[ends - begins <= _LONG]
     if not len(indices):
         return
     first = np.flatnonzero((np.diff(indices, prepend=-2) != 1) | (np.diff(numbers, prepend=-1) != 0))

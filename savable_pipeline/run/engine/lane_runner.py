@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
-from savable_pipeline.data.dataset.sample import tag_of
+from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.run.engine.messages import Delivery, MadeOf, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
@@ -147,6 +147,8 @@ class LaneRunner:
         dry = batch is _DRY
         given = None if dry or want == "skip" else batch
         made_of = MadeOf.of(ref, type(live.stage).__name__) if self._refs and want == "batch" else None
+        if made_of is not None and self._made == 1:
+            _ = made_of.sent  # a ref that no state can hold is an error now, not when the first state is saved
         return Delivery(given, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, made_of)
 
     def fresh(self, at: LaneState, avoid: Iterable[tuple[int, int]]) -> list[Stage]:

@@ -111,7 +111,9 @@ def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
             found = remade(runner, request.state, request.avoid)
         else:
             found = runner.deliver(request.lane, request.state, request.want, request.avoid)
-        return replace(found, samples=BatchSamples.of(found.samples))  # arrays pickle fast, nested tuples do not
+        made_of = found.made_of and found.made_of.sent
+        samples = BatchSamples.of(found.samples)  # arrays pickle fast, nested tuples do not
+        return replace(found, samples=samples, made_of=made_of)
     except Exception as error:
         return Failure.of(error)
 

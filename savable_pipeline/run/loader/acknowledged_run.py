@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, msgpack
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.remaking import Remake
-from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding, whole_receipts
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding
 from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.epoch_end import Voting
 from savable_pipeline.run.loader.pin_memory import pinned
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.loader.receipts import Handed
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import (
@@ -59,29 +60,24 @@ class AcknowledgedRun(DecidingRun):
         self.stats.others = self.table.numbers
         self._is_agreed = True  # how many batches come again after a load, among all ranks
         self._writing = Lock()  # to the ledger
-        self._receipts: list[tuple[int, torch.Tensor]] = []  # those of the last batches, and how many there were then
+        self._receipts: tuple[tuple[int, torch.Tensor], ...] = ()  # of the last batches, by their number
         self._last_again: tuple[int, int, BatchSamples] | None = None  # of the last one given again
 
     @property
     def receipts(self) -> torch.Tensor:
         """Those of the batch given last: int64 (rows, 2)."""
         given = self.position.batches
-        return next((found for number, found in self._receipts if number == given), _receipts(0, 0, 0))
+        return next((found for number, found in self._receipts if number == given), Handed.of(0, 0).tensor)
 
     # Going on.
 
     def __next__(self) -> Any:
         self.table.settle(self.position.batches)
-        if not self._is_agreed and self._asks_ranks and not self.ranks.can_talk:
-            self._is_agreed = True
-        if self._comes_again:
-            return self._led(self.taking())
+        if self.table.waiting or not self._is_agreed:
+            self._is_agreed |= self._asks_ranks and not self.ranks.can_talk
+            if (self.table.waiting or not self._is_agreed) and not self.position.told:
+                return self._led(self.taking())
         return super().__next__()
-
-    @property
-    def _comes_again(self) -> bool:
-        """Whether the next batch is none of a new slot, or is not known to be one."""
-        return not self.position.told and (self.table.is_waiting or not self._is_agreed)
 
     def taking(self) -> Voting[Any]:
         """Take the next batch: of those that come again, or of the next slot."""
@@ -90,13 +86,13 @@ class AcknowledgedRun(DecidingRun):
             own = len(self.table.waiting)
             self.table.fill_up(abs((yield own if self.settings.pad else -own)))
             self._is_agreed = True
-        if not self._comes_again:
+        if not self.table.waiting or self.position.told:
             return (yield from super().taking())
         started = time.perf_counter()
         if not self._process.checked:
             self._check_ranks()
         self.local.verify_excluded()
-        delivery = self.prefetcher.again(self.position, map(self._remake, self.table.waiting))
+        delivery = self.prefetcher.again(self.position, map(self._remake, list(self.table.waiting)))
         batch = self._prepare_again(delivery, started)
         self.position = self.position.given_again()  # last, as in any run
         return batch
@@ -107,28 +103,26 @@ class AcknowledgedRun(DecidingRun):
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes)
         lane.growth, lane.subset_order = at.growth or UNSET, at.subset_order or UNSET
-        return Remake(lane, flight.ref).packed
+        return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"").packed
 
     def _prepare(self, delivery: Delivery, after: Position, started: float) -> Any:
         """The batch of the next slot as the trainer gets it, with its receipts."""
-        at, made_of = self.position, delivery.made_of
+        at, made_of, settings = self.position, delivery.made_of, self.settings
         assert made_of is not None
-        self._wait(made_of.rows, delivery)
-        if self._ledger is None:
+        if settings.max_in_flight is not None:
+            self._wait(made_of.rows, delivery)
+        with self._writing:
             batch = super()._prepare(delivery, after, started)
-        else:
-            with self._writing:
-                batch = super()._prepare(delivery, after, started)
-        place = place_of(at.epoch, at.own_slot)
-        rows = self.table.give(at.batches, place, made_of)
-        self._write_noted()
-        return self._with_receipts(batch, place, _size(batch, made_of.rows), rows)
+        size = _size(batch, made_of.rows) if settings.tail == "pad" else made_of.rows
+        place = at.epoch << EPOCH_SHIFT | self.ranks.slot(at.slot)
+        handed = self.table.give(at.batches, place, made_of, size)
+        if self._ledger is not None:
+            self._write_noted()
+        return self._with_receipts(batch, handed.tensor)
 
     def _wait(self, rows: int, delivery: Delivery | None = None) -> None:
-        if self.settings.max_in_flight is None:
-            return
         try:
-            self.table.wait(rows, self.settings.max_in_flight, self.settings.timeout)
+            self.table.wait(rows, self.settings.max_in_flight or 0, self.settings.timeout)
         except BaseException:
             if delivery is not None:
                 self.prefetcher.put_back(self.position, delivery)
@@ -138,7 +132,8 @@ class AcknowledgedRun(DecidingRun):
         """A batch that was made again as the trainer gets it; a filler's rows are not valid."""
         flight, made_of, batch = self.table.waiting[0], delivery.made_of, delivery.batch
         assert made_of is not None
-        self._wait((flight.to_come & flight.open).bit_count())
+        if self.settings.max_in_flight is not None:
+            self._wait((flight.to_come & flight.open).bit_count())
         samples = BatchSamples.of(delivery.samples) if flight.rows else BatchSamples.of(())
         if self.settings.ids:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
@@ -156,12 +151,11 @@ class AcknowledgedRun(DecidingRun):
         self._write_noted()
         self.stats.add(time.perf_counter() - started, replace(delivery, samples=()))
         self._last_again = number + 1, flight.batch, samples
-        return self._with_receipts(batch, flight.batch, size, rows)
+        return self._with_receipts(batch, Handed.of(flight.batch, size, rows).tensor)
 
-    def _with_receipts(self, batch: Any, place: int, size: int, rows: int) -> Any:
-        """The batch with the receipts of these rows of its `size`, which become those of the batch given last."""
-        found = _receipts(place, size, rows)
-        self._receipts = [*self._receipts[-1:], (self.position.batches + 1, found)]
+    def _with_receipts(self, batch: Any, found: torch.Tensor) -> Any:
+        """The batch with its receipts, which become those of the batch given last."""
+        self._receipts = (*self._receipts[-1:], (self.position.batches + 1, found))
         if not isinstance(batch, dict):
             return batch
         if RECEIPTS in batch:
@@ -235,16 +229,6 @@ def place_of(epoch: int, slot: int) -> int:
 def _size(batch: Any, rows: int) -> int:
     """The rows of a batch, with those that only fill it up."""
     return len(batch[VALID]) if isinstance(batch, dict) and VALID in batch else rows
-
-
-def _receipts(place: int, size: int, rows: int) -> torch.Tensor:
-    """int64 (size, 2): slot and row; -1 for rows that are not among `rows`."""
-    import torch
-
-    found = whole_receipts(place, size)
-    if rows + 1 != 1 << size:
-        found[[not rows >> row & 1 for row in range(size)]] = -1
-    return torch.from_numpy(found)
 
 
 def _none_of(size: int) -> torch.Tensor:

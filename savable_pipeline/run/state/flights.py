@@ -14,8 +14,7 @@ States that are merged have the acknowledgements applied, and no "acks_" any mor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
+from savable_pipeline.stages.item_ref import ItemRef
 
 EPOCH_SHIFT = 40
 SLOTS = (1 << EPOCH_SHIFT) - 1
@@ -32,12 +32,17 @@ _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,
 
 
 class Flight(msgspec.Struct, gc=False):
-    """A batch in flight: its ref in MessagePack, its number of rows, and those that are still open."""
+    """A batch in flight: its ref, or that in MessagePack, its number of rows, and those that are done."""
 
     batch: int
-    ref: bytes
+    ref: ItemRef | msgspec.Raw
     rows: int
-    open: int
+    done: int = 0
+
+    @property
+    def open(self) -> int:
+        """The rows that nobody has acknowledged."""
+        return (1 << self.rows) - 1 & ~self.done
 
 
 class _EpochFlights(msgspec.Struct, array_like=True):
@@ -66,20 +71,19 @@ def acks_name(rank: int) -> str:
     return f"acks_{rank:05d}"
 
 
-def packed_flights(lane: int, flights: Iterable[Flight], lanes: int) -> bytes:
+def packed_flights(lane: int, flights: Sequence[Flight], lanes: int) -> bytes:
     """A lane's batches in flight, ascending, in a run with this many lanes."""
     found: list[_EpochFlights] = []
-    for epoch, group in groupby(flights, _epoch_of):
-        of_epoch = list(group)
-        done = [((1 << each.rows) - 1) ^ each.open for each in of_epoch]
-        rounds = [(each.batch & SLOTS) // lanes for each in of_epoch]
-        refs = [msgspec.Raw(each.ref) for each in of_epoch]
+    while flights:
+        epoch = flights[0].batch >> EPOCH_SHIFT
+        first, end = epoch << EPOCH_SHIFT, (epoch + 1) << EPOCH_SHIFT
+        of_epoch = flights if flights[-1].batch < end else [each for each in flights if each.batch < end]
+        flights = flights[len(of_epoch) :]
+        done = [each.done for each in of_epoch]
+        rounds = [(each.batch - first) // lanes for each in of_epoch]
+        refs: list[Any] = [each.ref for each in of_epoch]
         found.append(_EpochFlights(epoch, rounds, refs, [mask_bytes(mask) for mask in done] if any(done) else []))
     return pack_state(_LaneFlights(lane, found))
-
-
-def _epoch_of(flight: Flight) -> int:
-    return flight.batch >> EPOCH_SHIFT
 
 
 def mask_bytes(mask: int) -> bytes:
@@ -104,19 +108,19 @@ def _read(name: str, lane: int, raw: bytes, lanes: int, place: int) -> list[Flig
     for each in saved.epochs:
         done = each.done or [b""] * len(each.refs)
         for number, ref, mask in zip(each.rounds, each.refs, done, strict=True):
-            rows, done_rows = _rows_of(bytes(ref)), int.from_bytes(mask, "little")
             batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
-            still_open = ((1 << rows) - 1) & ~done_rows
+            flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"))
             before = flights[-1].batch if flights else -1
-            if not before < batch < place or number * lanes + lane > SLOTS or done_rows >> rows or not still_open:
-                raise ValueError(f"round {number} of epoch {each.epoch} has {rows} rows, done {done_rows:#x}")
-            flights.append(Flight(batch, bytes(ref), rows, still_open))
+            is_given = before < batch < place and number * lanes + lane <= SLOTS
+            if not is_given or flight.done >> flight.rows or not flight.open:
+                raise ValueError(f"round {number} of epoch {each.epoch} has {flight.rows} rows, done {flight.done:#x}")
+            flights.append(flight)
     if saved.lane != lane or lane >= lanes:
         raise ValueError(f"{len(flights)} batches of lane {saved.lane}")
     return flights
 
 
-def _rows_of(ref: bytes) -> int:
+def _rows_of(ref: msgspec.Raw) -> int:
     """The number of rows in a batch's ref: lists of numbers, after the batch's own number if it has one."""
     parts = msgspec.msgpack.decode(ref)
     rows = parts[1:] if parts and type(parts[0]) is int else parts
@@ -189,7 +193,7 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
         for batch in [batch for batch in rows if f"lane_{(batch & SLOTS) % lanes:05d}" in state]:
             mask, flight = rows.pop(batch), by_batch.get(batch)
             if flight is not None:
-                flight.open &= ~mask
+                flight.done |= mask & flight.open
         if rows:
             kept[name] = _packed_rows(rows)
     left = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}

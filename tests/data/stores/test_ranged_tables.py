@@ -222,7 +222,7 @@ def test_ranges_behind_a_url_are_those_of_the_disk_and_a_little_of_the_file_is_f
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     folder = write(tmp_path / "www/corpus", rows=ROWS[:3])
-    (folder / "wav/a.wav").write_bytes(audio_bytes(1000.0, rate=RATE, container="wav"))
+    (folder / "wav/a.wav").write_bytes(audio_bytes(200.0, rate=RATE, container="wav"))
     expected = sounds(shutil.copytree(folder, tmp_path / "copy"))
     index_files(folder, PARQUET_RANGES)
     with serving(tmp_path / "www") as server:
@@ -236,3 +236,9 @@ def test_ranges_behind_a_url_are_those_of_the_disk_and_a_little_of_the_file_is_f
         (folder / "wav/a.wav").write_bytes((folder / "wav/a.wav").read_bytes())  # another version, of the same size
         with pytest.raises(sp.ShardError, match="another version"):
             there[2].audio("audio").samples()
+
+
+def test_what_is_known_of_a_range_is_its_own_duration(tmp_path: Path) -> None:
+    found = [sample.media("audio") for sample in samples(write(tmp_path)) if "audio" in sample]
+    assert [info.duration_s for info in found] == [0.5, 0.75, 1.0]
+    assert [(info.rate, info.frames) for info in found] == [(RATE, None)] * 3

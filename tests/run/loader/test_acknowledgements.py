@@ -224,6 +224,38 @@ def test_receipts_are_taken_in_any_form_and_order(shards: str, form: Any) -> Non
         assert "acknowledged/unknown" not in own.stats()
 
 
+def minus_one(rows: Any, where: int) -> Any:
+    rows[where] = -1
+    return rows
+
+
+@pytest.mark.parametrize("write", [lambda each: minus_one(each, 1), lambda each: minus_one(each.numpy(), 1)])
+def test_receipts_that_the_trainer_wrote_into_are_taken_as_they_stand_now(shards: str, write: Any) -> None:
+    with loader(partial(counted_pipeline, shards, size=4)) as own:
+        batch = next(own)
+        write(batch["receipts"])
+        own.done(batch["receipts"])
+        assert _open(own.state_dict()) == {0: [1]} and own.in_flight() == (1, (0, 1))
+        before = own.state_dict()
+        receipts = next(own)["receipts"]
+        receipts[:] = -1
+        own.load_state_dict(before)
+        assert [listed(next(own))[row] for row in range(2)] == [[-1, -1], [1, 1]]
+
+
+def test_receipts_said_twice_are_unknown_and_those_of_another_loader_are_what_they_say(shards: str) -> None:
+    pipeline = partial(counted_pipeline, shards, size=4)
+    with loader(pipeline) as own, loader(pipeline) as other:
+        first, second = next(own)["receipts"], next(other)["receipts"]
+        own.done(first)
+        own.done(first)
+        assert own.stats()["acknowledged/unknown"] == 4
+        own.again(next(own)["receipts"])
+        other.done(second)
+        assert other.in_flight() == (0, None) == own.in_flight() and _open(own.state_dict()) == {1: [0, 1, 2, 3]}
+        assert len(run_of(own).table._handed) == 1 and not run_of(other).table._handed
+
+
 def test_unknown_receipts_are_counted_and_others_refused(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         first = next(own)["receipts"]
@@ -528,16 +560,29 @@ def test_settings_trainers_and_lags_that_do_not_go_with_it_are_refused_in_one_se
 class Odd(Numbered):
     """Its refs do not show rows."""
 
+    row: Any = 5
+
     def __next__(self) -> Any:
         batch = super().__next__()
-        self.ref = (self.ref[0], self.ref[1], 5)
+        self.ref = (self.ref[0], self.ref[1], self.row)
         return batch
+
+
+class Unsaved(Odd):
+    """No state can hold its refs."""
+
+    row = (np.int64(5), 0, 0)
 
 
 def test_a_stage_whose_refs_show_no_rows_is_named_and_an_encoder_with_the_key_too(shards: str) -> None:
     with (
         loader(lambda lane: Odd(toy_pipeline(shards, lane, pack=None))) as own,
         pytest.raises(SavableError, match="the ref of Odd"),
+    ):
+        next(own)
+    with (
+        loader(lambda lane: Unsaved(toy_pipeline(shards, lane, pack=None))) as own,
+        pytest.raises(TypeError, match="int64"),
     ):
         next(own)
 

@@ -15,11 +15,11 @@ def shown(positions: torch.Tensor) -> list[str]:
 
 
 def test_what_follows_begins_behind_the_greatest_position_of_an_image_or_a_video() -> None:
-    made = MRope(tokens_per_second=2).positions([1, Grid(1, 2, 3), 1, Grid(2, 1, 2, interval_s=1.5), 2])
+    made = MRope(tokens_per_second=2).positions([1, Grid(1, 2, 3), 1, Grid(2, 2, 1, interval_s=1.5), 2])
     assert shown(made) == [
         "0 1 1 1 1 1 1 4 5 5 8 8 9 10",
-        "0 1 1 1 2 2 2 4 5 5 5 5 9 10",
-        "0 1 2 3 1 2 3 4 5 6 5 6 9 10",
+        "0 1 1 1 2 2 2 4 5 6 5 6 9 10",
+        "0 1 2 3 1 2 3 4 5 5 5 5 9 10",
     ]
     assert made.dtype == torch.int64
 
