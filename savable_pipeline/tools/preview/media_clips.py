@@ -60,8 +60,8 @@ def _stream(video: Video | None, audio: Audio | None) -> Video | Audio:
 def _write_frames(made: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
     fps = min(max(video.fps, _LEAST_FPS), _MOST_FPS)
     stream = made.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
-    rate = str(8 * bytes_per_s)
-    stream.options = {"preset": "veryfast", "maxrate": rate, "bufsize": str(4 * bytes_per_s), "crf": "26"}
+    rate, above = 8 * bytes_per_s, 8 * bytes_per_s * seconds / 6  # the bits that the begin may take more
+    stream.options = {"preset": "veryfast", "maxrate": f"{rate}", "bufsize": f"{above:.0f}", "crf": "26"}
     stream.width, stream.height = size = _even_size(*video.size)
     stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
     for number, frame in enumerate(_frames(video, max(1, round(seconds * fps)), fps, size)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.video import Video
-from savable_pipeline.tools.preview import preview_dataset, room
+from savable_pipeline.tools.preview import preview_dataset, preview_pipeline, room
 from savable_pipeline.tools.preview.media_entries import clock
 from tests.conftest import write_tar
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
@@ -110,6 +111,20 @@ def test_a_range_of_a_longer_file_is_played_alone(tmp_path: Path) -> None:
     shown = [frame_number(frame) for video in found for frame in video.frames([0.0, 0.5])]
     assert shown == [int(sample.array("observation.state")[at][0]) for sample in data for at in (0, FPS // 2)]
     assert page.text.count('{"path":"videos/') == 4
+
+
+def test_a_range_whose_part_is_named_like_a_file_of_sound_is_no_such_file(tmp_path: Path) -> None:
+    (tmp_path / "long.wav").write_bytes(audio_bytes(4.0, container="wav"))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"file": "long.wav", "from": 1.5, "to": 2.5}) + "\n")
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        ranges = {"said.wav": ("file", "from", "to")}
+        return sp.Batcher(sp.JsonlReader(tmp_path, lane, ranges=ranges, epochs=1), size=1)
+
+    ((kind, clip),) = played(Page(preview_pipeline(pipeline, "p").html))
+    assert kind == "audio/mp4"
+    heard, said = Audio(io.BytesIO(clip), "clip"), Audio(io.BytesIO((tmp_path / "long.wav").read_bytes()), "long")
+    assert np.abs(heard.samples(0.2, 0.8) - said.samples(1.7, 2.3)).max() < 0.1
 
 
 def test_broken_and_hostile_media_are_faults_and_none_of_their_bytes_is_passed_on(tmp_path: Path) -> None:

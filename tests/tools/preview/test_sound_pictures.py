@@ -32,7 +32,7 @@ def test_tones_stand_at_their_frequency_and_time_and_silence_is_dark() -> None:
 
 def test_a_waveform_shows_the_extremes_of_each_column_however_short_or_loud() -> None:
     samples = np.zeros(24_000, np.float32)
-    samples[12_050], samples[12_060] = 1.0, -0.5
+    samples[12_050], samples[12_061] = 1.0, -0.5
     points = [point.split() for point in waveform(samples)[1:-1].split("L")]
     heights = {(float(x), float(y)) for x, y in points}
     assert len(points) == 480 and min(y for _, y in heights) == 0.0 and max(y for _, y in heights) == 36.5
