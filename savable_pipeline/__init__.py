@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from savable_pipeline.core.lane import Lane
     from savable_pipeline.core.rng import Rng
     from savable_pipeline.data.dataset.random_access import open_dataset
-    from savable_pipeline.data.dataset.sample import Ref, Sample
+    from savable_pipeline.data.dataset.ref import Ref
+    from savable_pipeline.data.dataset.sample import Sample
     from savable_pipeline.data.media.clips import Clips
     from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
     from savable_pipeline.data.shards.shard_list import ShardEntry
@@ -157,7 +158,7 @@ _PLACES = {
     "PassThrough": "stages.stage_bases",
     "RecordReader": "stages.readers.reader",
     "RecordStore": "data.stores.record_store",
-    "Ref": "data.dataset.sample",
+    "Ref": "data.dataset.ref",
     "RemoteError": "errors",
     "Rng": "core.rng",
     "Sample": "data.dataset.sample",

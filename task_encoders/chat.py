@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate
 from task_encoders.parts.data_formats import Message, parse_conversation
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
+from task_encoders.parts.medium import Seen, Unmeasured
 from task_encoders.parts.mrope import MRope
-from task_encoders.parts.sample_parts import KINDS, MediaPart, SeenImage, kind_of
+from task_encoders.parts.sample_parts import KINDS, MediaPart, SampleMedia, SeenImage, kind_of
+from task_encoders.parts.token_packing import padded_length
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
+
+
+class _Asked(NamedTuple):
+    """What is learned of a conversation: its text in pieces, each with whether it is learned; and what it shows."""
+
+    spans: list[tuple[str, bool]]
+    shown: list[SeenImage | MediaPart]
 
 
 class ChatEncoder(MixedEncoder):
@@ -115,9 +125,36 @@ class ChatEncoder(MixedEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
+        asked = self._asked(sample, self.media_of)
+        if isinstance(asked, Skip):
+            return asked
+        item = self._mixed(asked, partial(self.pieces, sample)).item()
+        if self.max_length is not None and len(item["tokens"]) > self.max_length:
+            return Skip("longer than max_length")
+        return item
+
+    def length_of(self, sample: Sample) -> int | None:
+        """The tokens of a sample's item, by the headers of its images, videos and sounds.
+
+        None without `video` and `audio`, where headers do not say enough, or where the sample is skipped.
+        """
+        measured = self._measured(sample)
+        return None if measured is None else padded_length(measured[0], self.multiple)
+
+    def images_of(self, sample: Sample) -> int:
+        """The tiles, and steps of videos, of a sample's item; 0 where `length_of` is None."""
+        measured = self._measured(sample)
+        return 0 if measured is None else measured[1]
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument; the tokenizer and the template by hashes of what they are."""
+        return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
+
+    def _asked(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _Asked | Skip:
+        """What a sample asks to learn."""
         if self.part not in sample:
             return Skip(f"no {self.part}")
-        messages = parse_conversation(sample.json(self.part), self.media_of(sample))
+        messages = parse_conversation(sample.json(self.part), media_of(sample))
         learned = [number for number, message in enumerate(messages) if message.is_answer]
         if not learned:
             return Skip("no answer")
@@ -128,14 +165,20 @@ class ChatEncoder(MixedEncoder):
         shown = [part for part in asked if not isinstance(part, str)]
         if self.vision is None and any(kind_of(part) == "image" for part in shown):
             raise ValueError("the conversation has images, but the encoder no way to see: give it vision=Vision(...)")
-        item = self._item(self._spans(messages, learned if self.answers == "all" else learned[-1:]), sample, shown)
-        if self.max_length is not None and len(item["tokens"]) > self.max_length:
-            return Skip("longer than max_length")
-        return item
+        return _Asked(self._spans(messages, learned if self.answers == "all" else learned[-1:]), shown)
 
-    def settings(self) -> dict[str, Any]:
-        """Every argument; the tokenizer and the template by hashes of what they are."""
-        return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
+    def _measured(self, sample: Sample) -> tuple[int, int] | None:
+        """The tokens, and tiles and steps, of a sample's item."""
+        if self.video is None and self.audio is None:
+            return None
+        asked = self._asked(sample, partial(self.media_of, headers=True))
+        if isinstance(asked, Skip):
+            return None
+        try:
+            size = self._mixed(asked, partial(self.measured_pieces, sample)).size
+        except Unmeasured:
+            return None
+        return size if self.max_length is None or size[0] <= self.max_length else None
 
     def _spans(self, messages: Sequence[Message], learned: Sequence[int]) -> list[tuple[str, bool]]:
         """The text of a conversation up to its last learned answer, in pieces, each with whether it is learned."""
@@ -157,18 +200,16 @@ class ChatEncoder(MixedEncoder):
             done = len(answered)
         return spans
 
-    def _item(
-        self, spans: Sequence[tuple[str, bool]], sample: Sample, shown: Sequence[SeenImage | MediaPart]
-    ) -> dict[str, Any]:
+    def _mixed(self, asked: _Asked, pieces: Callable[[SeenImage | MediaPart], Iterator[str | Seen]]) -> MixedTokens:
         mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
-        waiting = self._waiting("".join(text for text, _ in spans), shown)
-        for text, learned in spans:
+        waiting = self._waiting("".join(text for text, _ in asked.spans), asked.shown)
+        for text, learned in asked.spans:
             for piece in self._places.split(text):  # a text, what stands for an image, a text, …
                 if piece in waiting:
-                    mixed.add(self.pieces(sample, next(waiting[piece])))
+                    mixed.add(pieces(next(waiting[piece])))
                 else:
                     mixed.add_text(piece, target=learned)
-        return mixed.item()
+        return mixed
 
     def _waiting(
         self, rendered: str, shown: Sequence[SeenImage | MediaPart]

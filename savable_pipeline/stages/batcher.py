@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import skip_counters
+from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.stages.capabilities import count_of, hint_rows
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.excluded_samples import REASON

@@ -10,7 +10,7 @@ import msgspec
 
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import skip_counters
+from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.bucket_rule import BucketRule
 from savable_pipeline.stages.bucket_sizes import BatchSize, Bucket, BucketSizes, Group

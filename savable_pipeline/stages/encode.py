@@ -11,7 +11,8 @@ import numpy as np
 from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import Ref, Sample
+from savable_pipeline.data.dataset.ref import Ref
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.cost import Size

@@ -11,7 +11,7 @@ from typing import Any
 
 from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import TAG_SHIFT, tag_of
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, tag_of
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.capabilities import ref_alone
 from savable_pipeline.stages.encoder_calls import EncoderCalls

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray, skip_counters, tag_of
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray, skip_counters, tag_of
 from savable_pipeline.stages.capabilities import LosesParts
 from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_indices

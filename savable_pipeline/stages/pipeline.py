@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.named_object import named_object
-from savable_pipeline.data.dataset.sample import tag_of
+from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.stage import Stage
 

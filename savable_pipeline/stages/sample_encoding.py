@@ -15,7 +15,8 @@ import numpy as np
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import REF, Ref, RefArray, Sample
+from savable_pipeline.data.dataset.ref import REF, Ref, RefArray
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import ItemRef

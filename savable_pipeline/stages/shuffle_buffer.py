@@ -10,7 +10,7 @@ import numpy as np
 
 from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import REF, RefArray
+from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.held_items import HeldItems, known_refs
 from savable_pipeline.stages.item_ref import ItemRef

@@ -12,7 +12,8 @@ import numpy as np
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.user_frames import from_user_code
-from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_counters
+from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.sample_encoding import SamplesAhead
 from savable_pipeline.stages.stage_info import StageInfo

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.sample import REF, RefArray, Sample
+from savable_pipeline.data.dataset.ref import REF, RefArray
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.class_checks import check_class, gives
 from savable_pipeline.stages.cost import Size

@@ -117,7 +117,8 @@ class TaskEncoder:
 
         Write it where it is cheap, from the size of a text or the header of an image: `OnlinePacker` then places
         samples by it, and encodes them once, when their pack is due, however many packs are held. A length other than
-        the item's is an `EncodeError`.
+        the item's is an `EncodeError`. `sample.media()` says how long audio and video are and how large images are,
+        without decoding; `savable index --media` has it say so without a read.
 
         Args:
             sample: The sample that would be encoded.
@@ -134,6 +135,12 @@ class TaskEncoder:
             >>> sample = next(sp.TarShardReader("shards/", sp.Lane()))
             >>> Texts().length_of(sample) == Texts().length(Texts().encode(sample, sp.Rng(0)))
             True
+            >>> class Patches(sp.TaskEncoder):
+            ...     def length_of(self, sample):
+            ...         info = sample.media("png")
+            ...         return (info.width // 4) * (info.height // 4)
+            >>> Patches().length_of(sample)
+            4
         """
         return None
 

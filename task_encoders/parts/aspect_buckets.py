@@ -61,6 +61,10 @@ class Buckets(ImageTiles):
                 found |= {(one, fitting[-1]), (fitting[-1], one)}
         return sorted(found)
 
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """The size of its bucket."""
+        return [self._shape(width, height)]
+
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """The size to which it is scaled."""
         shrunk = min(full / side for full, side in zip((width, height), self._shape(width, height), strict=True))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -13,13 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from task_encoders.parts.log_mel import HOP, RATE, log_mel
-from task_encoders.parts.medium import Medium, Seen, rows_of
+from task_encoders.parts.medium import Header, Medium, Seen, Unmeasured, rows_of
 
 _SILENCE = 3  # frames behind the end: what a window there sees is silence, and no mirrored sound
 
 
 class SampleSource(Protocol):
-    """A sound: `sp.Audio`, or whatever has this."""
+    """A sound: what `sample.audio()` opens, or whatever has these."""
+
+    @property
+    def duration_s(self) -> float:
+        """Its length, in seconds."""
 
     def samples(
         self, start_s: float = 0.0, stop_s: float | None = None, *, rate: int | None = None, mono: bool = False
@@ -79,13 +84,17 @@ class AudioTokens(Medium):
         Raises:
             ValueError: It is too short for a token.
         """
-        samples = thing.samples(rate=RATE, mono=True)[0]
-        frames = -(-len(samples) // HOP)
-        if self.tokens(frames) < 1:
-            raise ValueError(f"a sound of {len(samples)} samples at {RATE} Hz is too short for a token: at least 321")
+        samples = thing.samples(0.0, thing.duration_s, rate=RATE, mono=True)[0]
+        frames = self._frames(len(samples))
         mels = log_mel(samples, bins=self.bins, frames=frames + _SILENCE)[:, :frames]
         fields = {"audio_mels": torch.from_numpy(np.ascontiguousarray(mels.T)), "audio_frames": torch.tensor([frames])}
         return Seen(self, self.tokens(frames), fields)
+
+    def measured(self, info: Header) -> Seen:
+        """The same without features, by the length of a sound alone: of a file with a video, that is the video's."""
+        if info.duration_s is None or info.fps is not None:
+            raise Unmeasured
+        return Seen(self, self.tokens(self._frames(round(Fraction(info.duration_s) * RATE))), {})
 
     def empty(self) -> dict[str, torch.Tensor]:
         """`audio_mels`, float32 (0, bins), and `audio_frames`, int64 (0,)."""
@@ -109,3 +118,9 @@ class AudioTokens(Medium):
     def settings(self) -> dict[str, Any]:
         """The class and every argument, for `TaskEncoder.settings`."""
         return {"class": "AudioTokens", **asdict(self)}
+
+    def _frames(self, samples: int) -> int:
+        frames = -(-samples // HOP)
+        if self.tokens(frames) < 1:
+            raise ValueError(f"a sound of {samples} samples at {RATE} Hz is too short for a token: at least 321")
+        return frames

@@ -15,15 +15,15 @@ features of videos and of sounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
 from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
-from task_encoders.parts.medium import Grid, Medium, Seen, join_fields
+from task_encoders.parts.medium import Grid, Header, Medium, Seen, join_fields
 from task_encoders.parts.mrope import MRope, lengthened
-from task_encoders.parts.sample_parts import MediaPart, SampleImages, SampleMedia, SeenImage
+from task_encoders.parts.sample_parts import MediaPart, ReadImage, SampleImages, SampleMedia, SeenImage, kind_of
 from task_encoders.parts.token_packing import (
     IGNORED,
     batch_documents,
@@ -35,7 +35,6 @@ from task_encoders.parts.token_packing import (
     padded_length,
 )
 from task_encoders.parts.tokenizer import Ids, Tokenize, Tokenizer, as_tokenizer, joined
-from task_encoders.parts.video_frames import FrameSource
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
 from task_encoders.parts.vision import Vision
 
@@ -78,6 +77,11 @@ class MixedTokens:
             else:
                 self._append([piece.medium.token] * piece.tokens, False, piece.grids or [piece.tokens])
                 self._seen.append(piece)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The number of tokens, and of tiles and steps of videos."""
+        return sum(map(len, self._pieces)), sum(grid.steps for seen in self._seen for grid in seen.grids)
 
     def item(self) -> dict[str, Any]:
         """`tokens` and `labels`, int64 (n,), the fields of all media, and with `rope` `mrope_ids`, int64 (n, 3)."""
@@ -204,33 +208,40 @@ class MixedEncoder(TaskEncoder):
         self.media: tuple[Medium, ...] = tuple(medium for medium in own if medium is not None)
         _check_media(self.media, vision, video)
 
-    def media_of(self, sample: Sample) -> SampleMedia:
-        """The parts of a sample to which its text may refer."""
-        images = SampleImages(sample, self.vision.image) if self.vision else SampleImages(sample)
+    def media_of(self, sample: Sample, *, headers: bool = False) -> SampleMedia:
+        """The parts of a sample to which its text may refer; with `headers`, images are `sample.media(part)`."""
+        read = Sample.media if headers else self.vision.image if self.vision else Sample.image
         texts = {"video": self.video.text if self.video else "", "audio": self.audio.text if self.audio else ""}
-        return SampleMedia(images, sample, **{kind: text for kind, text in texts.items() if text})
+        named = {kind: text for kind, text in texts.items() if text}
+        return SampleMedia(SampleImages(sample, cast(ReadImage, read)), sample, **named)
 
     def pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
         """What stands in the tokens for an image, a video or a sound of a sample.
 
         Raises ValueError where it is damaged, or the encoder cannot see it.
         """
-        if isinstance(part, MediaPart) and part.kind == "audio":
-            assert self.audio is not None, "a sound without audio"
-            with sample.audio(part.name) as audio:
-                yield from self.audio.pieces(audio)
-        elif isinstance(part, MediaPart):
+        if not isinstance(part, MediaPart):
+            yield from self._medium("image").pieces(self._medium("image").seen(part))
+        elif isinstance(self.video, VideoFrames) and part.kind == "video":
+            assert self.vision is not None
             with sample.video(part.name) as video:
-                yield from self._video_pieces(video)
+                yield from self.video.pieces(self.video.seen(video, self.vision), self.vision)
         else:
-            assert self.vision is not None, "an image without vision"
-            yield from self.vision.pieces(part)
+            medium = self._medium(part.kind)
+            with sample.video(part.name) if part.kind == "video" else sample.audio(part.name) as opened:
+                yield from medium.pieces(medium.seen(opened))
 
-    def _video_pieces(self, video: FrameSource) -> Iterator[str | Seen]:
-        if isinstance(self.video, VideoTokens):
-            return self.video.pieces(video)
-        assert self.video is not None and self.vision is not None, "a video without video"
-        return self.video.pieces(video, self.vision)
+    def measured_pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
+        """The same without fields, by the headers. Raises `Unmeasured` where these do not say enough."""
+        info = cast(Header, sample.media(part.name) if isinstance(part, MediaPart) else part)
+        if isinstance(self.video, VideoFrames) and kind_of(part) == "video":
+            assert self.vision is not None
+            return self.video.pieces(self.video.measured(info, self.vision), self.vision)
+        medium = self._medium(kind_of(part))
+        return medium.pieces(medium.measured(info))
+
+    def _medium(self, kind: str) -> Medium:
+        return next(medium for medium in self.media if medium.kind == kind)
 
     def length(self, item: dict[str, Any]) -> int:
         """The number of tokens, those of images and the padding to a multiple among them."""

@@ -75,6 +75,15 @@ class ImageTiles(ABC):
             ValueError: There are no tiles for an image of this shape.
         """
 
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]] | None:
+        """Return the width and height of each tile of an image, if they are known without it; by default None.
+
+        Args:
+            width: Width of the image, in pixels.
+            height: Its height.
+        """
+        return None
+
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """Return the least size at which an image must be decoded, by default its own: `tiles` may get a `ScaledImage`.
 
@@ -160,6 +169,10 @@ class NativeSize(ImageTiles):
         """The image, resized."""
         return [image.resize(self.size(image.width, image.height), BICUBIC)]
 
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """The size to which it is resized."""
+        return [self.size(width, height)]
+
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """The size to which it is resized."""
         return self.size(width, height) if max(width, height) <= 200 * min(width, height) else (width, height)
@@ -226,6 +239,12 @@ class Tiles(ImageTiles):
             raise ValueError(f"Tiles: side is a multiple of patch × merge, {self.unit}, not {self.side}")
         if not 1 <= self.min_tiles <= self.max_tiles:
             raise ValueError(f"Tiles: expected 1 ≤ min_tiles ≤ max_tiles, not {self.min_tiles} and {self.max_tiles}")
+
+    def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """As many squares as there are tiles, and the thumbnail."""
+        columns, rows = self.grid(width, height)
+        count = columns * rows
+        return [(self.side, self.side)] * (count + (self.thumbnail and count > 1))
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """The size of all tiles together."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -46,6 +46,30 @@ class Seen:
     grids: tuple[Grid, ...] = ()
 
 
+class Header(Protocol):
+    """What a header says of an image, a video or a sound: `sample.media(part)`; None where it does not say it."""
+
+    @property
+    def width(self) -> int | None:
+        """Pixels."""
+
+    @property
+    def height(self) -> int | None:
+        """Pixels."""
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds."""
+
+    @property
+    def fps(self) -> float | None:
+        """Frames in a second."""
+
+
+class Unmeasured(Exception):
+    """The tokens of something cannot be counted without decoding it."""
+
+
 class Medium(ABC):
     """The base of `Vision`, `VideoTokens` and `AudioTokens`, which have these attributes as arguments."""
 
@@ -55,15 +79,19 @@ class Medium(ABC):
     before: str
     after: str
 
-    def pieces(self, thing: Any) -> Iterator[str | Seen]:
+    def pieces(self, seen: Seen) -> Iterator[str | Seen]:
         """What stands in a sequence for an image, a video or a sound: texts, and what was seen."""
         yield self.before
-        yield self.seen(thing)
+        yield seen
         yield self.after
 
     @abstractmethod
     def seen(self, thing: Any) -> Seen:
         """Make the tokens and fields of an image, a video or a sound."""
+
+    @abstractmethod
+    def measured(self, info: Header) -> Seen:
+        """The same without fields, by its header alone. Raises `Unmeasured` where that does not say enough."""
 
     @abstractmethod
     def empty(self) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from savable_pipeline import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, Sample
 from task_encoders.parts.scaled_image import ScaledImage
 
 SeenImage = Image.Image | ScaledImage
+ReadImage = Callable[[Sample, str], SeenImage]
 KINDS = {"image": IMAGE_PARTS, "video": VIDEO_PARTS, "audio": AUDIO_PARTS}
 Seen = TypeVar("Seen")
 _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
@@ -138,7 +139,7 @@ class SampleParts(Generic[Seen]):
 class SampleImages(SampleParts[SeenImage]):
     """The images of a sample; one may also be in the text, as a `data:` URL. `read` decodes one."""
 
-    def __init__(self, sample: Sample, read: Callable[[Sample, str], SeenImage] = Sample.image) -> None:
+    def __init__(self, sample: Sample, read: ReadImage = Sample.image) -> None:
         super().__init__(sample, "image", lambda name: read(sample, name))
 
     def named(self, name: str, field: str) -> SeenImage:

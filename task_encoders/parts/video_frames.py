@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from task_encoders.parts.medium import Header, Unmeasured
 
-class FrameSource(Protocol):
-    """A video: `sp.Video`, or whatever has these."""
+
+class Timing(Protocol):
+    """How long a video is."""
 
     @property
     def duration_s(self) -> float:
@@ -28,12 +31,32 @@ class FrameSource(Protocol):
     def fps(self) -> float:
         """Frames in a second, on average."""
 
+
+class FrameSource(Timing, Protocol):
+    """A video: what `sample.video()` opens, or whatever has these."""
+
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """The frames on display at these times, uint8 (frames, 3, height, width), resized to `size`."""
+
+
+@dataclass(frozen=True)
+class KnownVideo:
+    """What a header says of a video."""
+
+    duration_s: float
+    fps: float
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, info: Header) -> KnownVideo:
+        """Raises `Unmeasured` where the header does not say all of it."""
+        if info.duration_s is None or not info.fps or info.width is None or info.height is None:
+            raise Unmeasured
+        return cls(info.duration_s, info.fps, (info.width, info.height))
 
 
 class FrameRule:
@@ -51,7 +74,7 @@ class FrameRule:
                 f"{self.min_frames} and {self.max_frames}"
             )
 
-    def times(self, video: FrameSource, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
+    def times(self, video: Timing, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
         """When the frames that are taken are on display, in seconds; a multiple of `multiple` where there are enough.
 
         Raises ValueError where the video does not say its frame rate.
@@ -64,7 +87,7 @@ class FrameRule:
         return [(number + shift) * total / count / video.fps for number in range(count)]
 
 
-def frames_of(video: FrameSource) -> int:
+def frames_of(video: Timing) -> int:
     """The number of frames of a video, by its length and its rate. Raises ValueError where it does not say the rate."""
     if not video.fps > 0:
         raise ValueError("the video does not say how many frames it has in a second")

@@ -9,7 +9,7 @@ Eight frames; two of them are a step of `VideoTokens`, with 2 × 2 patches to a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
-from task_encoders.parts.medium import Grid, Medium, Seen, rows_of
+from task_encoders.parts.medium import Grid, Header, Medium, Seen, rows_of
 from task_encoders.parts.square_crop import MEAN, STD, normalized
-from task_encoders.parts.video_frames import FrameRule, FrameSource, frames_of
+from task_encoders.parts.video_frames import FrameRule, FrameSource, KnownVideo, frames_of
 from task_encoders.parts.vision import Vision
 
 
@@ -108,16 +108,19 @@ class VideoTokens(FrameRule, Medium):
         Raises:
             ValueError: It has no frame rate, or one side is over 200 times as long as the other.
         """
-        times = self.times(thing, multiple=self.step)
-        frames = thing.frames(times, size=self.size(len(times), *thing.size))
-        patches, grid = self.cut(frames)
-        merged = Grid(grid[0], grid[1] // self.merge, grid[2] // self.merge, self._interval_s(thing, len(times)))
+        times, size, tokens = self._planned(thing)
+        patches, grid = self.cut(thing.frames(times, size=size))
         fields = {
             "video_patches": patches,
             "video_grids": torch.tensor([grid]),
-            "video_seconds": torch.tensor([merged.interval_s], dtype=torch.float64),
+            "video_seconds": torch.tensor([tokens.interval_s], dtype=torch.float64),
         }
-        return Seen(self, merged.tokens, fields, (merged,))
+        return Seen(self, tokens.tokens, fields, (tokens,))
+
+    def measured(self, info: Header) -> Seen:
+        """The same without patches, by the length and size of the video."""
+        *_, tokens = self._planned(KnownVideo.of(info))
+        return Seen(self, tokens.tokens, {}, (tokens,))
 
     def cut(self, frames: NDArray[np.uint8]) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """Cut frames into patches.
@@ -173,9 +176,13 @@ class VideoTokens(FrameRule, Medium):
         share = min(self.max_pixels, self.total_pixels * self.step // frames)
         return NativeSize(self.patch, self.merge, self.min_pixels, max(share, int(self.min_pixels * 1.05)))
 
-    def _interval_s(self, video: FrameSource, frames: int) -> float:
-        """The time from one step to the next."""
-        return self.step / (frames / frames_of(video) * video.fps)
+    def _planned(self, video: FrameSource | KnownVideo) -> tuple[list[float], tuple[int, int], Grid]:
+        """The times of the frames taken, in seconds, their size in pixels, and where the tokens are."""
+        times = self.times(video, multiple=self.step)
+        width, height = self.size(len(times), *video.size)
+        unit = self.patch * self.merge
+        interval_s = self.step / (len(times) / frames_of(video) * video.fps)
+        return times, (width, height), Grid(-(-len(times) // self.step), height // unit, width // unit, interval_s)
 
 
 @dataclass(frozen=True)
@@ -218,13 +225,23 @@ class VideoFrames(FrameRule):
         if not self.text:
             raise ValueError("VideoFrames: text is what stands for a video in rendered text; it cannot be empty")
 
-    def pieces(self, video: FrameSource, vision: Vision) -> Iterator[str | Seen]:
+    def pieces(self, frames: Iterable[Seen], vision: Vision) -> Iterator[str | Seen]:
         """What stands in a sequence for a video: texts, and its frames as `vision` shows images."""
-        shown = replace(vision, tiles=self.tiles)
-        for number, time in enumerate(self.times(video, at="middle"), 1):
+        for number, frame in enumerate(frames, 1):
             yield self.between * (number > 1) + self.label.replace("{number}", str(number))
+            yield from vision.pieces(frame)
+
+    def seen(self, video: FrameSource, vision: Vision) -> Iterator[Seen]:
+        """The tokens and patches of each frame of a video."""
+        shown = replace(vision, tiles=self.tiles)
+        for time in self.times(video, at="middle"):
             frame = video.frames([time])[0]
-            yield from shown.pieces(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
+            yield shown.seen(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
+
+    def measured(self, info: Header, vision: Vision) -> list[Seen]:
+        """The same without patches, by the length and size of the video."""
+        frame = replace(vision, tiles=self.tiles).measured(info)
+        return [frame for _ in self.times(KnownVideo.of(info), at="middle")]
 
     def settings(self) -> dict[str, Any]:
         """The class and every argument, for `TaskEncoder.settings`."""

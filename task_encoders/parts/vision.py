@@ -10,7 +10,7 @@ from PIL import Image
 
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
-from task_encoders.parts.medium import Grid, Medium, Seen, rows_of
+from task_encoders.parts.medium import Grid, Header, Medium, Seen, Unmeasured, rows_of
 from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode, decode_setting
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 
@@ -101,10 +101,14 @@ class Vision(Medium):
             ValueError: There are no tiles for its shape.
         """
         patches, grids = self.tiles.cut(thing)
-        merge = self.tiles.merge
-        places = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
-        fields = {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])}
-        return Seen(self, self.tiles.tokens(grids), fields, places)
+        return self._seen(grids, {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])})
+
+    def measured(self, info: Header) -> Seen:
+        """The same without patches, by the size of the image."""
+        if info.width is None or info.height is None or (sizes := self.tiles.sizes(info.width, info.height)) is None:
+            raise Unmeasured
+        patch = self.tiles.patch
+        return self._seen(torch.tensor([(high // patch, wide // patch) for wide, high in sizes]), {})
 
     def empty(self) -> dict[str, torch.Tensor]:
         """`patches`, uint8 (0, 3, patch, patch); `grids`, int64 (0, 2); `tile_counts`, int64 (0,)."""
@@ -149,3 +153,8 @@ class Vision(Medium):
         own: dict[str, Any] = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
         own |= {"mean": list(self.mean), "std": list(self.std)}
         return {**self.tiles.settings(), **own, **decode_setting(self.decode)}
+
+    def _seen(self, grids: torch.Tensor, fields: dict[str, torch.Tensor]) -> Seen:
+        merge = self.tiles.merge
+        places = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
+        return Seen(self, self.tiles.tokens(grids), fields, places)

@@ -16,7 +16,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.data.dataset.ref import REF
 
 
 def open_files() -> int:

@@ -16,7 +16,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.on_error import Quarantine, is_of_environment
-from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.data.dataset.ref import REF
 from tests.conftest import write_tar
 from tests.support.toy_faults import NumberEncoder
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.core.keyed_random import word
-from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.data.dataset.ref import REF
 from tests.support.toy_dataset import drained, first, pairs, readers
 
 

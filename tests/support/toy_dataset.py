@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.sample import RefArray, Sample
+from savable_pipeline.data.dataset.ref import RefArray
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.selection import Selection, Subset
 
 

@@ -51,7 +51,8 @@ class ToneAudio:
     """A rising tone of so many samples at 16 kHz."""
 
     def __init__(self, samples: int) -> None:
-        self.tone = tone(samples / 16000, 16000, 1)[:, :samples]
+        self.duration_s = samples / 16000
+        self.tone = tone(self.duration_s, 16000, 1)[:, :samples]
 
     def samples(self, start_s: float = 0.0, stop_s: float | None = None, **_: Any) -> NDArray[np.float32]:
         """All of it."""

@@ -12,7 +12,7 @@ import pytest
 from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
-from savable_pipeline.data.dataset.sample import tag_of, untagged
+from savable_pipeline.data.dataset.ref import tag_of, untagged
 from tests.support.toy_dataset import first, readers
 
 SIZES = [50 + 7 * i % 31 for i in range(70)]  # 70 shards of 50 to 80 samples: two windows of 35

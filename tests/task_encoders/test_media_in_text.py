@@ -15,9 +15,10 @@ from savable_pipeline.trainers.context_parallel import cut_context, join_context
 from savable_pipeline.trainers.micro_batches import split
 from task_encoders.chat import ChatEncoder
 from task_encoders.interleaved import InterleavedEncoder
+from task_encoders.parts.aspect_buckets import Buckets
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, OwnTemplate
-from task_encoders.parts.image_tiles import NativeSize
+from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.mrope import MRope
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.video_tokens import VideoFrames, VideoTokens
@@ -161,6 +162,42 @@ def test_packs_and_batches_hold_all_in_the_order_of_their_tokens() -> None:
     assert all(batch["mrope_ids"][row, column].tolist() == [0, 0, 0] for row, column in begins.tolist())
     first = batch["mrope_ids"][0, : len(items[0]["tokens"])]
     assert torch.equal(first, items[0]["mrope_ids"])
+
+
+@pytest.mark.parametrize("tiles", [VISION.tiles, Tiles(2, 2, 8, max_tiles=4), Buckets(2, 2, 64, 4, 16)])
+@pytest.mark.parametrize("video", [VIDEOS, VideoFrames(fps=3, min_frames=1, tiles=Tiles(2, 2, 4))])
+def test_the_length_of_an_item_is_known_by_headers(tiles: Any, video: Any) -> None:
+    encoder = chatter(vision=Vision(tiles, IMAGE), video=video, multiple=8)
+    sounds = {"0_wav": audio_bytes(1.2344, rate=22050, container="wav"), "1_ogg": audio_bytes(0.31, container="ogg")}
+    samples = [
+        asked("<video> or <video>?", **{"0_mp4": video_bytes(31, fps=24), "1_webm": webm(17)}),
+        asked("<audio><audio>", **sounds),
+        asked("<video><image>", mp4=SHORT, png=plain_png(40, 17)),
+        asked("none"),
+    ]
+    for given in samples:
+        made = item(encoder, given)
+        assert encoder.length_of(given) == encoder.length(made)
+        assert encoder.images_of(given) == encoder.images(made)
+
+
+def webm(frames: int) -> bytes:
+    """A video whose clock counts milliseconds."""
+    return video_bytes(frames, fps=12, codec="libvpx", container="webm", b_frames=0)
+
+
+def test_a_length_is_known_without_decoding_and_not_told_of_what_is_skipped() -> None:
+    half = bytes(len(FILM) // 2)
+    broken = FILM[: FILM.index(b"mdat") + 4] + half + FILM[FILM.index(b"mdat") + 4 + len(half) :]
+    assert chatter().length_of(asked("<video>", mp4=broken)) == len(
+        item(chatter(), asked("<video>", mp4=FILM))["tokens"]
+    )
+    with pytest.raises(MediaError):
+        chatter().encode(asked("<video>", mp4=broken), RNG)
+    assert ChatEncoder(vision=VISION).length_of(asked("a")) is None  # as states of earlier releases have packed
+    for unknown in (sample(mp4=FILM), sample(json=[{"role": "user", "content": "a"}]), asked("<audio>", ogg=FILM)):
+        assert chatter().length_of(unknown) is None
+    assert chatter(max_length=10).length_of(asked("<video>", mp4=FILM)) is None
 
 
 def test_the_parts_of_a_batch_are_the_batches_of_its_rows() -> None:

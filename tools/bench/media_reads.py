@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.stores.shard_files import ShardFiles
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

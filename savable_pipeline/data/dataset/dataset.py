@@ -18,7 +18,8 @@ from savable_pipeline.core.addresses import clean_address
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.on_error import OnError, Quarantine
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray, Sample
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.energon_metadata import FieldMap, read_field_map, read_split
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, without_ending

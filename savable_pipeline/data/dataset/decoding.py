@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.jpeg_pixels import jpeg_pixels
 from savable_pipeline.data.dataset.transparency import converted
-from savable_pipeline.data.shards.part_types import IMAGE_PARTS, JSON_PARTS, TEXT_PARTS, open_image, part_type
+from savable_pipeline.data.shards.part_types import (
+    IMAGE_PARTS,
+    JSON_PARTS,
+    SUBTITLE_PARTS,
+    TEXT_PARTS,
+    open_image,
+    part_type,
+)
 
 LARGEST_NPZ = 1 << 32  # bytes of all arrays of an `npz`
 LARGEST_PACKED = 1 << 30  # bytes that a compressed part decompresses to
@@ -48,7 +55,7 @@ def decoded_part(extension: str, data: bytes) -> Any:
     kind = part_type(extension)
     if kind in JSON_PARTS:
         return decoded_json(data)
-    if kind in TEXT_PARTS:
+    if kind in TEXT_PARTS or kind in SUBTITLE_PARTS:
         return data.decode()
     if kind in IMAGE_PARTS:
         opened = open_image(data, extension)

@@ -20,22 +20,22 @@ import numpy as np
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import format_of, named_files, seen
-from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.store_kinds import STORES
 from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_table import (
     KIND,
     MEDIA_PARTS,
-    TABLE_NAME,
     Known,
     MediaTable,
     headers,
     is_touched,
     packed,
 )
+from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.index_file import PlaceIndex, ShardTable
 from savable_pipeline.data.shards.index_making import Progress
-from savable_pipeline.data.shards.index_place import in_first_place
+from savable_pipeline.data.shards.index_place import in_first_place, media_table_name
 from savable_pipeline.data.shards.index_writer import ScannedTables, write_index
 from savable_pipeline.data.shards.indexing import open_files
 from savable_pipeline.data.shards.part_types import part_type
@@ -74,7 +74,7 @@ def index_media(
         _make(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = in_first_place(found.root, TABLE_NAME, make)
+    path = in_first_place(found.root, media_table_name(form.name), make)
     return path, _faults(path, indexed)
 
 
@@ -82,8 +82,8 @@ def refuse_remote(files: Shards) -> None:
     """Raises `ShardError` for files behind a URL."""
     if is_remote(files):
         raise ShardError(
-            f"{files}: headers are read where the shards lie: run `savable index --media` there, and upload "
-            f"{TABLE_NAME} beside the shards"
+            f"{files}: headers are read where the shards lie: run `savable index --media` there, and upload the table "
+            f"that it writes to {META} beside the shards"
         )
 
 
@@ -151,17 +151,16 @@ class _Scan:
     """Reads the headers of shards of an index."""
 
     def __init__(self, form: str, index_path: str, root: str) -> None:
-        self._form, self._path, self._root = STORES[form].form, Path(index_path), Path(root)
-        self._index = self._form.index_at(self._path)
+        kind = STORES[form].form
+        self._index, self._root = kind.index_at(Path(index_path)), root
+        files = IndexedFiles(kind, self._index, Path(index_path), None, Path(root), tolerant=True)
+        self._dataset = Dataset(seen(files, partial=True))
 
     def __call__(self, name: str) -> ShardTable:
         """The table's rows of a shard, whose fault is that of its entry."""
         entry = self._entry(name)
-        if not entry.samples:
-            return ShardTable(entry, packed(()))
-        files = IndexedFiles(self._form, self._index, self._path, [name], self._root, tolerant=True)
         try:
-            return ShardTable(entry, packed(_of_samples(Dataset(seen(files, partial=True)))))
+            return ShardTable(entry, packed(_of_samples(self._dataset, self._index.number(name))))
         except SavableError as error:
             return self._failed(entry, str(error))
 
@@ -178,11 +177,13 @@ class _Scan:
         return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {told}")), packed(()))
 
 
-def _of_samples(dataset: Dataset) -> Iterator[list[tuple[str, Known]]]:
-    """What the headers say of each sample's parts."""
-    for row in dataset.locate(np.arange(dataset.count))[1].tolist():
-        parts = [part for part in dataset.extensions(0, row) if part_type(part) in MEDIA_PARTS]
-        yield [(part, headers(dataset.store, 0, row, part)) for part in parts]
+def _of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]]]:
+    """What the headers say of the parts of each sample of a shard."""
+    ranges = getattr(dataset.store, "range_parts", ())
+    for row in dataset.locate(np.arange(dataset.firsts[shard], dataset.firsts[shard + 1]))[1].tolist():
+        parts = dataset.extensions(shard, row)
+        media = [part for part in parts if part_type(part) in MEDIA_PARTS or part in ranges]
+        yield [(part, headers(dataset.store, shard, row, part)) for part in media]
 
 
 def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:

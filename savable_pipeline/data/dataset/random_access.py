@@ -17,7 +17,8 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.key_index import KeyIndex, key_index
 from savable_pipeline.data.dataset.kinds import open_any
 from savable_pipeline.data.dataset.pinned_shards import pin
-from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.errors import ShardError

@@ -1,17 +1,17 @@
-"""`Ref`, the origin of an item, and `Sample`, whose parts are read when they are asked for."""
+"""`Sample`: a mapping from extension to bytes, whose parts are read when they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.decoding import decoded_part, unpacked
 from savable_pipeline.data.dataset.image_region import Box, Size, image_region
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
 from savable_pipeline.data.dataset.transparency import Colour, converted
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, open_image
@@ -23,54 +23,6 @@ if TYPE_CHECKING:
     from savable_pipeline.data.media.audio import Audio
     from savable_pipeline.data.media.media_info import MediaInfo
     from savable_pipeline.data.media.video import Video
-
-# A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
-REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
-RefArray: TypeAlias = NDArray[np.void]
-# The upper bits of an index are the tag of its source in a `Blend`: 15 of them, so that it fits a signed integer.
-TAG_SHIFT = 48
-TAGS = 1 << 15
-
-
-class Ref(NamedTuple):
-    """The origin of an item: enough to make it again, identically.
-
-    Attributes:
-        source: A stable hash of the source's name.
-        epoch: The epoch in which the sample was read.
-        index: The number of the sample in the whole dataset.
-        part: The number of the item among those that a fan-out encoder makes of one sample.
-
-    Example:
-        >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
-        >>> (sample.ref.epoch, sample.ref.index, sample.ref.part)
-        (0, 0, 0)
-    """
-
-    source: int
-    epoch: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs here
-    part: int = 0
-
-
-def tag_of(index: int) -> int:
-    """The tag of the source in the index of a ref; 0 where there is no `Blend`."""
-    return index >> TAG_SHIFT
-
-
-def count_of_source(index: int, what: str) -> str:
-    """The name of a stage's counter of samples to which `what` happened, by the source of this index."""
-    return f"source/{tag_of(index)}/{what}"
-
-
-def skip_counters(reason: str, index: int) -> tuple[str, str]:
-    """The names of a stage's counters for a sample that it leaves out: by reason, and by the source of this index."""
-    return f"skipped/{reason}", count_of_source(index, "skipped")
-
-
-def untagged(index: int) -> int:
-    """The index of a ref in its own dataset."""
-    return index & ((1 << TAG_SHIFT) - 1)
 
 
 class Sample(msgspec.Struct, gc=False, eq=False):
@@ -343,8 +295,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def decoded(self) -> dict[str, Any]:
         """Decode all parts, by the last word of their extension, and add `__key__`.
 
-        json: as JSON; txt, text, caption, md: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array; npz: a
-        dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
+        json: as JSON; txt, text, caption, md, srt, vtt: str; `sp.IMAGE_PARTS`: uint8 (height, width, 3); npy: an array;
+        npz: a dict of arrays; any other: bytes. Nothing is unpickled. A malformed part raises the error of its decoder.
 
         Example:
             >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))

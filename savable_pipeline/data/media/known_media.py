@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
-from savable_pipeline.data.media.media_table import BROKEN, open_table
+from savable_pipeline.data.media.media_table import BROKEN, MediaTable, open_table
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
@@ -31,14 +31,16 @@ class KnownMedia:
 
     def __init__(self, store: RecordStore, shards: ShardList, *, tables: bool = True) -> None:
         self._store, self._shards = store, shards
-        indexed = isinstance(getattr(store, "found", None), IndexedFiles)  # else its shards are no files
-        root = store.root if tables and indexed else None
-        self.table = None if root is None else open_table(root, shards)
+        self.table: MediaTable | None = None
         self.energon: EnergonMedia | None = None
-        if root is not None and self.table is None and (root / ENERGON_MEDIA).is_file():
+        found = getattr(store, "found", None)
+        if not tables or not isinstance(found, IndexedFiles):  # of a store of one's own
+            return
+        self.table = open_table(found.root, shards, found.form.name)
+        if self.table is None and (found.root / ENERGON_MEDIA).is_file():
             from savable_pipeline.data.media.energon_media import open_energon_media  # here: most have none
 
-            self.energon = open_energon_media(root / ENERGON_MEDIA)
+            self.energon = open_energon_media(found.root / ENERGON_MEDIA)
 
     def untabled(self) -> KnownMedia:
         """The same without a table: headers are read."""

@@ -1,6 +1,6 @@
 """`MediaTable`: what the headers of a dataset's media say, in a file beside its index, so that nobody opens them again.
 
-    .nv-meta/savable.media.index     an index (see index_file.py), which has of each shard, in words of 8 bytes:
+    .nv-meta/savable.media.index     an index (see index_file.py), which has of each tar, in words of 8 bytes:
 
     samples n │ rows m │ bytes of names │ begins: uint32 (n + 1,) │ rows: ROW (m,) │ names of parts: MessagePack
 
@@ -25,14 +25,13 @@ from xxhash import xxh3_128_hexdigest
 from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places
-from savable_pipeline.data.shards.index_place import index_name, index_places
+from savable_pipeline.data.shards.index_place import index_places, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import ShardError
 
 KIND = "media"
-TABLE_NAME = index_name(KIND)  # below the folder of the shards
 MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
 BROKEN: Literal["broken"] = "broken"  # what the table says of a part whose headers cannot be read
 Known: TypeAlias = MediaInfo | Literal["broken"]
@@ -192,10 +191,10 @@ def _filled(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % 8)
 
 
-def open_table(root: Path, shards: ShardList) -> MediaTable | None:
-    """The table of these shards below `root`; None without one. Raises `ShardError` for one that is not of them."""
+def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
+    """The table of these shards, of a kind, below `root`; None without one. Raises `ShardError` for one of others."""
     fault: ShardError | None = None
-    for path in index_places(root, TABLE_NAME):
+    for path in index_places(root, media_table_name(kind)):
         try:
             index = PlaceIndex(path, KIND)
             return MediaTable(path, index, _numbers(index, shards))

@@ -21,7 +21,7 @@ from savable_pipeline.data.remote.urls import RemoteShards, find_remote
 from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import ShardIndex
-from savable_pipeline.data.shards.index_place import index_name
+from savable_pipeline.data.shards.index_place import media_table_name
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.errors import ShardError
@@ -29,7 +29,6 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 _ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a part that is empty, or one or two dots, in a text of names
-MEDIA_TABLE = index_name("media")
 METADATA_FOLDER = "metadata"  # a folder beside the versions of a dataset
 
 
@@ -75,6 +74,7 @@ def looked_up(
             leftover.unlink()
         own = _own_index(found.root, form, folder, downloader)
         _download_metadata(found.root, folder / METADATA_FOLDER, downloader)
+        _download_table(found.root, folder / METADATA_FOLDER, media_table_name(form.name), downloader)
         if not found.names:
             found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
         _check_names(found)
@@ -122,20 +122,19 @@ def _download_metadata(root: str, local: Path, downloader: Downloader) -> None:
     (local / META).mkdir(parents=True, exist_ok=True)
     _download_files(root, local, METADATA_FILES, downloader)
     _download_files(root, local, named_files(local), downloader)
-    _download_table(root, local, downloader)
 
 
-def _download_table(root: str, local: Path, downloader: Downloader) -> None:
+def _download_table(root: str, local: Path, name: str, downloader: Downloader) -> None:
     """The same of the table of media, which may be large: where the server has another one than before."""
-    path = local / MEDIA_TABLE
-    stat, pointer = downloader.call("stat", root, MEDIA_TABLE), path.with_name(f"{path.name}.stamp")
+    path = local / name
+    stat, pointer = downloader.call("stat", root, name), path.with_name(f"{path.name}.stamp")
     if stat is None:
         path.unlink(missing_ok=True)
         return
     size, stamp = stat
     if not (path.exists() and pointer.exists() and pointer.read_text() == stamp):
         fresh = path.with_name(f"{path.name}.tmp")
-        downloader.call("whole", root, MEDIA_TABLE, size, str(fresh))
+        downloader.call("whole", root, name, size, str(fresh))
         fresh.replace(path)
         pointer.write_text(stamp)
 

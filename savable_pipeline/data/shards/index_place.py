@@ -28,6 +28,11 @@ def index_name(kind: str) -> str:
     return INDEX_NAME if kind == TAR else f"{META}/savable.{kind}.index"
 
 
+def media_table_name(kind: str) -> str:
+    """The path of the table of media of files of a kind below their folder."""
+    return index_name("media" if kind == TAR else f"{kind}.media")
+
+
 def index_places(root: Path, name: str) -> Iterator[Path]:
     """The places where an index may lie: `name` below the shards' folder; and in the user's cache, if there is one."""
     yield root / name

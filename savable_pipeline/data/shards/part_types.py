@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # In the order in which a sample's image or text is looked for. Pillow decodes all of these images.
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "pbm")
 TEXT_PARTS = ("txt", "text", "caption", "md")
+SUBTITLE_PARTS = ("srt", "vtt")  # texts, but no sample's own text: nobody wants times among the words of a caption
 JSON_PARTS = ("json",)
 VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", "ts", "flv", "wmv", "3gp")
 AUDIO_PARTS = ("flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "oga", "aiff", "aif", "wma", "amr", "w64", "au")
@@ -45,7 +46,7 @@ def decode_error(extension: str, data: bytes, *, check_images: bool = True) -> s
 
 def utf8_error(extension: str, data: bytes) -> str:
     """Why these bytes are no text although the extension says so, as `reason: detail`; empty if they are."""
-    if part_type(extension) not in TEXT_PARTS:
+    if part_type(extension) not in (*TEXT_PARTS, *SUBTITLE_PARTS):
         return ""
     try:
         data.decode()

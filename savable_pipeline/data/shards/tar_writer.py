@@ -7,10 +7,12 @@ and is padded to a whole record.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.scan import ShardRows
@@ -57,6 +59,13 @@ def _is_plain(name: str, size: int) -> bool:
     return len(name) <= _LONGEST_PLAIN_NAME and name.isascii() and size <= _LARGEST_PLAIN
 
 
+class Chunked(Protocol):
+    """Bytes that come in pieces, so many together."""
+
+    def __len__(self) -> int: ...
+    def chunks(self) -> Iterable[bytes]: ...
+
+
 class ShardFile:
     """A new shard at `path`, which the index will call `name`. A context manager: it closes the file, whole or not."""
 
@@ -74,8 +83,8 @@ class ShardFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, key: str, parts: Mapping[str, bytes]) -> None:
-        """Append a sample of one part or more. Raises OSError, for a disk that is full say.
+    def add(self, key: str, parts: Mapping[str, bytes | Chunked]) -> None:
+        """Append a sample of one part or more, as bytes or in pieces. Raises OSError, for a disk that is full say.
 
         Its key must not be that of the sample before: the two would be one to readers.
         """
@@ -86,7 +95,8 @@ class ShardFile:
             data = parts[extension]
             name = f"{key}.{extension}"
             headers = member_headers(name, len(data))
-            self._file.writelines((headers, data, bytes(-len(data) % BLOCK)))
+            payload = (data,) if isinstance(data, bytes) else data.chunks()
+            self._file.writelines(itertools.chain((headers,), payload, (bytes(-len(data) % BLOCK),)))
             extent.members.append(Member(name, self.size, self.size + len(headers), len(data), True))
             extent.extensions.append(extension)
             self.size += len(headers) + padded(len(data))

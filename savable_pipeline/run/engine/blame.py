@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from savable_pipeline.data.dataset.sample import tag_of
+from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.transport.status_page import WorkerStatus
 from savable_pipeline.stages.capabilities import AvoidsSamples

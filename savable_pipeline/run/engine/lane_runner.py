@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from savable_pipeline.core.decisions import Decisions
 from savable_pipeline.core.lane import Cuts, Growth, Lane, PinnedShards
-from savable_pipeline.data.dataset.sample import tag_of
+from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.run.engine.messages import Delivery, MadeOf, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from savable_pipeline.data.dataset.sample import TAG_SHIFT, untagged
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, untagged
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.records import (
     SUFFIX,

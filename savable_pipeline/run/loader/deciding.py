@@ -29,7 +29,7 @@ class DecidingRun(Run):
             at, last = self.position, self.local.last_stage
             arguments = (at.decisions, at.place, last, weights, exclude, max_length)
             decisions = agreed(self.ranks, lambda: check_decided(self.local, decide(*arguments)))
-            after = at.decided(decisions, finite=self._ends.is_finite)
+            after = at.decided(decisions)
             self.local.grow(at.growth, decisions)
             self.prefetcher.restart()
             self._ends.forget()

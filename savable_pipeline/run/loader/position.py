@@ -210,14 +210,12 @@ class Position(msgspec.Struct, frozen=True):
         lanes = {lane: LanePosition(at.state, None) for lane, at in self.lanes.items()}
         return replace(self, lanes=lanes, changed=True)
 
-    def decided(self, decisions: Decisions, *, finite: bool) -> Position:
+    def decided(self, decisions: Decisions) -> Position:
         """Here, with these decisions from the next step on, as if it was saved and loaded with other settings."""
         lanes = {lane: LanePosition(with_decisions(self._saved(lane), decisions), None) for lane in self.lanes}
         over = None if self.previous is None else replace(self.previous, decided_at=self.previous.batches)
         at = replace(self, lanes=lanes, previous=over, decisions=decisions, end=self.slot, final=False)
-        if self.history:
-            at = replace(at, decided_at=self.batches)
-        return at.with_changes() if finite and self.slot else at
+        return replace(at, decided_at=self.batches) if self.history else at
 
     @property
     def place(self) -> int:

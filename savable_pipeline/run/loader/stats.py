@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from savable_pipeline.data.dataset.sample import TAG_SHIFT, untagged
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, untagged
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples

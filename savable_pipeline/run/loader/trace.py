@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from savable_pipeline.data.dataset.sample import TAG_SHIFT, Ref, tag_of
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batch_samples import BatchSamples, Integers
 from savable_pipeline.stages.item_ref import ItemRef

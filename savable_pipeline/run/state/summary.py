@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from savable_pipeline.data.dataset.sample import REF
+from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state

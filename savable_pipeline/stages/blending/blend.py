@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.weights import Weight
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray, Sample
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns
 from savable_pipeline.stages.blending.schedule import Schedule

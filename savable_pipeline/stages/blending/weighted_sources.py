@@ -13,7 +13,7 @@ import numpy as np
 
 from savable_pipeline.core.saved_count import SavedCount
 from savable_pipeline.core.weights import Weight, integer_weights
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, Ref, count_of_source, tag_of
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, Ref, count_of_source, tag_of
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.blending.blend_turns import TokenTurns, Turns, TurnsState
 from savable_pipeline.stages.blending.lane_turns import ScheduledTurns, begin_schedule, begin_turns

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.sample import skip_counters
+from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls

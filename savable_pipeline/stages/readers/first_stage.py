@@ -12,7 +12,8 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError, check_on_error
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.pinned_shards import pin
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, TAGS, Ref, RefArray, Sample, skip_counters
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, TAGS, Ref, RefArray, skip_counters
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, check_subset
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError

@@ -19,7 +19,8 @@ import numpy as np
 
 from savable_pipeline.data.dataset.joined_parts import JoinedParts
 from savable_pipeline.data.dataset.random_access import Samples, open_dataset
-from savable_pipeline.data.dataset.sample import REF, RefArray, Sample, skip_counters
+from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError

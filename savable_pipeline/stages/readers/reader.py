@@ -12,7 +12,7 @@ import numpy as np
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, RefArray
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.shard_digests import summary
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Subset
 from savable_pipeline.data.stores.record_store import RecordStore

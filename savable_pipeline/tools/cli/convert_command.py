@@ -50,7 +50,7 @@ def convert(
     ] = None,
     engine: EngineOption = "local",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Exit with 0 even if something was rejected.")] = False,
-    check_images: Annotated[bool, typer.Option(help="Decode each image, and reject those that fail.")] = True,
+    check_images: Annotated[bool, typer.Option(help="Decode images, read headers of media; reject what fails.")] = True,
     allow_outside: Annotated[
         bool, typer.Option("--allow-outside", help="Also take files outside SRC that links or fields lead to.")
     ] = False,

@@ -50,7 +50,8 @@ def convert(
         kind: What the source is, one of the words of `--as`. Default: found by its marks.
         shard_bytes: A shard is full before it grows longer than this, in bytes.
         shard_samples: A shard is full before it holds more samples than this. Default: no limit.
-        check_images: Whether each image is decoded, and rejected if that fails.
+        check_images: Whether each image is decoded, and the headers of each sound and film are read where PyAV is
+            installed; those that fail are rejected.
         allow_outside: Whether files outside the source that links or fields lead to are taken.
         key_field: Of records, the field with a sample's key. Default: the number of its record.
         key_end: The dot of a file's name that ends the key; with "last", dots before it become "_".

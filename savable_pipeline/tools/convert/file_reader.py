@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from savable_pipeline.tools.convert.model import Files, Part, SampleReader
+from savable_pipeline.tools.convert.part_data import LongPart, PartData, is_long
 from savable_pipeline.tools.convert.source_file import object_at, stamp_of
 from savable_pipeline.tools.convert.stretches import RecordFile, changed
 
@@ -30,14 +32,14 @@ class FileReader:
         """See `SampleReader.elsewhere`."""
         return self
 
-    def read(self, sample: Files) -> dict[str, bytes]:
+    def read(self, sample: Files) -> dict[str, PartData]:
         """The parts of a sample by extension. Raises `SavableError` for files that are not as planned.
 
         Files of another size than planned are not, and records that were written since.
         """
         return {part.extension: self._read(part) for part in sample.parts}
 
-    def _read(self, part: Part) -> bytes:
+    def _read(self, part: Part) -> PartData:
         if part.offset is not None and self.url:
             return object_at(self.url, self.stamp).read(part.offset, part.size)
         if part.offset is not None:
@@ -45,6 +47,9 @@ class FileReader:
             return self.records.read(part.offset, part.size)
         path = Path(self.root, part.path)
         with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == part.size and is_long(part.extension, size):
+                return LongPart(path, 0, size)
             data = file.read()
         if len(data) != part.size:
             raise changed(path, f"expected {part.size} bytes, found {len(data)}")

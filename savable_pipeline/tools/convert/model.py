@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from savable_pipeline.tools.convert.part_data import Parts
+
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_]+")
 _DECIMAL = re.compile(r"[0-9]*[.]?[0-9]+")
 
@@ -87,7 +89,7 @@ class SampleReader(Protocol):
     def elsewhere(self, samples: list[Files], /) -> SampleReader:
         """The reader of these samples for another machine, which sees what all of them see."""
 
-    def read(self, sample: Files, /) -> dict[str, bytes]:
+    def read(self, sample: Files, /) -> Parts:
         """The parts of a sample by extension. Raises `SavableError` if the source is not as it was when planned."""
 
 

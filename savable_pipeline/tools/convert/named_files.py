@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from savable_pipeline.tools.convert.file_reader import FileReader
 from savable_pipeline.tools.convert.model import Files, Input, Part, SampleReader
 from savable_pipeline.tools.convert.names import outside
+from savable_pipeline.tools.convert.part_data import Parts
 from savable_pipeline.tools.convert.plan import is_kept, place_of
 from savable_pipeline.tools.convert.source_file import place_behind
 from savable_pipeline.tools.convert.stretches import changed
@@ -66,14 +67,14 @@ class WithNamedFiles:
         """See `SampleReader.elsewhere`; the folder is on storage that the machines share."""
         return replace(self, rows=self.rows.elsewhere(samples))
 
-    def read(self, sample: Files) -> dict[str, bytes]:
+    def read(self, sample: Files) -> Parts:
         """The parts of a sample by extension. Raises `SavableError` for a row or a file that is not as planned."""
         files = [part for part in sample.parts if part.path.startswith("/")]
         for part in files:
             if outside(self.folder, part.path):
                 raise changed(part.path, f"a link leads out of {self.folder} now")
         found = self.rows.read(replace(sample, parts=tuple(part for part in sample.parts if part not in files)))
-        found |= FileReader("/").read(replace(sample, parts=tuple(files)))
+        found = {**found, **FileReader("/").read(replace(sample, parts=tuple(files)))}
         return {part.extension: found[part.extension] for part in sample.parts}
 
 

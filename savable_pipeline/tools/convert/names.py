@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from savable_pipeline.data.shards.part_types import TEXT_PARTS, part_type
+from savable_pipeline.data.shards.part_types import SUBTITLE_PARTS, TEXT_PARTS, part_type
 from savable_pipeline.data.shards.paths import TAR_FILES
 from savable_pipeline.data.shards.tar import split_name
 from savable_pipeline.data.stores.record_fields import npy
@@ -40,7 +40,8 @@ def name_fault(key: str, extension: str) -> str:
 
 def size_fault(part: Part) -> str:
     """Why a part of this size cannot be right; empty if it can."""
-    return "" if part.size or part.extension.lower() in TEXT_PARTS else "empty file"
+    is_text = part.extension.lower() in TEXT_PARTS or part_type(part.extension) in SUBTITLE_PARTS
+    return "" if part.size or is_text else "empty file"
 
 
 def printable(name: str) -> str:

@@ -18,13 +18,13 @@ import msgspec
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
-from savable_pipeline.data.shards.part_types import decode_error
 from savable_pipeline.data.shards.tar import Extent
 from savable_pipeline.data.shards.tar import samples as tar_samples
 from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.mirror import Target
 from savable_pipeline.tools.convert.model import Files, Part, Reject, Report
+from savable_pipeline.tools.convert.part_data import LongPart, Parts, data_fault, is_long
 from savable_pipeline.tools.convert.plan import MANIFEST, REJECTED, WORK, Manifest, Plan, PlannedShard
 from savable_pipeline.tools.convert.shard_job import read_written
 
@@ -72,7 +72,7 @@ def _changed(target: Target, plan: Plan, shard: PlannedShard, moved: bool) -> It
         for sample in suspects:
             parts = plan.input.reader.read(sample)
             if sample.key in extents:
-                yield from _differing(sample, parts, _members(fd, extents[sample.key]))
+                yield from _differing(sample, parts, _members(tar, fd, extents[sample.key]))
             else:
                 yield from _mended(sample, parts, plan.options.check_images)
     finally:
@@ -97,19 +97,24 @@ def _suspects(samples: list[Files], root: str, tar: Path, moved: bool) -> list[F
     return [sample for sample in samples if any(may_have_changed(part.path) for part in _whole_files(sample))]
 
 
-def _members(fd: int, extent: Extent) -> dict[str, bytes]:
+def _members(tar: Path, fd: int, extent: Extent) -> Parts:
     members = zip(extent.extensions, extent.members, strict=True)
-    return {extension: os.pread(fd, member.size, member.payload) for extension, member in members}
+    return {
+        extension: LongPart(tar, member.payload, member.size)
+        if is_long(extension, member.size)
+        else os.pread(fd, member.size, member.payload)
+        for extension, member in members
+    }
 
 
-def _differing(sample: Files, parts: dict[str, bytes], there: dict[str, bytes]) -> Iterator[str]:
+def _differing(sample: Files, parts: Parts, there: Parts) -> Iterator[str]:
     """The files of a sample that hold other bytes than the shard."""
     return (part.path for part in _whole_files(sample) if parts[part.extension] != there.get(part.extension))
 
 
-def _mended(sample: Files, parts: dict[str, bytes], check_images: bool) -> Iterator[str]:
+def _mended(sample: Files, parts: Parts, check_images: bool) -> Iterator[str]:
     """A file of a sample that was rejected, if it would not be now."""
-    if not any(decode_error(name, data, check_images=check_images) for name, data in parts.items()):
+    if not any(data_fault(name, data, check_images=check_images) for name, data in parts.items()):
         yield next(_whole_files(sample), sample.parts[0]).path
 
 

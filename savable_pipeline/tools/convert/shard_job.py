@@ -20,11 +20,11 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote.bucket import Bucket
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
-from savable_pipeline.data.shards.part_types import decode_error
 from savable_pipeline.data.shards.scan import write_tar_idx
 from savable_pipeline.data.shards.tar_writer import ShardFile
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.model import Files, Reject, SampleReader
+from savable_pipeline.tools.convert.part_data import Parts, data_fault
 from savable_pipeline.tools.convert.plan import WORK
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -138,11 +138,11 @@ def make_hole(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def _checked(job: ShardJob, sample: Files, rejected: list[Reject]) -> dict[str, bytes]:
+def _checked(job: ShardJob, sample: Files, rejected: list[Reject]) -> Parts:
     """The parts of a sample; empty, and a reject more, if one of them is bad."""
     parts = job.reader.read(sample)
     for part in sample.parts:
-        fault = decode_error(part.extension, parts[part.extension], check_images=job.check_images)
+        fault = data_fault(part.extension, parts[part.extension], check_images=job.check_images)
         if fault:
             reason, _, detail = fault.partition(": ")
             rejected.append(Reject(_name(sample, part.path), sample.key, reason, detail))

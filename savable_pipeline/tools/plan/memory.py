@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT
 from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
 from savable_pipeline.data.remote.pace import PIECE
 from savable_pipeline.data.shards.shard_list import Rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.dataset.sample import TAG_SHIFT, RefArray
+from savable_pipeline.data.dataset.ref import TAG_SHIFT, RefArray
 from savable_pipeline.tools.plan.path_parts import LaneBuilder, PathParts
 
 NEIGHBOURS = 64  # neighbouring samples of a shard

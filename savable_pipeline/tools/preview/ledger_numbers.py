@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from savable_pipeline.data.dataset.sample import TAG_SHIFT
+from savable_pipeline.data.dataset.ref import TAG_SHIFT
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger.reader import GivenBatch, LedgerFiles
 from savable_pipeline.run.ledger.records import Numbers, Start, unpack_column

@@ -13,7 +13,7 @@ from typing import Any
 
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, SUBTITLE_PARTS, TEXT_PARTS, VIDEO_PARTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
 from savable_pipeline.tools.preview.media_entries import is_range, media_entry
@@ -23,7 +23,6 @@ from savable_pipeline.tools.preview.room import Room
 _MOST_PARTS = 16  # of a sample that are shown
 _TEXT_HEAD = 1 << 14  # bytes that are read of a longer text
 _JSON_LARGEST = 1 << 18  # bytes of JSON that is laid out anew
-_SUBTITLES = ("srt", "vtt")
 _CONVERSATIONS = ("messages", "conversations")  # columns of a table, as JSON
 _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
@@ -60,7 +59,7 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
             return _image_entry(extension, note, head, size)
         if len(head) == size and (suffix == "json" or (is_json and head.startswith(b"["))):
             return _json_entry(extension, note, head)
-        if suffix in TEXT_PARTS or suffix in _SUBTITLES or is_json or _is_text(head, size):
+        if suffix in TEXT_PARTS or suffix in SUBTITLE_PARTS or is_json or _is_text(head, size):
             return CardEntry(extension, note, text=_text(head, size))
         return CardEntry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
     except _FAULTS as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.sample import RefArray
+from savable_pipeline.data.dataset.ref import RefArray
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.bucket_batcher import BucketBatcher

@@ -23,7 +23,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.sample import REF, RefArray
+from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from savable_pipeline.data.remote.downloader import Downloader
 from savable_pipeline.data.shards.index_writer import write_index

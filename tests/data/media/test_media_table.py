@@ -21,12 +21,14 @@ from savable_pipeline.data.dataset.media_indexing import index_media
 from savable_pipeline.data.media import known_media, media_table
 from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import MediaInfo
-from savable_pipeline.data.media.media_table import TABLE_NAME
 from savable_pipeline.data.media.media_totals import MediaTotals
+from savable_pipeline.data.shards.index_place import media_table_name
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
 from tests.support.toy_samples import plain_png
 from tests.support.toy_server import serving
+
+TABLE = media_table_name("tar")
 
 
 @cache
@@ -120,8 +122,8 @@ def test_a_table_behind_a_url_is_copied_and_copied_again_when_it_was_replaced(
         index_media(dataset)
         for _ in range(2):
             assert said(f"{server.url}/data/") == before
-        assert server.sent("media.index") == (dataset / TABLE_NAME).stat().st_size
-        (dataset / TABLE_NAME).unlink()
+        assert server.sent("media.index") == (dataset / TABLE).stat().st_size
+        (dataset / TABLE).unlink()
         patched.setattr(media_table, "media_info", lambda *_: MediaInfo(frames=3))
         index_media(dataset)
         assert set(said(f"{server.url}/data/")) == {MediaInfo(frames=3), "json"}
@@ -142,6 +144,18 @@ def rewritten(root: Path) -> None:  # by other pictures of as many bytes: the in
 
 def added(root: Path) -> None:
     write_tar(root / "2.tar", [("s20.flac", files()["flac"][1])])
+
+
+def test_ranges_of_long_files_are_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    from tests.support.toy_lerobot import TOP, write_lerobot
+
+    root = write_lerobot(tmp_path / "robot")
+    before = [sample.media(TOP) for sample in sp.open_dataset(root)]
+    index_media(root)
+    monkeypatch.setattr(known_media, "media_info", no_header)
+    assert [sample.media(TOP) for sample in sp.ParquetReader(root, sp.Lane(), shuffle=False, epochs=1)] == before
+    assert len({info.duration_s for info in before}) > 1
 
 
 def grown(root: Path) -> None:
@@ -167,7 +181,7 @@ def test_a_table_of_other_shards_is_refused(dataset: Path, change: Callable[[Pat
     index_media(dataset, progress=lambda *progress: done.append(progress))
     assert done == [(0, 1), (1, 1)]  # the other shards are not read again
     found = said(dataset)
-    (dataset / TABLE_NAME).unlink()
+    (dataset / TABLE).unlink()
     assert found == said(dataset)
 
 
@@ -183,7 +197,7 @@ def test_the_table_of_another_dataset_is_refused(dataset: Path, tmp_path: Path) 
 def test_a_damaged_or_cut_table_is_refused_or_right(dataset: Path) -> None:
     before = said(dataset)
     index_media(dataset)
-    path = dataset / TABLE_NAME
+    path = dataset / TABLE
     whole = path.read_bytes()
     refused = 0
     rng = np.random.default_rng(0)
@@ -208,7 +222,7 @@ def test_a_stopped_command_goes_on(dataset: Path, monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(KeyboardInterrupt):
         index_media(dataset, progress=stop)
-    assert not (dataset / TABLE_NAME).exists()
+    assert not (dataset / TABLE).exists()
     done: list[tuple[int, int]] = []
     index_media(dataset, progress=lambda *progress: done.append(progress))
     assert done == [(0, 1), (1, 1)]

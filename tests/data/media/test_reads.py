@@ -17,7 +17,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from tests.support.media_files import frame_number, video_bytes
 from tests.support.shards import write_tar

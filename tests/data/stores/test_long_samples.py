@@ -15,7 +15,8 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 from tests.support.shards import write_tar
 from tests.support.toy_server import ToyServer, serving, use_as_s3

@@ -21,7 +21,8 @@ from PIL import Image
 import savable_pipeline as sp
 from savable_pipeline.core.open_files import keep_below
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.stores import pins
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from tests.support.shards import write_tar

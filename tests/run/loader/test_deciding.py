@@ -27,6 +27,7 @@ from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name, merge_states
 from savable_pipeline.run.state.summary import summarize
 from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.testing import steps_of_ranks
 from savable_pipeline.trainers.rescue import rescue
 from tests.conftest import write_numbered_shards
 
@@ -267,6 +268,31 @@ def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str
         with loader(shards, **how) as other:
             other.load_state_dict(states[given])
             assert str(passes(other, plan)[0]) == str(batches[given:])
+
+
+@pytest.mark.parametrize(("world_size", "at"), [(1, 2), (1, 8), (2, 2), (2, 8)])
+def test_a_pass_that_could_be_counted_gives_all_that_is_left_once_half_of_it_is_excluded(
+    shards: Path, world_size: int, at: int
+) -> None:
+
+    def plain(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.TarShardReader(shards / "a", lane, epochs=1), Ids()), size=2)
+
+    settings = {"seed": 5, "lanes": LANES, "tail": "pad", "world_size": world_size}
+    with ExitStack() as opened:
+        ranks = [opened.enter_context(sp.SavableLoader(plain, rank=rank, **settings)) for rank in range(world_size)]  # type: ignore[arg-type]
+        steps = steps_of_ranks(ranks)
+        early = [key for _ in range(at // world_size) for batch in next(steps) for key in sources_of(batch)]
+        for rank in ranks:
+            assert rank.decide(exclude=[f"s{number:06d}" for number in range(0, 47, 2)]) == at
+        state = merge_states(rank.state_dict() for rank in ranks)
+        rest = [batch for step in steps_of_ranks(ranks) for batch in step]
+        with sp.SavableLoader(plain, seed=5, lanes=LANES, tail="pad") as resumed:
+            resumed.load_state_dict(state)
+            assert str(list(resumed)) == str(rest)
+    assert any(batch["valid"].any() for batch in rest[-world_size:])  # it is not longer either
+    late = {batch["items"][row]["id"][0] for batch in rest for row in range(2) if batch["valid"][row]}
+    assert late == {f"s{number:06d}" for number in range(1, 47, 2)} - set(early)
 
 
 def passes(made: sp.SavableLoader, plan: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:

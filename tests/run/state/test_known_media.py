@@ -16,12 +16,13 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset.media_indexing import index_media
 from savable_pipeline.data.media import known_media, media_table
 from savable_pipeline.data.media.media_info import MediaInfo
-from savable_pipeline.data.media.media_table import TABLE_NAME
+from savable_pipeline.data.shards.index_place import media_table_name
 from savable_pipeline.run.state.fingerprint import compare, fingerprint
 from tests.support.media_files import audio_bytes
 from tests.support.shards import write_tar
 from tests.support.streams import take, through_a_file
 
+TABLE = media_table_name("tar")
 A_SECOND = 20  # tokens
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 2}
 
@@ -96,7 +97,7 @@ def resumed(root: Path, state: dict[str, Any], batches: int, **settings: Any) ->
 
 def with_other_values(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table as another release of PyAV might make it."""
-    (root / TABLE_NAME).unlink(missing_ok=True)
+    (root / TABLE).unlink(missing_ok=True)
     with monkeypatch.context() as patched:
         patched.setattr(media_table, "media_info", lambda *_: MediaInfo(duration_s=0.5))
         index_media(root)
@@ -124,7 +125,7 @@ def test_a_run_goes_on_when_a_table_comes_or_goes(dataset: Path, first: str, cap
         index_media(dataset)
     state = saved_after(dataset, 7)
     if first == "table":
-        (dataset / TABLE_NAME).unlink()
+        (dataset / TABLE).unlink()
     else:
         index_media(dataset)
     with caplog.at_level(logging.WARNING):

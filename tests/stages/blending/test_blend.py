@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.core.keyed_random import derive_key
-from savable_pipeline.data.dataset.sample import REF, TAG_SHIFT, tag_of, untagged
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, tag_of, untagged
 from savable_pipeline.stages.blending.blend_counts import LaneCounts
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards

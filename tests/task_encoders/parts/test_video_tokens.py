@@ -47,7 +47,7 @@ def test_a_frame_without_another_is_taken_twice() -> None:
 def test_frames_of_a_share_may_be_taken_from_its_middle() -> None:
     video = plain_video(10, 5, (4, 4))
     vision = Vision(Tiles(patch=2, merge=2, side=4, max_tiles=1), 300)
-    list(VideoFrames(tiles=vision.tiles).pieces(video, vision))
+    list(VideoFrames(tiles=vision.tiles).seen(video, vision))
     assert video.shown == [1, 3, 6, 8]
 
 
@@ -78,7 +78,7 @@ def test_many_frames_share_their_pixels_but_none_gets_too_few() -> None:
 def test_frames_are_images_with_labels_where_a_model_sees_no_videos() -> None:
     vision = Vision(Tiles(patch=2, merge=2, side=8), 300, before="<", after=">")
     video = VideoFrames(fps=1, min_frames=1, tiles=Tiles(patch=2, merge=2, side=4, max_tiles=1))
-    pieces = list(video.pieces(plain_video(4, 2, (8, 4)), vision))
+    pieces = list(video.pieces(video.seen(plain_video(4, 2, (8, 4)), vision), vision))
     assert [piece for piece in pieces if isinstance(piece, str)] == ["Frame1: ", "<", ">", "\nFrame2: ", "<", ">"]
     seen = [piece for piece in pieces if isinstance(piece, Seen)]
     assert [(one.medium.kind, one.tokens) for one in seen] == [("image", 1)] * 2

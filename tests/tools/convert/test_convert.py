@@ -124,7 +124,7 @@ def test_the_sample_offsets_equal_those_of_energon_byte_for_byte(tmp_path: Path)
 
 
 def test_samples_that_energon_has_no_type_for_are_left_to_a_cooker(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 1, **{"a.wav": b"x"}), tmp_path / "out", SMALL)
+    run_conversion(fill(tmp_path / "in", 1, **{"a.raw": b"x"}), tmp_path / "out", SMALL)
     assert "CrudeWebdataset" in (tmp_path / "out/.nv-meta/dataset.yaml").read_text()
 
 

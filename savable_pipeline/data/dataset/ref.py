@@ -1,0 +1,56 @@
+"""`Ref`, the origin of an item, and the tags of sources in its index."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
+REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
+RefArray: TypeAlias = NDArray[np.void]
+# The upper bits of an index are the tag of its source in a `Blend`: 15 of them, so that it fits a signed integer.
+TAG_SHIFT = 48
+TAGS = 1 << 15
+
+
+class Ref(NamedTuple):
+    """The origin of an item: enough to make it again, identically.
+
+    Attributes:
+        source: A stable hash of the source's name.
+        epoch: The epoch in which the sample was read.
+        index: The number of the sample in the whole dataset.
+        part: The number of the item among those that a fan-out encoder makes of one sample.
+
+    Example:
+        >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
+        >>> (sample.ref.epoch, sample.ref.index, sample.ref.part)
+        (0, 0, 0)
+    """
+
+    source: int
+    epoch: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs here
+    part: int = 0
+
+
+def tag_of(index: int) -> int:
+    """The tag of the source in the index of a ref; 0 where there is no `Blend`."""
+    return index >> TAG_SHIFT
+
+
+def count_of_source(index: int, what: str) -> str:
+    """The name of a stage's counter of samples to which `what` happened, by the source of this index."""
+    return f"source/{tag_of(index)}/{what}"
+
+
+def skip_counters(reason: str, index: int) -> tuple[str, str]:
+    """The names of a stage's counters for a sample that it leaves out: by reason, and by the source of this index."""
+    return f"skipped/{reason}", count_of_source(index, "skipped")
+
+
+def untagged(index: int) -> int:
+    """The index of a ref in its own dataset."""
+    return index & ((1 << TAG_SHIFT) - 1)
