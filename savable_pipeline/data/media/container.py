@@ -160,6 +160,11 @@ class MediaStream:
         """Free the decoder; the file stays open."""
         self._container.close()
 
+    def __del__(self) -> None:
+        """Close it: PyAV's own objects refer to each other, and would keep megabytes until the next collection."""
+        if hasattr(self, "_container"):
+            self._container.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -209,17 +214,7 @@ class MediaStream:
 
     def _frames(self) -> Iterator[Any]:
         """The frames from here on, each with a time. Raises `MediaError` for a damaged one."""
-        decoded = self._container.decode(self._stream)
-        while True:
-            with media_errors(self.name, f"its {self.kind} cannot be decoded"):
-                frame = next(decoded, None)
-            if frame is None:
-                return
-            if frame.pts is None:
-                frame.pts = frame.dts
-            if frame.pts is None or frame.is_corrupt:
-                raise MediaError(f"{self.name}: a frame of its {self.kind} is damaged, or without a time")
-            yield frame
+        return _frames(self._container, self._stream, self.name, self.kind)
 
     def _packet_times(self) -> list[tuple[int, int]]:
         """Time and duration of each packet, in ticks, ascending; nothing is decoded. The file is read to its end."""
@@ -234,6 +229,21 @@ class MediaStream:
     def _packets_end(self) -> Fraction:
         times = self._packet_times()
         return self._time(times[-1][0] + times[-1][1]) if times else Fraction(0)
+
+
+def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
+    """No method, so that who holds it is not held by it: decoders are freed at once, not by the next collection."""
+    decoded = container.decode(stream)
+    while True:
+        with media_errors(name, f"its {kind} cannot be decoded"):
+            frame = next(decoded, None)
+        if frame is None:
+            return
+        if frame.pts is None:
+            frame.pts = frame.dts
+        if frame.pts is None or frame.is_corrupt:
+            raise MediaError(f"{name}: a frame of its {kind} is damaged, or without a time")
+        yield frame
 
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
