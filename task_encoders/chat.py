@@ -74,10 +74,9 @@ class ChatEncoder(MixedEncoder):
     would begin or end a message) or "longer than max_length".
 
     Raises:
-        ValueError: It names the setting or the field at fault.
+        ValueError: It names the setting or the field at fault, or the part of a video or sound that is damaged.
         JSONDecodeError: The conversation is no JSON.
         OSError: An image is damaged.
-        MediaError: A video or a sound is damaged.
 
     Example:
         ```python

@@ -59,10 +59,9 @@ class InterleavedEncoder(MixedEncoder):
     "video", or "audio"); an item of images alone as "no target".
 
     Raises:
-        ValueError: It names the setting or the field at fault.
+        ValueError: It names the setting or the field at fault, or the part of a video or sound that is damaged.
         JSONDecodeError: The document is no JSON.
         OSError: An image is damaged.
-        MediaError: A video or a sound is damaged.
 
     Example:
         ```python

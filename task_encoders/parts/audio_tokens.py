@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from task_encoders.parts.log_mel import HOP, RATE, log_mel
-from task_encoders.parts.medium import Header, Medium, Seen, Unmeasured, rows_of
+from task_encoders.parts.medium import MediaHeader, Medium, Seen, Unmeasured, rows_of
 
 _SILENCE = 3  # frames behind the end: what a window there sees is silence, and no mirrored sound
 
@@ -90,7 +90,7 @@ class AudioTokens(Medium):
         fields = {"audio_mels": torch.from_numpy(np.ascontiguousarray(mels.T)), "audio_frames": torch.tensor([frames])}
         return Seen(self, self.tokens(frames), fields)
 
-    def measured(self, info: Header) -> Seen:
+    def measured(self, info: MediaHeader) -> Seen:
         """The same without features, by the length of a sound alone: of a file with a video, that is the video's."""
         if info.duration_s is None or info.fps is not None:
             raise Unmeasured

@@ -21,7 +21,7 @@ import torch
 
 from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
-from task_encoders.parts.medium import Grid, Header, Medium, Seen, join_fields
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, join_fields
 from task_encoders.parts.mrope import MRope, lengthened
 from task_encoders.parts.sample_parts import MediaPart, ReadImage, SampleImages, SampleMedia, SeenImage, kind_of
 from task_encoders.parts.token_packing import (
@@ -233,7 +233,7 @@ class MixedEncoder(TaskEncoder):
 
     def measured_pieces(self, sample: Sample, part: SeenImage | MediaPart) -> Iterator[str | Seen]:
         """The same without fields, by the headers. Raises `Unmeasured` where these do not say enough."""
-        info = cast(Header, sample.media(part.name) if isinstance(part, MediaPart) else part)
+        info = cast(MediaHeader, sample.media(part.name) if isinstance(part, MediaPart) else part)
         if isinstance(self.video, VideoFrames) and kind_of(part) == "video":
             assert self.vision is not None
             return self.video.pieces(self.video.measured(info, self.vision), self.vision)

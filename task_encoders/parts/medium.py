@@ -46,7 +46,7 @@ class Seen:
     grids: tuple[Grid, ...] = ()
 
 
-class Header(Protocol):
+class MediaHeader(Protocol):
     """What a header says of an image, a video or a sound: `sample.media(part)`; None where it does not say it."""
 
     @property
@@ -90,7 +90,7 @@ class Medium(ABC):
         """Make the tokens and fields of an image, a video or a sound."""
 
     @abstractmethod
-    def measured(self, info: Header) -> Seen:
+    def measured(self, info: MediaHeader) -> Seen:
         """The same without fields, by its header alone. Raises `Unmeasured` where that does not say enough."""
 
     @abstractmethod

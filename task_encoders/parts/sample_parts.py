@@ -95,7 +95,7 @@ def kind_of(part: SeenImage | MediaPart) -> str:
     return part.kind if isinstance(part, MediaPart) else "image"
 
 
-class SampleParts(Generic[Seen]):
+class PartsOfKind(Generic[Seen]):
     """The parts of a sample that are images, `jpg` or `0.jpg`, `1.png`, …, or videos, or sounds, by their numbers.
 
     The text must use each at least once: `check_all_used` raises if one is left over. `read` makes of a part what
@@ -136,7 +136,7 @@ class SampleParts(Generic[Seen]):
         return ", ".join(self.names) if self.names else f"no {self._kind}"
 
 
-class SampleImages(SampleParts[SeenImage]):
+class SampleImages(PartsOfKind[SeenImage]):
     """The images of a sample; one may also be in the text, as a `data:` URL. `read` decodes one."""
 
     def __init__(self, sample: Sample, read: ReadImage = Sample.image) -> None:
@@ -159,7 +159,7 @@ class SampleMedia:
         """The kinds for which text has places: "image", and "video" or "audio"."""
         return ["image", *self._others]
 
-    def of(self, kind: str, field: str) -> SampleParts[SeenImage] | SampleParts[MediaPart]:
+    def of(self, kind: str, field: str) -> PartsOfKind[SeenImage] | PartsOfKind[MediaPart]:
         """Those of one kind. Raises ValueError that names `field`, which asks for it, where the encoder takes none."""
         if kind == "image":
             return self.images
@@ -173,8 +173,8 @@ class SampleMedia:
             self.of(kind, kind).check_all_used()
 
 
-def _media_parts(sample: Sample, kind: str, text: str) -> SampleParts[MediaPart]:
-    return SampleParts(sample, kind, lambda name: MediaPart(kind, name, text))
+def _media_parts(sample: Sample, kind: str, text: str) -> PartsOfKind[MediaPart]:
+    return PartsOfKind(sample, kind, lambda name: MediaPart(kind, name, text))
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from task_encoders.parts.medium import Header, Unmeasured
+from task_encoders.parts.medium import MediaHeader, Unmeasured
 
 
 class Timing(Protocol):
@@ -52,7 +52,7 @@ class KnownVideo:
     size: tuple[int, int]
 
     @classmethod
-    def of(cls, info: Header) -> KnownVideo:
+    def of(cls, info: MediaHeader) -> KnownVideo:
         """Raises `Unmeasured` where the header does not say all of it."""
         if info.duration_s is None or not info.fps or info.width is None or info.height is None:
             raise Unmeasured

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from task_encoders.parts.image_tiles import ImageTiles, NativeSize, Tiles
-from task_encoders.parts.medium import Grid, Header, Medium, Seen, rows_of
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, rows_of
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 from task_encoders.parts.video_frames import FrameRule, FrameSource, KnownVideo, frames_of
 from task_encoders.parts.vision import Vision
@@ -117,7 +117,7 @@ class VideoTokens(FrameRule, Medium):
         }
         return Seen(self, tokens.tokens, fields, (tokens,))
 
-    def measured(self, info: Header) -> Seen:
+    def measured(self, info: MediaHeader) -> Seen:
         """The same without patches, by the length and size of the video."""
         *_, tokens = self._planned(KnownVideo.of(info))
         return Seen(self, tokens.tokens, {}, (tokens,))
@@ -226,20 +226,35 @@ class VideoFrames(FrameRule):
             raise ValueError("VideoFrames: text is what stands for a video in rendered text; it cannot be empty")
 
     def pieces(self, frames: Iterable[Seen], vision: Vision) -> Iterator[str | Seen]:
-        """What stands in a sequence for a video: texts, and its frames as `vision` shows images."""
+        """Give what stands in a sequence for a video: texts, and its frames as `vision` shows images.
+
+        Args:
+            frames: Its frames, from `seen` or `measured`.
+            vision: How an image appears.
+        """
         for number, frame in enumerate(frames, 1):
             yield self.between * (number > 1) + self.label.replace("{number}", str(number))
             yield from vision.pieces(frame)
 
     def seen(self, video: FrameSource, vision: Vision) -> Iterator[Seen]:
-        """The tokens and patches of each frame of a video."""
+        """Make the tokens and patches of each frame of a video.
+
+        Args:
+            video: The video.
+            vision: How an image appears.
+        """
         shown = replace(vision, tiles=self.tiles)
         for time in self.times(video, at="middle"):
             frame = video.frames([time])[0]
             yield shown.seen(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
 
-    def measured(self, info: Header, vision: Vision) -> list[Seen]:
-        """The same without patches, by the length and size of the video."""
+    def measured(self, info: MediaHeader, vision: Vision) -> list[Seen]:
+        """Make the same without patches, by the length and size of the video.
+
+        Args:
+            info: What the header says.
+            vision: How an image appears.
+        """
         frame = replace(vision, tiles=self.tiles).measured(info)
         return [frame for _ in self.times(KnownVideo.of(info), at="middle")]
 

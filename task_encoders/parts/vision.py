@@ -10,7 +10,7 @@ from PIL import Image
 
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
-from task_encoders.parts.medium import Grid, Header, Medium, Seen, Unmeasured, rows_of
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, Seen, Unmeasured, rows_of
 from task_encoders.parts.scaled_image import Decode, ScaledImage, check_decode, decode_setting
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 
@@ -103,7 +103,7 @@ class Vision(Medium):
         patches, grids = self.tiles.cut(thing)
         return self._seen(grids, {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])})
 
-    def measured(self, info: Header) -> Seen:
+    def measured(self, info: MediaHeader) -> Seen:
         """The same without patches, by the size of the image."""
         if info.width is None or info.height is None or (sizes := self.tiles.sizes(info.width, info.height)) is None:
             raise Unmeasured

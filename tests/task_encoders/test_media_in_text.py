@@ -167,7 +167,7 @@ def test_packs_and_batches_hold_all_in_the_order_of_their_tokens() -> None:
 @pytest.mark.parametrize("tiles", [VISION.tiles, Tiles(2, 2, 8, max_tiles=4), Buckets(2, 2, 64, 4, 16)])
 @pytest.mark.parametrize("video", [VIDEOS, VideoFrames(fps=3, min_frames=1, tiles=Tiles(2, 2, 4))])
 def test_the_length_of_an_item_is_known_by_headers(tiles: Any, video: Any) -> None:
-    encoder = chatter(vision=Vision(tiles, IMAGE), video=video, multiple=8)
+    encoder = chatter(vision=Vision(tiles, IMAGE), video=video)
     sounds = {"0_wav": audio_bytes(1.2344, rate=22050, container="wav"), "1_ogg": audio_bytes(0.31, container="ogg")}
     samples = [
         asked("<video> or <video>?", **{"0_mp4": video_bytes(31, fps=24), "1_webm": webm(17)}),
