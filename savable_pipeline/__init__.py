@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from savable_pipeline.errors import (
         CheckpointMismatchError,
         EncodeError,
+        MediaError,
         RemoteError,
         SavableError,
         ShardError,
@@ -88,6 +89,7 @@ __all__ = [
     "Ledger",
     "LitDataReader",
     "MdsReader",
+    "MediaError",
     "Mixture",
     "OnlinePacker",
     "ParquetReader",
@@ -152,6 +154,7 @@ _PLACES = {
     "Ledger": "run.loader.ledger",
     "LitDataReader": "stages.readers.record_folder_readers",
     "MdsReader": "stages.readers.record_folder_readers",
+    "MediaError": "errors",
     "Mixture": "stages.blending.mixture",
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.columnar_readers",

@@ -7,6 +7,9 @@ SavableError
 ├── RemoteError               a server, or the cache on this machine, still failed after all retries
 ├── EncodeError               an encoder raised, or is not pure; with stage, shard, key and byte offset
 └── WorkerError               a worker process died, or did not answer in time
+
+ValueError
+└── MediaError                bytes that are no audio, video or image, or not what their header says
 """
 
 
@@ -123,5 +126,20 @@ class WorkerError(SavableError):
 
     Example:
         >>> issubclass(sp.WorkerError, sp.SavableError)
+        True
+    """
+
+
+class MediaError(ValueError):
+    """Media that are broken, cut short, of a format that is not read, or not what their header says.
+
+    A fault of the data, as other errors that an encoder raises: `on_error` of `Encode` is asked, and samples that are
+    skipped are counted under its name.
+
+    Args:
+        message: The part, its sample and shard, and what is wrong.
+
+    Example:
+        >>> issubclass(sp.MediaError, ValueError)
         True
     """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.context_parallel import cut_context, join_context
 from savable_pipeline.trainers.micro_batches import split

@@ -15,7 +15,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.testing import assert_exact_resume
 from task_encoders.parts.log_mel import log_mel

@@ -22,7 +22,6 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.kinds import format_of, named_files, seen
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.store_kinds import STORES
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_table import (
     KIND,
     MEDIA_PARTS,
@@ -43,7 +42,7 @@ from savable_pipeline.data.shards.paths import Shards, is_remote
 from savable_pipeline.data.shards.processes import each_job
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
-from savable_pipeline.errors import SavableError, ShardError
+from savable_pipeline.errors import MediaError, SavableError, ShardError
 
 _ALONE_S = 2.0  # that one process reads before it starts others
 _TOLD = 100  # broken parts whose fault is told

@@ -147,8 +147,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def open(self, part: str) -> BinaryIO:
         """Open a part as a seekable, read-only file, such as PyAV, torchcodec, soundfile and Pillow read.
 
-        Of a tar only what is asked for is read; parts of other formats, compressed columns among them, are read whole.
-        Each file has its own position, and is for one thread at a time.
+        Of a tar only what is asked for is read; other parts are read whole. One thread at a time may read it.
 
         Args:
             part: The name of the part.
@@ -228,14 +227,13 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """Open a part as a video, of which no more is read and decoded than is asked for.
 
         Args:
-            part: The name of the part, or of a range (`ranges=` of `sp.ParquetReader`). None: the first with the
-                extension of a video (mp4, webm, mkv, …).
+            part: The name of the part, or of a range (`ranges=` of `sp.ParquetReader`). None: the first video.
 
         Raises:
             MediaError: The part is damaged, or no video.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
-        from savable_pipeline.data.media.video import Video  # here: most samples have none
+        from savable_pipeline.data.media.video import Video
 
         return self._opened(Video, part or self._first(VIDEO_PARTS))
 
@@ -243,25 +241,23 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """Open a part as a sound, of which no more is read and decoded than is asked for.
 
         Args:
-            part: The name of the part, which may be a range, or a video with a sound. None: the first with the
-                extension of a sound (flac, wav, mp3, …), then of a video.
+            part: The name of the part, which may be a range, or a video. None: the first sound, then video.
 
         Raises:
             MediaError: The part is damaged, or has no sound.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
-        from savable_pipeline.data.media.audio import Audio  # here: most samples have none
+        from savable_pipeline.data.media.audio import Audio
 
         return self._opened(Audio, part or self._first((*AUDIO_PARTS, *VIDEO_PARTS)))
 
     def media(self, part: str | None = None) -> MediaInfo:
         """Return what the headers of a part say of its length and size; nothing is decoded.
 
-        Where there is a table of `savable index --media`, or Energon's, no header is read either. The values are those
-        of the bytes: the same with the table as without.
+        Where there is a table of `savable index --media`, or Energon's, no header is read either.
 
         Args:
-            part: The name of the part. None: the first that is a video, then a sound, then an image.
+            part: The name of the part. None: the first video, sound or image.
 
         Raises:
             MediaError: The part is damaged, or no media.
@@ -269,8 +265,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             ImportError: PyAV, of the extra `media`, is not installed, and the part is no image.
 
         Example:
-            >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
-            >>> info = sample.media("png")
+            >>> info = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)).media("png")
             >>> (info.width, info.height, info.duration_s)
             (8, 8, None)
         """

@@ -9,7 +9,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.media.container import MediaError, MediaStream, media_errors, pyav
+from savable_pipeline.data.media.container import MediaStream, media_errors, pyav
+from savable_pipeline.errors import MediaError
 
 _BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames depend on those before
 _AROUND = 64  # periods of the common clock of two rates, resampled beside the range, since a filter reaches beyond it
@@ -74,7 +75,7 @@ class Audio(MediaStream):
             ValueError: The range begins before 0, or ends before it begins.
             MediaError: The sound is damaged.
         """
-        stop = self._duration if stop_s is None else Fraction(stop_s)
+        start_s, stop = float(start_s), self._duration if stop_s is None else Fraction(float(stop_s))
         if not 0 <= start_s <= stop:
             raise ValueError(f"{self.name}: a range from {start_s} to {stop_s} s")
         if rate is not None and rate <= 0:

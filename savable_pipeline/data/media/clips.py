@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.media.audio import Audio
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.video import Video
+from savable_pipeline.errors import MediaError
 
 _ROUNDED = 1e-6  # of a stride: what is lost of a place at which the last clip just fits
 

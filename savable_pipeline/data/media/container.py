@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO, Literal, Self
 
+from savable_pipeline.errors import MediaError
+
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
@@ -20,10 +22,6 @@ _READ_BYTES = 1 << 16  # that PyAV asks a file for at once
 LATE = Fraction(1, 2000)  # s: a time that a float or a file's clock rounds belongs to the frame that it names
 _CUT_S = Fraction(1, 4)  # that a stream may end before its header says
 _EARLIER = (0, 1, 4, 16, 64, 256)  # s before a time from which decoding is tried until a frame comes that is not late
-
-
-class MediaError(ValueError):
-    """Media that are broken, cut short, of a format that is not read, or not what their header says."""
 
 
 def pyav() -> Any:

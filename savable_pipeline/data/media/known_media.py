@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.media.media_table import BROKEN, MediaTable, open_table
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.errors import MediaError
 
 if TYPE_CHECKING:
     from savable_pipeline.data.media.energon_media import EnergonMedia

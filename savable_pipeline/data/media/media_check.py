@@ -6,14 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, BinaryIO
 
-from savable_pipeline.data.media.container import (
-    MediaError,
-    first_stream,
-    header_duration,
-    media_errors,
-    open_container,
-    origin_of,
-)
+from savable_pipeline.data.media.container import first_stream, header_duration, media_errors, open_container, origin_of
+from savable_pipeline.errors import MediaError
 
 _SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # that may lack at the end: codecs pad what they encode
 _ESTIMATED = ("mp3", "aac", "ac3", "eac3", "amr")  # containers that do not say how long they are

@@ -7,17 +7,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from savable_pipeline.data.media.container import (
-    MediaError,
-    first_stream,
-    header_duration,
-    media_errors,
-    open_container,
-    origin_of,
-)
+from savable_pipeline.data.media.container import first_stream, header_duration, media_errors, open_container, origin_of
 from savable_pipeline.data.media.video import frame_rate, shown_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
 from savable_pipeline.data.stores.member_file import seconds_of
+from savable_pipeline.errors import MediaError
 
 
 class MediaInfo(msgspec.Struct, frozen=True):

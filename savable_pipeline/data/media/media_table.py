@@ -22,14 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.shards.index_file import PlaceIndex, Places
 from savable_pipeline.data.shards.index_place import index_places, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.errors import ShardError
+from savable_pipeline.errors import MediaError, ShardError
 
 KIND = "media"
 MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))

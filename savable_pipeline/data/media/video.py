@@ -10,17 +10,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.media.container import (
-    LATE,
-    MediaError,
-    MediaStream,
-    is_mp4,
-    kept_place,
-    media_errors,
-    origin_of,
-    pyav,
-)
+from savable_pipeline.data.media.container import LATE, MediaStream, is_mp4, kept_place, media_errors, origin_of, pyav
 from savable_pipeline.data.media.display_matrix import is_turned
+from savable_pipeline.errors import MediaError
 
 _MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
 _NEAR_S = Fraction(1, 2)  # decoded rather than sought, since to seek costs as much
@@ -88,7 +80,7 @@ class Video(MediaStream):
         for time in times_s:
             if not 0 <= time <= self._duration + LATE:
                 raise ValueError(f"{self.name}: no frame at {time} s; the video lasts {self.duration_s} s")
-        return self._frames_at([self._ticks(Fraction(time) + LATE) for time in times_s], size)
+        return self._frames_at([self._ticks(Fraction(float(time)) + LATE) for time in times_s], size)
 
     def frames_by_index(self, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode frames by their numbers, from 0 on.
@@ -119,7 +111,7 @@ class Video(MediaStream):
         Returns:
             Its time, in seconds; 0 if it lies before the begin.
         """
-        self._seek(self._ticks(Fraction(time_s) + LATE))
+        self._seek(self._ticks(Fraction(float(time_s)) + LATE))
         return max(0.0, float(self._time(self._shown.pts)))
 
     @cached_property

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS, decode_error, part_type
+from savable_pipeline.errors import MediaError
 from savable_pipeline.tools.convert.stretches import changed
 
 _MEDIA = frozenset((*VIDEO_PARTS, *AUDIO_PARTS)) - {"ts"}  # which is TypeScript in more folders than MPEG

@@ -17,10 +17,10 @@ from dataclasses import replace
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.media.audio import Audio
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.stores.member_file import RangeFile
+from savable_pipeline.errors import MediaError
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
 from savable_pipeline.tools.preview.media_clips import clip, clip_seconds
 from savable_pipeline.tools.preview.page import CardEntry, Player, Sound, Thumbnail, first_line

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 from tests.support.shards import write_tar
 

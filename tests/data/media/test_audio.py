@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media.audio import Audio
-from savable_pipeline.data.media.container import MediaError
+from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, tone, video_bytes
 
 KINDS = {

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.clips import Clip, ClipIterator
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.video import Video
+from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.memory_budget import size_of
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 

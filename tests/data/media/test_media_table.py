@@ -19,10 +19,10 @@ import savable_pipeline as sp
 from savable_pipeline.data.dataset import media_indexing
 from savable_pipeline.data.dataset.media_indexing import index_media
 from savable_pipeline.data.media import known_media, media_table
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.media_info import MediaInfo
 from savable_pipeline.data.media.media_totals import MediaTotals
 from savable_pipeline.data.shards.index_place import media_table_name
+from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
 from tests.support.toy_samples import plain_png

@@ -11,8 +11,8 @@ import av
 import numpy as np
 import pytest
 
-from savable_pipeline.data.media.container import MediaError
 from savable_pipeline.data.media.video import Video
+from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, frame_number, numbered_frame, video_bytes
 
 KINDS = {
