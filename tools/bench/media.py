@@ -26,7 +26,7 @@ from rounds import Loader
 
 import savable_pipeline as sp
 
-WORKERS, SIZE, BATCHES = 2, 4, 16
+WORKERS, SIZE, BATCHES = 2, 4, 12
 
 
 class RandomClips(sp.TaskEncoder):
