@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
-from tests.support.example_shards import write_example_films, write_example_speech
+from tests.support.example_shards import write_example_corpus, write_example_films, write_example_speech
 from tests.support.toy_records import write_captioned_litdata, write_captioned_mds
 
 ROOT = Path(__file__).parents[2]
@@ -145,3 +145,4 @@ def write_files(folder: Path) -> None:
     write_captioned_litdata(folder / "litdata")
     write_example_speech(folder / "speech")
     write_example_films(folder / "films")
+    write_example_corpus(folder / "corpus")

@@ -1,4 +1,4 @@
-"""The folders `shards/`, `speech/` and `films/` that examples in docstrings and on pages read."""
+"""The folders `shards/`, `speech/`, `films/` and `corpus/` that examples in docstrings and on pages read."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def write_example_films(folder: Path) -> None:
 
     film = video_bytes(40, fps=10, audio="aac")
     write_tar(folder / "0.tar", [(f"film{n}.{x}", d) for n in range(6) for x, d in (("mp4", film), ("txt", b"a film"))])
+
+
+def write_example_corpus(folder: Path) -> None:
+    """A table `segments.parquet` whose row names a second of `wav/show.wav`, 2 s at 8 kHz."""
+    import pyarrow as pa  # here: most examples need neither
+    import pyarrow.parquet as pq
+
+    from tests.support.media_files import audio_bytes
+
+    (folder / "wav").mkdir(parents=True)
+    (folder / "wav/show.wav").write_bytes(audio_bytes(2.0, rate=8000, container="wav"))
+    rows = [{"path": "wav/show.wav", "start": 0.5, "end": 1.5, "text": "a second of it"}]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "segments.parquet")
 
 
 def write_numbered_pictures(folder: Path) -> None:
