@@ -27,6 +27,8 @@ from tests.support.toy_records import (
     write_mds,
 )
 
+UNREAD = Options(shard_samples=3, check_images=False)  # bytes that only begin as media do
+
 U32 = struct.Struct("<I").pack
 
 
@@ -131,7 +133,7 @@ def test_values_of_mds_are_in_the_json_of_a_sample(tmp_path: Path, encoding: str
     ],
 )
 def test_media_of_mds_are_parts_of_their_own(tmp_path: Path, encoding: str, data: bytes, names: list[str]) -> None:
-    report = run_conversion(write_mds(tmp_path / "in", {"x": encoding}, [[data]]), tmp_path / "out", SMALL)
+    report = run_conversion(write_mds(tmp_path / "in", {"x": encoding}, [[data]]), tmp_path / "out", UNREAD)
     files = tar_files(tmp_path / "out")
     assert report.rejected == [] and list(files) == [f"000000000.{name}" for name in names]
     first = files[f"000000000.{names[0]}"]
@@ -235,7 +237,9 @@ def test_a_folder_of_litdata_becomes_its_samples(tmp_path: Path) -> None:
     ],
 )
 def test_each_format_of_litdata(tmp_path: Path, kind: str, data: bytes, name: str, value: Any) -> None:
-    report = run_conversion(write_litdata(tmp_path / "in", [kind], LEAF, [[data]]), tmp_path / "out", SMALL)
+    report = run_conversion(
+        write_litdata(tmp_path / "in", [kind], LEAF, [[data]]), tmp_path / "out", UNREAD if name else SMALL
+    )
     if not name:
         assert [reject.reason for reject in report.rejected] == [value]
         return
@@ -308,7 +312,7 @@ def test_rows_in_arrow_keep_their_shape_and_bytes_become_parts(tmp_path: Path) -
         {"a": None, "b": [], "c": None, "d": {"bytes": b"fLaC", "path": None}},
     ]
     (source / "chunk-0-0.bin").write_bytes(arrow_rows(rows))
-    assert run_conversion(source, tmp_path / "out", SMALL).rejected == []
+    assert run_conversion(source, tmp_path / "out", UNREAD).rejected == []
     files = tar_files(tmp_path / "out")
     assert json.loads(files["000000000.json"]) == {"a": {"x": 1, "y": None}, "b": [1.5], "d": {"path": "p"}}
     assert json.loads(files["000000001.json"]) == {"a": None, "b": [], "c": None, "d": {"path": None}}
