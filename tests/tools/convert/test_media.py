@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.dataset.kinds import open_any
-from savable_pipeline.data.dataset.sample import REF, Sample
+from savable_pipeline.data.dataset.ref import REF
+from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.check.file_check import check_file
 from savable_pipeline.tools.convert import Options, part_data, run_conversion
