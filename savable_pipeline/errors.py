@@ -143,3 +143,6 @@ class MediaError(ValueError):
         >>> issubclass(sp.MediaError, ValueError)
         True
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)

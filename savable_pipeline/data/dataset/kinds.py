@@ -134,7 +134,9 @@ def open_store(
     taken. Raises `ShardError`, `RemoteError`.
     """
     kind = STORES[name]
-    if settings.get("ranges") is not None:
+    if settings.get("ranges") is None:
+        settings.pop("ranges", None)
+    if "ranges" in settings:
         kind = _ranged(kind)
     elif kind.also and _folder_kind(files) == kind.also:
         kind = STORES[kind.also]

@@ -109,7 +109,7 @@ def test_one_block_on_the_disk_has_all_announced(tmp_path: Path) -> None:
 def test_long_samples_are_not_announced(
     shards: Path, told: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readahead, "PIECE", 2048)
+    monkeypatch.setattr(readahead, "_LONG", 2048)
     write_tar(
         shards / "0.tar", [("a.txt", b"x" * 500), ("b.txt", b"x" * 2000), ("c.txt", b"x"), ("d.txt", b"x" * 9000)]
     )
