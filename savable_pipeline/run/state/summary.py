@@ -13,6 +13,7 @@ import numpy as np
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
+from savable_pipeline.run.state.flights import SLOTS, read_flights
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.run.state.state_dict import check_flat, lane_name, lane_numbers
@@ -81,7 +82,7 @@ def _summarized(state: Mapping[str, Any]) -> StateSummary:
     decoded = {lane: unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in numbers}
     return StateSummary(
         numbers={name: state[name] for name in ("epoch", "slot", "lanes")},
-        settings=fingerprint.fields | _decided(decoded.values()),
+        settings=fingerprint.fields | _decided(decoded.values()) | _in_flight(state),
         environment=fingerprint.environment,
         lanes={lane: _row(found, stages) for lane, found in decoded.items()},
         lane_bytes={lane: len(state[lane_name(lane)]) for lane in numbers},
@@ -92,6 +93,20 @@ def _decided(lanes: Iterable[LaneState]) -> dict[str, str]:
     """What was decided since, as a setting; where ranks differ, all of it."""
     said = dict.fromkeys(str(lane.decided) for lane in lanes if lane.decided)
     return {"decided": "; ".join(said)} if said else {}
+
+
+def _in_flight(state: Mapping[str, Any]) -> dict[str, str]:
+    """How many rows are given and not acknowledged, the oldest, and how many of each lane, as a setting."""
+    rows = {lane: sum(each.open.bit_count() for each in found) for lane, found in read_flights(state).items() if found}
+    if not rows:
+        return {}
+    first = min((each for found in read_flights(state).values() for each in found), key=lambda each: each.batch)
+    epoch, slot = divmod(first.batch, SLOTS + 1)
+    by_lane = ", ".join(f"lane {lane}: {number:,}" for lane, number in sorted(rows.items()))
+    row = (first.open & -first.open).bit_length() - 1
+    return {
+        "in flight": f"{sum(rows.values()):,} rows, the oldest row {row} of slot {slot:,}, epoch {epoch}; {by_lane}"
+    }
 
 
 def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:

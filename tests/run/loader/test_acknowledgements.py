@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 from in_flight import history, voted_step
+from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline.errors import CheckpointMismatchError, SavableError, StateError
@@ -25,8 +26,10 @@ from savable_pipeline.run.loader import acknowledged_run, acknowledgements, run,
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
+from savable_pipeline.run.state.summary import read_checkpoint, summarize
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import steps_of_ranks
+from savable_pipeline.tools.cli.main import app
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.elastic import complete_state
 from savable_pipeline.trainers.whole import Whole
@@ -241,6 +244,19 @@ def test_receipts_that_the_trainer_wrote_into_are_taken_as_they_stand_now(shards
         receipts[:] = -1
         own.load_state_dict(before)
         assert [listed(next(own))[row] for row in range(2)] == [[-1, -1], [1, 1]]
+
+
+def test_the_command_for_states_shows_what_is_in_flight(shards: str, tmp_path: Path) -> None:
+    with loader(partial(counted_pipeline, shards, size=4)) as own:
+        torch.save({"data": own.state_dict()}, tmp_path / "none.pt")
+        given = [next(own)["receipts"] for _ in range(6)]
+        own.done(torch.cat([given[0], given[1][:3], given[3]]))
+        torch.save({"data": own.state_dict()}, tmp_path / "some.pt")
+    assert "in flight" not in CliRunner().invoke(app, ["state", str(tmp_path / "none.pt")]).output
+    told = " ".join(CliRunner().invoke(app, ["state", str(tmp_path / "some.pt")], terminal_width=250).output.split())
+    settings = summarize(read_checkpoint(tmp_path / "some.pt")).settings
+    assert settings["in flight"] == "13 rows, the oldest row 3 of slot 1, epoch 0; lane 0: 4, lane 1: 5, lane 2: 4"
+    assert "in flight" in told and "13 rows" in told
 
 
 def test_receipts_said_twice_are_unknown_and_those_of_another_loader_are_what_they_say(shards: str) -> None:
