@@ -144,7 +144,7 @@ class Video(MediaStream):
             shown = self._frame_at(ticks[place])
             if filled is None or shown is not filled[0]:
                 with media_errors(self.name, "a frame cannot be converted"):
-                    _write_frame(frames[place], shown, pixels=None if size is None else (width, height))
+                    _write_frame(frames[place], shown, self.name, pixels=None if size is None else (width, height))
                 filled = shown, place
             else:
                 frames[place] = frames[filled[1]]
@@ -186,6 +186,8 @@ def frame_rate(stream: Any) -> Fraction | None:
 
 def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
     """Width and height in pixels, as a frame is shown: a camera that was held upright says so beside the pixels."""
+    if stream.codec_context is None:  # a codec that is not known
+        return 0, 0
     width, height = stream.codec_context.width, stream.codec_context.height
     if not is_mp4(container):
         return width, height
@@ -193,7 +195,7 @@ def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
         return (height, width) if is_turned(file, stream.id) else (width, height)
 
 
-def _write_frame(out: NDArray[np.uint8], frame: Any, *, pixels: tuple[int, int] | None) -> None:
+def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple[int, int] | None) -> None:
     """Write a frame to `out`, uint8 (3, height, width), turned as it is shown; resized to `pixels`."""
     turns = round(frame.rotation / 90) % 4
     width, height = pixels or (None, None)
@@ -205,7 +207,11 @@ def _write_frame(out: NDArray[np.uint8], frame: Any, *, pixels: tuple[int, int] 
     for channel, number in enumerate((2, 0, 1)):  # green, blue, red
         plane = planar.planes[number]
         rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: planar.height, : planar.width]
-        out[channel] = np.rot90(rows, turns)
+        turned = np.rot90(rows, turns)
+        if turned.shape != out.shape[1:]:
+            found, said = (f"{width} × {height} pixels" for height, width in (turned.shape, out.shape[1:]))
+            raise MediaError(f"{name}: a frame of {found} in a video of {said}: give size=, or leave the video out")
+        out[channel] = turned
 
 
 def _bicubic() -> Any:

@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 
+from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, frame_number, numbered_frame, video_bytes
@@ -156,3 +157,23 @@ def test_an_error_of_reading_the_file_passes_as_it_is() -> None:
         with pytest.raises(OSError, match="Input/output") as raised:
             found.frames([8.0])
         assert raised.value.errno == 5 and not isinstance(raised.value, MediaError)
+
+
+def test_a_codec_that_is_not_known_is_a_fault_and_its_header_says_no_size() -> None:
+    data = video_bytes(6, container="matroska").replace(b"V_MPEG4/ISO/AVC", b"V_MPEG4/ISO/XYZ")
+    with pytest.raises(MediaError, match="no video that can be decoded"):
+        video(data)
+    info = media_info(io.BytesIO(data), "the part", "mkv")
+    assert (info.width, info.height) == (None, None) and info.duration_s == 0.5
+
+
+def test_frames_that_change_their_size_are_a_fault_unless_they_are_resized() -> None:
+    data = b"".join(video_bytes(12, container="mpegts", size=size, b_frames=0) for size in ((64, 48), (32, 24)))
+    with (
+        video(data) as found,
+        pytest.raises(MediaError, match="32 × 24 pixels in a video of 64 × 48 pixels: give size="),
+    ):
+        for number in range(13):
+            found.frames([number / 12])
+    with video(data) as found:
+        assert found.frames([0.0, 1.0], size=(32, 24)).shape == (2, 3, 24, 32)
