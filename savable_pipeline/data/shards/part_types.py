@@ -16,7 +16,8 @@ IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm",
 TEXT_PARTS = ("txt", "text", "caption", "md")
 SUBTITLE_PARTS = ("srt", "vtt")  # texts, but no sample's own text: nobody wants times among the words of a caption
 JSON_PARTS = ("json",)
-VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", "ts", "flv", "wmv", "3gp")
+VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", "flv", "wmv", "3gp")
+# (No "ts": in more folders that is TypeScript than an MPEG transport stream; name the part of one.)
 AUDIO_PARTS = ("flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "oga", "aiff", "aif", "wma", "amr", "w64", "au")
 # What a part may be, whatever its extension says; never one for which Pillow starts another program (EPS: Ghostscript).
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")

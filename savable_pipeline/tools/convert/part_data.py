@@ -15,7 +15,7 @@ from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS, de
 from savable_pipeline.errors import MediaError
 from savable_pipeline.tools.convert.stretches import changed
 
-_MEDIA = frozenset((*VIDEO_PARTS, *AUDIO_PARTS)) - {"ts"}  # which is TypeScript in more folders than MPEG
+_MEDIA = frozenset((*VIDEO_PARTS, *AUDIO_PARTS))
 _LONG = 8 << 20  # bytes of sound or film that are read in pieces
 _PIECE = 1 << 20
 

@@ -49,9 +49,9 @@ WRONG = {
     "b.mp4": (lambda: cut(video()), "unreadable media"),
     "c.mp4": (lambda: zeroed(video()), "unreadable media"),
     "d.webm": (lambda: cut(video(codec="libvpx", container="webm", b_frames=0)), "cut short"),
-    "e.ts": (lambda: without_begin(video(container="mpegts", b_frames=0, gop=1000)), "missing keyframe"),
+    "e.mpg": (lambda: without_begin(video(container="mpegts", b_frames=0, gop=1000)), "missing keyframe"),
     "f.flac": (lambda: cut(audio_bytes(3.0)), "unreadable media"),
-    "g.ts": (lambda: twice(video(codec="mpeg2video", container="mpegts", b_frames=0)), "times that go back"),
+    "g.mpg": (lambda: twice(video(codec="mpeg2video", container="mpegts", b_frames=0)), "times that go back"),
 }
 RIGHT = {
     "h.mp4": lambda: video(audio="aac"),
