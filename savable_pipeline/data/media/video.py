@@ -117,7 +117,7 @@ class Video(MediaStream):
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
         """The time of each frame of the range, in ticks."""
-        begin, end = self._ticks(-LATE), None if self._end is None else self._ticks(self._end - LATE)
+        begin, end = self._ticks(-LATE), None if self._whole else self._ticks(self._duration - LATE)
         ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
         self._decoder, self._shown = iter(()), None
         return [time for time in ticks if time >= begin and (end is None or time <= end)]
@@ -172,11 +172,15 @@ class Video(MediaStream):
         return bool((ticks - self._coming.pts) * self._stream.time_base > _FORWARD_S)
 
     def _seek(self, ticks: int) -> None:
+        self._shown = None  # until the next frames are there: after an error nothing stands for them
         self._decoder = self._decoded_from(ticks)
-        self._shown, self._coming = next(self._decoder), next(self._decoder, None)
+        shown, self._coming = next(self._decoder), next(self._decoder, None)
+        self._shown = shown
 
     def _advance(self) -> None:
-        self._shown, self._coming = self._coming, next(self._decoder, None)
+        shown, self._shown = self._coming, None
+        self._coming = next(self._decoder, None)
+        self._shown = shown
 
 
 def frame_rate(stream: Any) -> Fraction | None:

@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 
+from savable_pipeline.data.media import container
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
@@ -177,3 +178,25 @@ def test_frames_that_change_their_size_are_a_fault_unless_they_are_resized() -> 
             found.frames([number / 12])
     with video(data) as found:
         assert found.frames([0.0, 1.0], size=(32, 24)).shape == (2, 3, 24, 32)
+
+
+def test_frames_by_index_are_the_same_whether_the_duration_was_asked_for_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A header may say less than there is."""
+    monkeypatch.setattr(container, "header_duration", lambda *_: (Fraction(1), False))
+    data = video_bytes(40)
+    with video(data) as asked, video(data) as unasked:
+        assert asked.duration_s == 1.0
+        assert numbers(asked.frames_by_index([39])) == numbers(unasked.frames_by_index([39])) == [39]
+
+
+def test_after_an_error_the_same_frame_is_an_error_again() -> None:
+    data = video_bytes(120, noise=60, gop=1000, options={"movflags": "faststart"})
+    at = len(data) // 2
+    with video(data[:at] + bytes(3000) + data[at + 3000 :]) as found:
+        with pytest.raises(MediaError):
+            for number in range(100):
+                found.frames([number / 12])
+        with pytest.raises(MediaError):
+            found.frames([number / 12])
