@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ class SavableData:
             )
         self._batches: Whole | None = None
         if train_loader is not None:
-            counter = _Counter()
+            counter = _Counter(_times(self.args))
             self._batches = counter.batches = Whole(
                 # where it knows no length, gradients of an epoch's last batches wait for the next one's first step
                 train_loader,
-                trained=lambda: counter.trained,
-                begun=lambda: counter.begun,
+                trained=lambda: counter.trained // counter.times,
+                begun=lambda: -(-counter.begun // counter.times),
                 carries=True,
             )
             self._counter = counter
@@ -70,7 +71,9 @@ class SavableData:
 
     def get_train_dataloader(self) -> Any:
         """Return the batches to train on."""
-        return self._batches if self._batches is not None else super().get_train_dataloader()  # type: ignore[misc]
+        if self._batches is None:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        return self._batches if self._counter.times == 1 else _Repeated(self._batches, self.args)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of one step of the optimizer, which are fetched before any is trained on.
@@ -138,7 +141,7 @@ class SavableData:
             folder = newest_whole(Path(self.args.output_dir)) if found is True else Path(found)
             if folder is not None:
                 self._batches.load_state_dict(read_state(folder))
-                self.args.max_steps = _last_step(self.args, self._batches, folder / "trainer_state.json")
+                self.args.max_steps = _last_step(self.args, self._batches, self._counter.times, folder)
                 _warn_of_forgotten(self.args, self.callback_handler.callbacks)  # type: ignore[attr-defined]
                 found = str(folder)
         try:
@@ -165,25 +168,57 @@ class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
     """
 
 
+class _Repeated:
+    """Batches of prompts, each as many times in a row as TRL's GRPO asks for it.
+
+    It generates from the first of them. Each time it trains on the next slice of what came of it, and
+    `num_iterations` times on each slice.
+    """
+
+    def __init__(self, batches: Whole, args: Any) -> None:
+        self._batches = batches
+        self._slices = args.steps_per_generation
+        self._times = _times(args)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            if isinstance(batch, list) and len(batch) % self._slices:
+                raise ValueError(
+                    f"a batch of {len(batch)} rows cannot be cut into steps_per_generation={self._slices} equal "
+                    "slices, and the trainer would leave rows out: make batches of per_device_train_batch_size x "
+                    "steps_per_generation rows"
+                )
+            for _ in range(self._times):
+                yield batch
+
+    def __len__(self) -> int:
+        return self._times * len(self._batches)
+
+
 class _Counter(TrainerCallback):  # type: ignore[misc]
-    """Counts the batches that the optimizer has stepped on, and checks at each step that none was skipped."""
+    """Counts the batches that the optimizer has stepped on, and checks at each step that none was skipped.
+
+    Where the trainer takes each batch so many `times`, it counts each time.
+    """
 
     batches: Whole
 
-    def __init__(self) -> None:
+    def __init__(self, times: int) -> None:
+        self.times = times
         self.begun = 0
         self.trained = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _check_accumulation(args, self.batches)
+        _check_accumulation(args, self.batches, self.times)
         self.batches.give_back()  # those of a step that was interrupted, whose gradients are gone
+        self.begun = self.trained = self.trained // self.times * self.times
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trained = self.begun
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not (control.should_epoch_stop or control.should_training_stop):
-            _check_steps(self.batches.ahead, args.gradient_accumulation_steps)
+            _check_steps(self.begun - self.trained, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.batches.check()
@@ -205,6 +240,11 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
     restarting(eval_loader)
 
 
+def _times(args: Any) -> int:
+    """How many times the trainer takes each batch: 1, but for TRL's GRPO and what derives from it."""
+    return (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
+
+
 def _evaluated(given: Any) -> SavableLoader | None:
     """The given loader, if it is a `SavableLoader`. Raises ValueError for one that does not restart each evaluation."""
     found = restarting(given)
@@ -222,15 +262,15 @@ def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
         )
 
 
-def _check_accumulation(args: Any, batches: Whole) -> None:
+def _check_accumulation(args: Any, batches: Whole, times: int) -> None:
     """Raise ValueError where an epoch's last gradients would be carried into the next one, but only after a resume."""
     steps = args.gradient_accumulation_steps
-    if steps > MAX_LAG:
+    if steps > MAX_LAG * times:
         raise ValueError(
             f"gradient_accumulation_steps={steps}: a checkpoint takes back at most {MAX_LAG} batches that the "
             "optimizer has not stepped on. Accumulate fewer, larger batches"
         )
-    length = length_of(batches)
+    length = times * (length_of(batches) or 0)
     in_mid_epoch = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
     if length and length % steps and in_mid_epoch:
         raise ValueError(
@@ -250,26 +290,27 @@ def _check_steps(waiting: int, steps: int) -> None:
         )
 
 
-def _last_step(args: Any, batches: Whole, trainer_state: Path) -> int:
+def _last_step(args: Any, batches: Whole, times: int, folder: Path) -> int:
     """`max_steps` for `num_train_epochs` of a run begun on another number of ranks: the trainer counts all steps as its
     own.
 
     3 epochs of 18 slots, begun by one rank, are 8 steps of one slot and 23 of two: 31, where the trainer would stop at
     27. On the same number of ranks as before, it is `args.max_steps`.
     """
+    trainer_state = folder / "trainer_state.json"
     given = batches.given_of_epoch if args.max_steps <= 0 and trainer_state.exists() else None
     if given is None:
         return int(args.max_steps)
     saved = json.loads(trainer_state.read_bytes())
-    of_epoch = math.ceil(len(batches) / args.gradient_accumulation_steps)
+    of_epoch = math.ceil(times * len(batches) / args.gradient_accumulation_steps)
     in_all = math.ceil(args.num_train_epochs * of_epoch)
-    if saved["max_steps"] == in_all:
+    if saved["max_steps"] == in_all and times == 1:
         return int(args.max_steps)
-    done = batches.epoch * of_epoch + math.ceil(given / args.gradient_accumulation_steps)
+    done = batches.epoch * of_epoch + math.ceil(times * given / args.gradient_accumulation_steps)
     last: int = saved["global_step"] + in_all - done
     if last != in_all:
         log.warning(
-            "resumed on another number of ranks: %s epochs end after step %d, not %d",
+            "resumed on another number of ranks, or between two generations: %s epochs end after step %d, not %d",
             args.num_train_epochs,
             last,
             in_all,

@@ -19,6 +19,7 @@ NEEDS = {
     "lightning": "lightning",
     "hf": "transformers",
     "trl": "trl",
+    "grpo": "trl",
     "deepspeed": "deepspeed",
     "torchtitan": "torchtitan",
     "megatron": "megatron.core",
@@ -45,9 +46,9 @@ def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path:
 
 def test_each_page_of_a_trainer_has_its_script_with_a_guard() -> None:
     pages = [page for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "index"]
-    assert len(pages) == len(NEEDS) - 1  # TRL's is on the page of Hugging Face's Trainer
+    assert len(pages) == len(NEEDS) - 1  # TRL's page has two
     for page in pages:
         scripts = [block for block in blocks_of(page) if (block.title or "").startswith("train_")]
-        assert len(scripts) == 1 + (page.stem == "hf"), page
+        assert len(scripts) == 1 + (page.stem == "trl"), page
         for script in scripts:
             assert re.search(r'^if __name__ == "__main__":\n    main\(\)\n\Z', script.text, re.MULTILINE), script.place

@@ -42,6 +42,16 @@ class Tokens(Noisy):
         return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
+class Prompts(Noisy):
+    """The same numbers as prompts for GRPO, each twice."""
+
+    generations = 2
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        texts = [" ".join(map(str, row.tolist())) for row in super().batch(items, rng)["x"]]
+        return [{"prompt": text} for text in texts for _ in range(self.generations)]
+
+
 class ToyPipeline:
     """KIND: "endless"; "counted", whose epochs have a length; "packed", whose epochs have none that is known."""
 
@@ -83,7 +93,7 @@ class Notes:
         if done == end:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def after(self, batch: dict[str, Tensor], loss: Tensor, training: bool) -> None:
+    def after(self, batch: Any, loss: Tensor, training: bool) -> None:
         entry = {"batch": digest(batch), "loss": float(loss).hex(), "train": training}
         with self.log.open("a") as file:
             file.write(json.dumps(entry) + "\n")

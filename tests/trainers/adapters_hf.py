@@ -16,6 +16,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import hf
 from savable_pipeline.trainers.device import OnDevice
@@ -97,6 +98,32 @@ def test_hf_a_folder_is_begun_when_the_state_is_at_hand(make: Any, tmp_path: Pat
     with pytest.raises(sp.SavableError, match="something else took batches"):
         manager.execute_jit_checkpoint()
     assert not folder.exists()
+
+
+# What takes each batch several times.
+
+
+def test_hf_a_batch_that_grpo_cuts_into_slices_is_given_for_each_of_them(make: Any, tmp_path: Path) -> None:
+    def run(name: str, saved: str | None = None) -> tuple[list[str], int]:
+        seen: list[str] = []
+
+        class Notes(Model):
+            def forward(self, x: Any, label: Any, valid: Any = None) -> dict[str, Any]:
+                seen.append(digest(x))
+                return super().forward(x, label)
+
+        arguments = trainer(make, tmp_path / name, max_steps=-1, num_train_epochs=1, save_steps=1).args
+        arguments.steps_per_generation, arguments.num_iterations = 2, 3  # what TRL's GRPOConfig adds
+        made = hf.SavableTrainer(Notes(), arguments, train_loader=make())
+        made.train(resume_from_checkpoint=saved)
+        return seen, made.state.global_step
+
+    expected = [digest(batch["x"]) for batch in make() for _ in range(6)]
+    assert run("straight") == (expected, 6 * 18)
+    for step in (1, 5, 6, 7):
+        again, ended = run(f"from-{step}", str(tmp_path / f"straight/run/checkpoint-{step}"))
+        assert again == expected[step // 6 * 6 :], "from the first slice of the batch that was under way"
+        assert ended == 6 * 18 + step % 6
 
 
 # What is forgotten.

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import re
+import string
 import sys
 import traceback
 import warnings
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 import savable_pipeline as sp
-from tests.support.toy_training import LANES, Noisy, Notes, Recorder, Tokens, ToyPipeline
+from tests.support.toy_training import LANES, Noisy, Notes, Prompts, Recorder, Tokens, ToyPipeline
 
 LEARNING_RATE = 0.05
 PAGES = Path(__file__).parents[2] / "docs" / "trainers"
@@ -88,7 +89,7 @@ def model_of(case: Case) -> Recorder:
 
 
 def pipeline_for(trainer: str, folder: str | Path, kind: str, *, shuffle: bool = True) -> ToyPipeline:
-    encoder = Tokens if trainer == "trl" else Noisy
+    encoder = {"trl": Tokens, "grpo": Prompts}.get(trainer, Noisy)
     return ToyPipeline(str(Path(folder, "shards")), kind, shuffle=shuffle, encoder=encoder)
 
 
@@ -104,7 +105,8 @@ def make_evaluation(case: Case) -> sp.SavableLoader:
 
 def block(trainer: str) -> str:
     """The script on the trainer's page."""
-    page, title = {"fsdp2": ("torch", "torch"), "trl": ("hf", "sft")}.get(trainer, (trainer, trainer))
+    pages = {"fsdp2": ("torch", "torch"), "trl": ("trl", "sft"), "grpo": ("trl", "grpo")}
+    page, title = pages.get(trainer, (trainer, trainer))
     found = re.search(
         rf'^```python title="train_{title}.py"\n(.*?)^```$',
         (PAGES / f"{page}.md").read_text(),
@@ -306,6 +308,36 @@ def _hf_model(model: Recorder) -> torch.nn.Module:
     return Model()
 
 
+def run_grpo(case: Case) -> dict[str, Any]:
+    """Names as of the Trainer; what is noted is the batch that it generates from, and each loss."""
+    from trl import GRPOTrainer
+
+    from savable_pipeline.trainers.hf import SavableData
+
+    notes = Notes(case.log_of(rank()), kill_at=case.kill_at)
+
+    class SavableGRPOTrainer(SavableData, GRPOTrainer):  # type: ignore[misc]
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            self.given = generation_batch
+            return super()._prepare_inputs(generation_batch)
+
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            notes.before(model.training)
+            loss = super().compute_loss(model, *args, **kwargs)
+            notes.after(self.given, loss, model.training)
+            return loss
+
+    names = run_hf(case)
+    generates = {"bf16": False, "max_completion_length": 8}
+    return {
+        **names,
+        "make_model": causal_model,
+        "settings": {**names["settings"], **generates},
+        "rows": {"per_device_train_batch_size": 8 // case.accumulate, "num_generations": Prompts.generations},
+        "SavableGRPOTrainer": SavableGRPOTrainer,
+    }
+
+
 def run_trl(case: Case) -> dict[str, Any]:
     """Names as of the Trainer, with a causal language model."""
     names = run_hf(case)
@@ -322,13 +354,16 @@ def run_trl(case: Case) -> dict[str, Any]:
 
 
 def causal_model() -> tuple[Any, Any]:
-    """A model of 64 words with dropout, and a tokenizer of two."""
-    from tokenizers import Tokenizer, models
+    """A model of 64 words with dropout, and their tokenizer: what is in a number, and letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    letters = "0123456789.- " + string.ascii_letters[:49]
+    vocabulary = {word: i for i, word in enumerate(("<pad>", "<eos>", *letters))}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=64, max_position_embeddings=8, attention_dropout=0.2, **size)
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=128, attention_dropout=0.2, **size)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     return LlamaForCausalLM(config), tokenizer
 
@@ -413,6 +448,7 @@ NAMES = {
     "fabric": run_fabric,
     "hf": run_hf,
     "trl": run_trl,
+    "grpo": run_grpo,
     "lightning": run_lightning,
 }
 

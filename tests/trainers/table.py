@@ -59,6 +59,7 @@ LEFT_OUT = {
 _BEST = {case for case in CASES if case.startswith("best")}  # an option of Hugging Face's
 for _trainer in ("hf", "trl"):
     LEFT_OUT[_trainer] = {"dp 2 × tp 2"}
+LEFT_OUT["grpo"] = {"dp 2 × tp 2", "validation"} | _BEST  # its batches are lists, which have no place for `valid`
 for _trainer in ("torch", "fsdp2", "accelerate", "fabric", "lightning", "deepspeed", "torchtitan", "composer"):
     LEFT_OUT[_trainer] = LEFT_OUT.get(_trainer, set()) | {"dp 2 × tp 2"} | _BEST
 LEFT_OUT["megatron"] |= _BEST

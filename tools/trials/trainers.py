@@ -33,6 +33,7 @@ ENVIRONMENTS = {
     "lightning": [".[lightning]"],
     "hf": [".[hf]"],
     "trl": [".[hf]", "trl"],
+    "grpo": [".[hf]", "trl"],
     "deepspeed": [".[deepspeed]"],
     "torchtitan": [".[torchtitan]"],
     "megatron": [".", "megatron-core>=0.16"],
