@@ -22,6 +22,7 @@ from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_links import links_warning
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.shards.unfinished import unfinished
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.file_check import Problem, ShardReport
 
@@ -119,6 +120,8 @@ def _find(shards: Shards) -> _Dataset:
         missing_too=True,
         unlistable=lambda error: problems.append(Problem(error.reason, str(error))),
     )
+    if text := unfinished(root):
+        problems.append(Problem("unfinished", text))
     return _Dataset(str(root), names, is_folder(shards), root, known_files(root, form), problems)
 
 

@@ -4,6 +4,7 @@
     out/.nv-meta/savable.writer/000001.tar    the one that is written      ─ renamed when it is full ─▶  out/000001.tar
     out/.nv-meta/savable.writer/000000.tar.index   its rows of the index, until they are joined
     out/.nv-meta/savable.writer/settings.json      what a writer that goes on must agree with
+    out/.nv-meta/savable.writer/open               there until the writer has ended: readers warn
 
 With `part=(3, 16)` the names begin with `00003-of-00016-`, and no two processes write one file.
 """
@@ -27,6 +28,7 @@ from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
+from savable_pipeline.data.shards.unfinished import OPEN
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
 from savable_pipeline.tools.convert.names import sample_parts
@@ -85,6 +87,7 @@ class ShardWriter:
         self._work = self._folder / WRITTEN
         self._settings = _Settings(max_bytes, max_samples, part)
         self._prefix = "" if part is None else f"{part[0]:05d}-of-{part[1]:05d}-"
+        self._open_mark = self._work / f"{self._prefix}{OPEN}"
         self._shard: ShardFile | None = None
         self._ended = ""  # why nothing can be written any more
         self._refuse_others()
@@ -94,6 +97,7 @@ class ShardWriter:
             self._settle()
             self._sweep()
             self._entries = [*self._finished()]
+            self._open_mark.touch()
         except BaseException:
             os.close(self._lock)
             raise
@@ -142,6 +146,7 @@ class ShardWriter:
                     self._finish(self._shard)
                 if self._settings.part is None and self._entries:
                     describe(self._folder)
+            self._open_mark.unlink()
         finally:
             self._abandon("is closed")
 
