@@ -86,6 +86,8 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
     elif fault := form.fault_beside(root / name, table):
         problems.append(Problem(f"wrong {form.kind.suffixes[0]}{form.for_others}", fault, name))
+    if table.torn:
+        problems.append(Problem("torn samples", table.torn, name))
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as aside:

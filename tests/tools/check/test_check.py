@@ -213,6 +213,12 @@ def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkey
     assert report.samples == 6
 
 
+def test_samples_whose_files_do_not_lie_side_by_side_are_a_problem_of_their_shard(dataset: Path) -> None:
+    write_tar(dataset / "3.tar", [(f"k{i}.{part}", b"x" * 90) for part in ("txt", "bin") for i in range(3)])
+    (problem,) = (each for each in check(dataset, processes=1).problems if each.reason == "torn samples")
+    assert (problem.shard, "3 samples" in problem.detail) == ("3.tar", True)
+
+
 def test_images_with_alpha_are_a_warning(dataset: Path) -> None:
     clear = io.BytesIO()
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(clear, "PNG")
