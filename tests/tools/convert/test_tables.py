@@ -162,6 +162,14 @@ def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, messag
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("cell", "settings"), [("000.jpg", SMALL), ("https://host/0.jpg", Options(file_fields=[]))])
+def test_a_table_without_the_names_of_its_columns_is_an_error(tmp_path: Path, cell: str, settings: Options) -> None:
+    source = fill(tmp_path / "in", 2) / "m.csv"
+    source.write_text(f"{cell},a cat\n{cell.replace('0', '1')},a dog\n")
+    with pytest.raises(ValueError, match=rf"m\.csv: the first line should name the columns.* {cell!r}"):
+        run_conversion(source, tmp_path / "out", settings)
+
+
 def test_rows_of_another_length_are_rejected_and_long_cells_are_not(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f'a,b\n1,"2\n"\n1\n\n1,2,3\n{"x" * 200_000},4\n')
     report = run_conversion(tmp_path / "t.csv", tmp_path / "out", SMALL)
