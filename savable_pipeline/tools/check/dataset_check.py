@@ -100,7 +100,7 @@ def check(
     if links:
         count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
         warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
-    warnings += _media_warnings(reports)
+    warnings += [*_image_warnings(reports), *_media_warnings(reports)]
     with_alpha = sum(report.with_alpha for report in reports)
     return CheckReport(
         dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)
@@ -123,6 +123,20 @@ def _find(shards: Shards) -> _Dataset:
     if text := unfinished(root):
         problems.append(Problem("unfinished", text))
     return _Dataset(str(root), names, is_folder(shards), root, known_files(root, form), problems)
+
+
+def _image_warnings(reports: list[ShardReport]) -> Iterator[str]:
+    deep, turned = sum(report.deep for report in reports), sum(report.turned for report in reports)
+    if deep:
+        yield (
+            f"{counted(deep, 'image has', 'images have')} more than 8 bits a channel: sample.image() shows all above "
+            '255 as white; image(mode="I") gives whole numbers, mode="F" floats'
+        )
+    if turned:
+        yield (
+            f"{counted(turned, 'image is', 'images are')} to be turned, as EXIF says: sample.image() does not; "
+            "PIL.ImageOps.exif_transpose(sample.image()) does"
+        )
 
 
 def _media_warnings(reports: list[ShardReport]) -> Iterator[str]:
