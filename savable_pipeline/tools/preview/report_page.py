@@ -230,9 +230,7 @@ def advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]:
 def _workers(counters: NotedCounters) -> str:
     training_s = counters.seconds - counters.totals["wait_s"]
     if training_s < _TRAINED * counters.seconds:
-        return (
-            "The trainer did hardly anything but wait: no number of workers keeps up with that."
-        )
+        return "The trainer did hardly anything but wait: no number of workers keeps up with that."
     wanted = ceil(_SPARE * counters.totals["work_s"] / training_s)
     if not counters.worker_seconds:
         return (
