@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from typer.testing import CliRunner
 
+from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST
 from tests.support.toy_files import SMALL, fill, reasons, snapshot, tar_files, write_lines
@@ -198,3 +200,11 @@ def test_images_that_many_records_name_are_a_warning_with_the_factor(tmp_path: P
     assert "4 uses of 2 files" in report.warnings[0] and "2.0 times" in report.warnings[0]
     report = run_conversion(write_lines(tmp_path / "in/n.jsonl", *lines[2:]), tmp_path / "two", SMALL)
     assert not any("uses of" in warning for warning in report.warnings)
+
+
+def test_where_no_file_of_a_table_is_found_the_command_says_how_to_tell_where_they_are(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2) / "m.csv"
+    source.write_text("image,caption\nelsewhere/0.jpg,a cat\nelsewhere/1.jpg,a dog\n")
+    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "--files-from FOLDER says where they are" in " ".join(result.output.split())
