@@ -207,4 +207,4 @@ def test_where_no_file_of_a_table_is_found_the_command_says_how_to_tell_where_th
     source.write_text("image,caption\nelsewhere/0.jpg,a cat\nelsewhere/1.jpg,a dog\n")
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert "--files-from FOLDER says where they are" in " ".join(result.output.split())
+    assert "--files-from FOLDER says where the files are" in " ".join(result.output.split())
