@@ -49,6 +49,7 @@ def test_what_a_stopped_conversion_left_is_read_with_a_warning_until_it_has_ende
     (warning,) = warned(target, caplog)
     assert warning.startswith(f"{target}: samples are missing") and "same command again" in warning
     assert [problem.reason for problem in check(target, processes=1).problems] == ["unfinished"]
+    assert "\nunfinished: " in CliRunner().invoke(app, ["check", str(target)]).stdout
     run_conversion(source, target, SMALL)
     assert warned(target, caplog) == []
     assert check(target, processes=1).problems == []
