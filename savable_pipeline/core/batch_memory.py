@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.item_difference import DifferingItemsError, find_difference
+from savable_pipeline.core.item_difference import DifferingItemsError, fields_differ, find_difference
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +130,8 @@ def collate(items: list[Any]) -> Any:
         return stack(tensors)
 
     try:
+        if fields_differ(items):
+            raise KeyError  # torch takes the fields of the first item, and drops what others have beside
         return collate_with(items, collate_fn_map={**default_collate_fn_map, torch.Tensor: stacked})
     except (RuntimeError, TypeError, KeyError):
         difference = find_difference(items)

@@ -23,6 +23,23 @@ class DifferingItemsError(ValueError):
         self.items = items
 
 
+def fields_differ(items: Sequence[Any]) -> bool:
+    """Whether some of these items, or of the dicts within them, have a field that others do not have."""
+    first = items[0]
+    if isinstance(first, Mapping):
+        names = first.keys()
+        if any(isinstance(item, Mapping) and item.keys() != names for item in items):
+            return True
+    if type(first) is dict:  # no mapping that reads its values from a disk
+        return any(
+            isinstance(value, dict | list | tuple) and fields_differ([item[name] for item in items])
+            for name, value in first.items()
+        )
+    if isinstance(first, list | tuple) and any(isinstance(value, dict | list | tuple) for value in first):
+        return any(map(fields_differ, zip(*items, strict=False)))
+    return False
+
+
 def find_difference(items: Sequence[Any], field: str = "") -> ItemDifference | None:
     """The first field in which items differ in keys, length, shape or type, or that cannot be stacked."""
     first = items[0]

@@ -78,6 +78,11 @@ def test_what_torch_refuses_is_refused(items: list[Any], memory: Any) -> None:
         ([(1, np.ones(2)), (1, np.ones(3))], "items differ in [1]: item 0 has shape (2,), item 1 has shape (3,)"),
         ([{"a": [1, 2]}, {"a": [1]}], "items differ in ['a']: item 0 has 2 values, item 1 has 1 values"),
         ([{"a": 1}, {"b": 1}], "items differ: item 0 has the fields a, item 1 has the fields b"),
+        ([{"a": 1}, {"a": 2, "b": 3}], "items differ: item 0 has the fields a, item 1 has the fields a, b"),
+        (
+            [(1, {"a": {"x": 1}}), (2, {"a": {"x": 1, "y": 2}})],
+            "items differ in [1]['a']: item 0 has the fields x, item 1 has the fields x, y",
+        ),
         ([{"a": 1}, {"a": None}], "items differ in ['a']: item 0 has type int, item 1 has type NoneType"),
         ([{"a": None}, {"a": None}], "['a'] is of type NoneType, which cannot be stacked"),
     ],

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -133,7 +134,7 @@ def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed
 
     The numbers of the lines with neither are added to `unnamed`.
     """
-    for number, raw in enumerate(io.BytesIO(content), 1):
+    for number, raw in enumerate(io.BytesIO(content.removeprefix(BOM_UTF8)), 1):
         line = raw.removesuffix(b"\n").removesuffix(b"\r")
         if not line.startswith(b"{"):
             if line:

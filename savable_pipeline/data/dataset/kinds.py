@@ -23,6 +23,7 @@ from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, raise_it, spelled_out
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.unfinished import unfinished
 from savable_pipeline.data.stores.file_kinds import stored_behind, stored_in
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -113,8 +114,9 @@ def dataset_of(
     store = open_store(on_error != "raise", unlistable)
     for setting in [] if store.root is None else unused_settings(store.root):
         log.warning("%s: `%s` in %s/dataset.yaml is applied by Energon only", store.address, setting, META)
-    if text := store.left_out():
-        log.warning("%s", text)
+    for text in (store.left_out(), "" if store.root is None else unfinished(store.root)):
+        if text:
+            log.warning("%s", text)
     return Dataset(store, source=source, on_error=on_error, quarantine=quarantine, faults=faults)
 
 

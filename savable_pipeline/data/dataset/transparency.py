@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, TypeAlias
-
-from savable_pipeline.data.shards.part_types import open_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -22,14 +19,6 @@ def has_alpha(image: Image.Image) -> bool:
         or "transparency" in image.info
         or (image.mode == "P" and palette is not None and palette.mode.endswith("A"))
     )
-
-
-def image_has_alpha(data: bytes) -> bool:
-    """Whether the image in a file, which can be decoded, has alpha; nothing is decoded."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about odd metadata and large images, which load all the same
-        with open_image(data) as image:
-            return has_alpha(image)
 
 
 def converted(image: Image.Image, mode: str, background: Colour) -> Image.Image:

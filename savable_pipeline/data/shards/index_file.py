@@ -82,6 +82,7 @@ class ShardTable(msgspec.Struct):
     layout_of: bytes = b""  # uint32 (samples,)
     sizes: bytes = b""  # uint64 (members,)
     links: Links | None = None  # None: not counted
+    torn: str = ""  # what to say of samples whose files do not lie side by side
 
 
 class ShardIndex(ABC):

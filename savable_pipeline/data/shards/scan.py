@@ -10,7 +10,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.files import replace_file
-from savable_pipeline.core.wording import encodable
+from savable_pipeline.core.wording import counted, encodable
 from savable_pipeline.data.shards.file_bytes import FileBytes
 from savable_pipeline.data.shards.file_format import FileFormat
 from savable_pipeline.data.shards.index_file import TAR, LayoutParts, Links, ShardIndex, ShardTable
@@ -29,10 +29,11 @@ _RECORDS = (1 << 14, 1 << 15, 1 << 16)
 
 def read_table(file: FileBytes, name: str) -> ShardTable:
     """The table of a tar on a disk. Damage becomes the `fault` of its entry; the samples before it are kept."""
-    found, fault, fd = ShardRows(name), "", file.fileno()
+    found, torn, fault, fd = ShardRows(name), _Torn(), "", file.fileno()
     try:
         for extent in samples(name, fd, found.links):
             found.add(extent)
+            torn.add(extent)
         for member in members(name, fd, found.end):
             found.end = member.end
     except OSError as error:
@@ -41,7 +42,11 @@ def read_table(file: FileBytes, name: str) -> ShardTable:
         fault = str(error)
     if not fault:
         _tell_doubts(name, file.size, found)
-    return found.table(file.size, fault)
+    table = found.table(file.size, fault)
+    table.torn = torn.told()
+    if table.torn:
+        log.warning("%s: %s", name, table.torn)
+    return table
 
 
 def is_as_indexed(file: FileBytes, index: ShardIndex, number: int) -> bool:
@@ -73,6 +78,35 @@ def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
             path,
             zeros,
             _USUAL_END,
+        )
+
+
+class _Torn:
+    """Finds samples whose files lie in two places, as of `tar cf x.tar *.jpg *.txt`: each place is taken for a sample.
+
+    Where both have a file of the same extension, they are samples that happen to have one key.
+    """
+
+    def __init__(self) -> None:
+        self._extensions: dict[int, tuple[str, ...]] = {}  # by the hash of a key
+        self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all samples that have these
+        self._count, self._first = 0, ""
+
+    def add(self, extent: Extent) -> None:
+        extensions = tuple(extent.extensions)
+        extensions = self._alike.setdefault(extensions, extensions)
+        before = self._extensions.setdefault(hash(extent.key), extensions)
+        if before is not extensions and not set(before).intersection(extensions):
+            self._first = self._first or extent.key
+            self._count += 1
+
+    def told(self) -> str:
+        if not self._count:
+            return ""
+        return encodable(
+            f"the files of {counted(self._count, 'sample')} do not lie side by side, such as those of {self._first!r}, "
+            "so each is read as several samples, each with some of the parts; write the tar again in the order of "
+            "names, as `tar --sort=name` does of a folder"
         )
 
 

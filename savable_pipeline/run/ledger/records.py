@@ -8,6 +8,7 @@ that it wrote. A record cut short by a crash of the machine is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -214,7 +215,10 @@ STATE_EVERY = 1000  # batches of a lane from one of its states in the ledger to 
 
 
 class LedgerWriter:
-    """One rank's file of one start in the folder `folder`, which is made. Raises `SavableError` if it cannot be."""
+    """One rank's file of one start in the folder `folder`, which is made.
+
+    Raises `SavableError` if it cannot be, or has the ledger of another run: that could not be read any more.
+    """
 
     def __init__(self, folder: Path, start: Start) -> None:
         self._path = folder / f"{start.number:020d}-rank-{start.rank:05d}{SUFFIX}"
@@ -222,6 +226,7 @@ class LedgerWriter:
         self._fd = -1  # where it is closed
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _refuse_other_runs(folder, start)
             self._fd = self._opened(os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise self._failed(error) from error
@@ -282,3 +287,16 @@ class LedgerWriter:
         """Close the file and remove it: it has no record that counts."""
         self.close()
         self._path.unlink(missing_ok=True)
+
+
+def _refuse_other_runs(folder: Path, start: Start) -> None:
+    """Raises `SavableError` if the oldest file is of another run; of one that is damaged its reader tells."""
+    oldest = min(folder.glob(f"*{SUFFIX}"), default=None)
+    found = None
+    with contextlib.suppress(SavableError):
+        found = None if oldest is None else next(read_records(oldest), None)
+    if isinstance(found, Start) and (found.seed, found.lanes) != (start.seed, start.lanes):
+        raise SavableError(
+            f"{folder} has the ledger of a run with seed={found.seed} and lanes={found.lanes}, here seed={start.seed} "
+            f"and lanes={start.lanes}: give each run a folder of its own"
+        )

@@ -16,7 +16,7 @@ again, in the last step of the round before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from functools import cached_property
 from typing import TypeAlias, TypeVar
 
@@ -139,7 +139,7 @@ class EpochEnds:
 
     def next_epoch(self, over: Position) -> Position:
         """The position that follows the end of an epoch. Raises `SavableError` if it had no batch."""
-        warn_unused(over, self._local.last_stage.info.population)
+        warn_unused(over, self._local.last_stage.info.population, self._stats.left_out())
         return over.next_epoch(0 if self._settings.restarts else over.epoch + 1)
 
 
@@ -166,19 +166,26 @@ def counted_end(counts: list[int], *, pad: bool) -> int:
     return min(counts) * lanes
 
 
-def warn_unused(position: Position, population: int) -> None:
+def warn_unused(position: Position, population: int, left_out: Mapping[str, int]) -> None:
     """Warn about the slots and batches that no rank receives of the epoch that ends at `position`.
 
-    `population` is the number of samples. Raises `SavableError` if the epoch had no batch at all.
+    `population` is the number of samples; those `left_out` were counted here so far, by the reason. Raises
+    `SavableError` if the epoch had no batch at all.
     """
     epoch, lanes = position.epoch, position.lane_count
     rounds = position.end // lanes
     dry = [lane for lane, at in position.lanes.items() if at.more is False]
     if position.end == 0:
+        reasons = ", ".join(f"{name}: {count}" for name, count in sorted(left_out.items()))
+        why = (
+            f"of {population} samples {sum(left_out.values())} were left out here ({reasons}), and the others are"
+            if reasons
+            else f"the data ({population} samples) are"
+        )
         raise SavableError(
             f"epoch {epoch} has no batch: it ends before the first round that some lane cannot fill, and "
-            f"{f'lane {dry[0]}' if dry else 'some lane'} has no batch; this is too little data ({population} samples) "
-            f"for {lanes} lanes and this batch size: give fewer lanes="
+            f"{f'lane {dry[0]}' if dry else 'some lane'} has no batch; {why} "
+            f"too few for {lanes} lanes and this batch size: give fewer lanes="
         )
     if position.ranks.rank != 0:
         return

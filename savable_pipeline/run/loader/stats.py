@@ -126,6 +126,10 @@ class Stats:
             "items_per_s": (items - items_then) / seconds,
         }
 
+    def left_out(self) -> dict[str, int]:
+        """How many samples were left out so far, by stage and reason."""
+        return {name: int(number) for name, number in self._counts.items() if "/skipped/" in name}
+
     def totals(self) -> dict[str, int | float]:
         """All counters by name, and percentiles."""
         counts = {name: number for name, number in self._counts.items() if not name.endswith("/ns")}

@@ -36,15 +36,14 @@ class OnlinePacker(ItemStage):
             "first_fit_decreasing": items for `open_packs` packs are held, none for over 5 times that, and the largest
             placed first: least waste; "sequential": one pack, items cut at its end (Johnson: Near-Optimal Bin Packing
             Algorithms, 1973). Or a function of the lengths of held items, enough for `open_packs` packs, to packs as
-            lists of indices, each once; not with `max_images`, `max_cost`. A state keeps its name, and `settings()` of
-            an object.
+            lists of indices, each once; not with `max_images`, `max_cost`. A state keeps its name and `settings()`.
         open_packs: Most packs open; at a source's end they follow.
         max_images: Most of `encoder.images(item)` in a pack.
         max_cost: Most `cost` in a pack, so that packs train equally long; costlier items are alone, or cut by
             "sequential".
         cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
         too_long: Items beyond `max_length`: "skip", counted, "truncate" or "split" by `encoder.cut`. None: "split" with
-            "sequential", else "skip".
+            "sequential", else "skip", with a warning.
         max_held_bytes: Most bytes of items in all open packs of a process; others are made again.
         encoder: Measures, cuts and packs. None: the one upstream.
 
@@ -120,7 +119,7 @@ class OnlinePacker(ItemStage):
         self.max_cost = max_cost
         self.cost = cost
         self.max_held_bytes = max_held_bytes
-        self.too_long = too_long or ("split" if policy == "sequential" else "skip")
+        self.too_long, self._unasked = too_long or ("split" if policy == "sequential" else "skip"), too_long is None
         self._count = 0  # packs given
         self._counts_when_made = False  # packs that were given deferred
         self._row_of_skipped_packs = 0
@@ -142,7 +141,8 @@ class OnlinePacker(ItemStage):
 
     @cached_property
     def _pieces(self) -> PieceMaker:
-        return PieceMaker(self, self._calls, self._packing, too_long=self.too_long, max_bytes=self.max_held_bytes)
+        bound = self.max_held_bytes
+        return PieceMaker(self, self._calls, self._packing, self.too_long, warns=self._unasked, max_bytes=bound)
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used.

@@ -6,6 +6,7 @@ item ──▶ length ──▶ piece [0, 700) ──▶ a pack of the policy
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
 
+log = logging.getLogger(__name__)
+
 TooLong = Literal["skip", "truncate", "split"]
 _LEAST = 1  # token that an item must have: a pack of empty items would never be full
 
@@ -33,7 +36,14 @@ class PieceMaker:
     """Takes items of `stage.source`, and adds their pieces to `packing`, with as many items as memory allows."""
 
     def __init__(
-        self, stage: ItemStage, calls: EncoderCalls, packing: Packing, *, too_long: TooLong, max_bytes: int
+        self,
+        stage: ItemStage,
+        calls: EncoderCalls,
+        packing: Packing,
+        too_long: TooLong,
+        *,
+        warns: bool,
+        max_bytes: int,
     ) -> None:
         self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
         self.taken_size: Size | None = None  # as the encoder declared it without encoding
@@ -41,6 +51,7 @@ class PieceMaker:
         self._calls = calls
         self._packing = packing
         self._too_long = too_long
+        self._warns = warns  # of items that are left out since they are too long: nobody asked for it
         self._share = BudgetShare(stage.lane.shared("held items", MemoryBudget), max_bytes=max_bytes)
         self._row_of_skips = 0
 
@@ -77,6 +88,7 @@ class PieceMaker:
         if total > self._packing.max_length:
             if self._too_long == "skip" and not taken.start:
                 self._skipped("longer than max_length", total, total)
+                self._warn_of_skips(total)
                 return True
             if self._too_long == "truncate":
                 stop = self._packing.max_length
@@ -202,6 +214,16 @@ class PieceMaker:
                 f"{self._row_of_skips} items in a row were {why}, the last {measure}; no pack will ever come of this "
                 "data"
             )
+
+    def _warn_of_skips(self, total: int) -> None:
+        """Warn, once a process."""
+        if self._warns:
+            self._warns, longest = False, self._packing.max_length
+            warning = (
+                f"OnlinePacker leaves out items longer than max_length={longest}, the first of {total}: "
+                'too_long="split" or "truncate" keeps them, "skip" says that it is meant; stats() counts them'
+            )
+            self._packer.lane.shared("told of items that are too long", lambda: log.warning(warning))
 
     def count_skip(self, reason: str, ref: ItemRef) -> None:
         """Count an item, or a pack by its first item, as left out."""

@@ -46,7 +46,7 @@ class Join(TakesRefs):
         stores: Datasets by a name of yours, with which the names of their parts begin: anything that a reader or
             `sp.open_dataset` takes, or what the latter returns.
         on: "key": by the keys of both samples; a table's keys are in the column of `sp.open_dataset(path, key=COLUMN)`.
-        missing: For a sample whose key a store lacks: "skip" leaves it out, counted; "empty" adds no parts.
+        missing: For a sample whose key a store lacks: "skip" leaves it out, "empty" adds no parts; both are counted.
 
     Raises:
         ValueError: A setting is wrong.
@@ -122,8 +122,8 @@ class Join(TakesRefs):
 
     def _keeps(self, sample: Sample) -> bool:
         """Whether each store has the sample. Counts it if not. Raises `ShardError` after very many in a row."""
-        lacking = [name for name, other in sample.origin.others.items() if other is None]  # type: ignore[attr-defined]
-        if not lacking or sample.origin.fault is not None:  # type: ignore[attr-defined]
+        lacking = _lacking(sample)
+        if not lacking:
             self._row = 0
             return True
         self.counts.update(skip_counters(f"no such key in {lacking[0]}", sample.index))
@@ -139,8 +139,12 @@ class Join(TakesRefs):
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
         """The samples with these refs, with the joined parts; they are read when asked for."""
-        known, samples = self._last
-        return list(samples) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
+        known, kept = self._last
+        samples = list(kept) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
+        for sample in samples:
+            for name in _lacking(sample):
+                self.counts[f"without {name}"] += 1
+        return samples
 
     def fetch(self, ref: Any) -> Sample:
         """The sample with this ref."""
@@ -205,6 +209,13 @@ class Join(TakesRefs):
             for setting, values in store.dataset.known_media.settings().items():
                 known.setdefault(setting, {})[name] = values
         return {"joins": {name: f"{self.missing} {digest}" for name, digest in hashes.items()}, **known}
+
+
+def _lacking(sample: Sample) -> list[str]:
+    """The stores that lack the key of a joined sample; none where its key cannot be read."""
+    joined = sample.origin
+    assert isinstance(joined, JoinedParts)
+    return [] if joined.fault is not None else [name for name, other in joined.others.items() if other is None]
 
 
 def _samples_of(store: Samples, keys: list[str]) -> list[Sample | None]:

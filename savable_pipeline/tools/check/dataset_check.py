@@ -22,6 +22,7 @@ from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_links import links_warning
 from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.shards.unfinished import unfinished
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.file_check import Problem, ShardReport
 
@@ -99,7 +100,7 @@ def check(
     if links:
         count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
         warnings.append(links_warning(dataset.root, count, f"{first[1].first} in {first[0]}"))
-    warnings += _media_warnings(reports)
+    warnings += [*_image_warnings(reports), *_media_warnings(reports)]
     with_alpha = sum(report.with_alpha for report in reports)
     return CheckReport(
         dataset.root, len(names), samples, size, problems, warnings, with_alpha, dict(empty), dict(nulls)
@@ -119,7 +120,23 @@ def _find(shards: Shards) -> _Dataset:
         missing_too=True,
         unlistable=lambda error: problems.append(Problem(error.reason, str(error))),
     )
+    if text := unfinished(root):
+        problems.append(Problem("unfinished", text))
     return _Dataset(str(root), names, is_folder(shards), root, known_files(root, form), problems)
+
+
+def _image_warnings(reports: list[ShardReport]) -> Iterator[str]:
+    deep, turned = sum(report.deep for report in reports), sum(report.turned for report in reports)
+    if deep:
+        yield (
+            f"{counted(deep, 'image has', 'images have')} more than 8 bits a channel: sample.image() shows all above "
+            '255 as white; image(mode="I") gives whole numbers, mode="F" floats'
+        )
+    if turned:
+        yield (
+            f"{counted(turned, 'image is', 'images are')} to be turned, as EXIF says: sample.image() does not; "
+            "PIL.ImageOps.exif_transpose(sample.image()) does"
+        )
 
 
 def _media_warnings(reports: list[ShardReport]) -> Iterator[str]:

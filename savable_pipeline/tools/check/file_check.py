@@ -14,9 +14,9 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
+from savable_pipeline.data.dataset.image_doubts import ALPHA, DEEP, TURNED, image_doubts
 from savable_pipeline.data.dataset.kinds import format_of_file, seen
 from savable_pipeline.data.dataset.store_kinds import STORES
-from savable_pipeline.data.dataset.transparency import image_has_alpha
 from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
@@ -70,6 +70,8 @@ class ShardReport(msgspec.Struct):
     links: Links | None = None
     one_keyframe: int = 0  # long videos that have one
     not_decoded: int = 0  # audio and video, since PyAV is not installed
+    deep: int = 0  # images of more than 8 bits
+    turned: int = 0  # images that EXIF says to turn
 
 
 def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
@@ -86,6 +88,8 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
     elif fault := form.fault_beside(root / name, table):
         problems.append(Problem(f"wrong {form.kind.suffixes[0]}{form.for_others}", fault, name))
+    if table.torn:
+        problems.append(Problem("torn samples", table.torn, name))
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as aside:
@@ -100,12 +104,14 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
         problems,
         dict(found.parts),
         found.most,
-        found.counts["with alpha"],
+        found.counts[ALPHA],
         dict(found.empty),
         dict(found.nulls),
         table.links,
         found.counts[ONE_KEYFRAME],
         found.counts[NOT_DECODED],
+        found.counts[DEEP],
+        found.counts[TURNED],
     )
 
 
@@ -211,10 +217,10 @@ def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str
 
 
 def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
-    """Why a part cannot be right, as `reason: detail`; empty if it can. An image that has alpha is counted."""
+    """Why a part cannot be right, as `reason: detail`; empty if it can. What its header says beside is counted."""
     if len(data) >= _ZEROS and not data.strip(b"\0"):
         return f"zero-filled: all {len(data)} bytes are zeros"
     fault = decode_error(extension, data) or utf8_error(extension, data)
     if not fault and part_type(extension) in IMAGE_PARTS:
-        counts["with alpha"] += image_has_alpha(data)
+        counts.update(image_doubts(data))
     return fault

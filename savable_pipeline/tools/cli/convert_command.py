@@ -151,7 +151,9 @@ def convert(
             )
         print_report(out, report, f"{target.rstrip('/')}/{REJECTED}")
         if not report.samples:
-            raise ValueError(f"{target} has no shard: everything in {source} was rejected")
+            lost = files_from is None and {reject.reason for reject in report.rejected} == {"missing file"}
+            hint = f": --files-from FOLDER says where the files are; remove {target} before" if lost else ""
+            raise ValueError(f"{target} has no shard: everything in {source} was rejected{hint}")
     if report.rejected and not skip_bad:
         raise typer.Exit(1)
 

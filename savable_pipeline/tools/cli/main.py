@@ -98,6 +98,7 @@ def index(
     """
     from savable_pipeline.data.dataset.kinds import index_any
     from savable_pipeline.data.dataset.media_indexing import refuse_remote
+    from savable_pipeline.data.shards.unfinished import unfinished
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
 
     with errors_as_lines():
@@ -108,6 +109,8 @@ def index(
             if is_written(Path(path)) and not faults:
                 describe_indexed(Path(path), place)
         print_index(out, place, faults)
+        if text := unfinished(Path(path)):
+            err.print(printable(f"warning: {text}"))
         broken = media and _index_media(path, workers)
     if faults or broken:
         raise typer.Exit(1)

@@ -62,7 +62,8 @@ def print_check(console: Console, report: CheckReport, *, as_json: bool) -> None
     for problem in report.problems:
         where = [problem.shard, problem.key and f"{problem.key}.{problem.part}"]
         place = "" if problem.offset is None else f" at byte {problem.offset}"
-        console.print(printable(f"{' '.join(filter(None, where))}{place}: {problem.reason}: {problem.detail}"))
+        about = f"{' '.join(filter(None, where))}{place}: " if problem.shard else ""  # else of the dataset
+        console.print(printable(f"{about}{problem.reason}: {problem.detail}"))
 
 
 def print_info(console: Console, info: Info, *, as_json: bool) -> None:

@@ -13,7 +13,7 @@ import json
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
@@ -52,6 +52,7 @@ def write_as_jsonl(file: IO[bytes], name: str, target: IO[bytes]) -> Table:
             raise ValueError(f"{name}: {header.count(twice)} columns are named {twice!r}: give each a name of its own")
         if not header or not all(header):
             raise ValueError(f"{name}: expected a first line with a name of its own for each column, found {header}")
+        _refuse_row(name, (cell for cell in header if is_url(cell)))
         for line, row in rows:
             table.begins.append(line)
             target.write(_as_json(table, header, row, f"{name}:{line}") + b"\n")
@@ -98,9 +99,11 @@ def file_columns(head: list[Row], root: Path, name: str) -> tuple[list[str], lis
     """The columns that name files, as `--file-field` would, and warnings: judged by the first rows.
 
     Those with one of the usual names, and those where half of the cells that are not empty are paths of files, or more.
-    Raises ValueError if there is none, and a column holds URLs.
+    Raises ValueError if there is none, and a column holds URLs; and if a name of a column is the path of a file.
     """
-    columns = [_look(column, head, root) for column in (head[0] if head else ())]
+    header = list(head[0]) if head else []
+    _refuse_row(name, (cell for cell in header if _is_file(root, cell)))
+    columns = [_look(column, head, root) for column in header]
     found = [column for column in columns if column.names_files]
     urls = next((column.name for column in columns if column.holds_urls), None)
     if not found and urls is not None:
@@ -117,6 +120,15 @@ def file_columns(head: list[Row], root: Path, name: str) -> tuple[list[str], lis
         if column.there and column not in found
     ]
     return fields, warnings
+
+
+def _refuse_row(name: str, values: Iterable[str]) -> None:
+    """Raises ValueError for a first line that is a row: it would be lost, and its cells be names of columns."""
+    if value := next(iter(values), None):
+        raise ValueError(
+            f"{name}: the first line should name the columns, but has {value!r}, as a row has; put a line such as "
+            "image,caption before it"
+        )
 
 
 def _look(column: str, head: list[Row], root: Path) -> _Column:

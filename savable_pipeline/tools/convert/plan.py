@@ -23,9 +23,10 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
+from savable_pipeline.data.shards.unfinished import CONVERTED
 from savable_pipeline.tools.convert.model import Files, Input, Options, Reject
 
-MANIFEST = f"{META}/savable.convert.json"
+MANIFEST = CONVERTED
 REJECTED = f"{META}/savable.rejected.jsonl"
 WORK = f"{META}/savable.convert"  # below it lies what is unfinished
 RECORDS = f"{WORK}/records.jsonl"  # of a source whose records must be unpacked

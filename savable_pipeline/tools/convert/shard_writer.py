@@ -4,6 +4,7 @@
     out/.nv-meta/savable.writer/000001.tar    the one that is written      ─ renamed when it is full ─▶  out/000001.tar
     out/.nv-meta/savable.writer/000000.tar.index   its rows of the index, until they are joined
     out/.nv-meta/savable.writer/settings.json      what a writer that goes on must agree with
+    out/.nv-meta/savable.writer/open               there until the writer has ended: readers warn
 
 With `part=(3, 16)` the names begin with `00003-of-00016-`, and no two processes write one file.
 """
@@ -21,12 +22,15 @@ from typing import Any
 import msgspec
 
 from savable_pipeline.core.files import replace_file
+from savable_pipeline.data.shards.file_bytes import opened
 from savable_pipeline.data.shards.index_making import WRITTEN
 from savable_pipeline.data.shards.indexing import known_files
 from savable_pipeline.data.shards.scan import TARS
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.tar import samples as tar_samples
 from savable_pipeline.data.shards.tar_index import TarIndex
 from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
+from savable_pipeline.data.shards.unfinished import OPEN
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
 from savable_pipeline.tools.convert.names import sample_parts
@@ -85,6 +89,7 @@ class ShardWriter:
         self._work = self._folder / WRITTEN
         self._settings = _Settings(max_bytes, max_samples, part)
         self._prefix = "" if part is None else f"{part[0]:05d}-of-{part[1]:05d}-"
+        self._open_mark = self._work / f"{self._prefix}{OPEN}"
         self._shard: ShardFile | None = None
         self._ended = ""  # why nothing can be written any more
         self._refuse_others()
@@ -94,6 +99,8 @@ class ShardWriter:
             self._settle()
             self._sweep()
             self._entries = [*self._finished()]
+            self._begun_with = self._first_key()  # "": nothing is safe yet, or this writer goes on
+            self._open_mark.touch()
         except BaseException:
             os.close(self._lock)
             raise
@@ -116,6 +123,11 @@ class ShardWriter:
         if self._ended:
             raise ValueError(f"{self._folder}: this writer {self._ended}; open another to go on")
         key, parts = sample_parts(sample)
+        if self._begun_with and key == self._begun_with:
+            raise ValueError(
+                f"{self._folder}: sample {key!r} is safe already, the first of {self.written}: go on behind them, "
+                "with `samples[writer.written:]`, or remove the folder to write all anew"
+            )
         size = sample_bytes(key, {extension: len(data) for extension, data in parts.items()})
         try:
             with room_on(self._folder):
@@ -123,6 +135,7 @@ class ShardWriter:
                 if key == shard.last_key:
                     raise ValueError(f"the sample before has the key {key!r} too: readers would take both for one")
                 shard.add(key, parts)
+                self._begun_with = ""
         except (OSError, SavableError):
             self._abandon("met an error of the disk")
             raise
@@ -142,6 +155,7 @@ class ShardWriter:
                     self._finish(self._shard)
                 if self._settings.part is None and self._entries:
                     describe(self._folder)
+            self._open_mark.unlink()
         finally:
             self._abandon("is closed")
 
@@ -236,6 +250,14 @@ class ShardWriter:
         if there > len(entries):
             raise SavableError(f"{self._folder / name} is gone, and later shards are there; put it back")
         return entries
+
+    def _first_key(self) -> str:
+        """The key of the first sample that is safe."""
+        if not self._entries:
+            return ""
+        name = self._name(0)
+        with opened(self._folder / name) as file:
+            return next(extent.key for extent in tar_samples(name, file.fileno()))
 
     def _entry(self, name: str, known: dict[str, ShardEntry]) -> ShardEntry:
         try:

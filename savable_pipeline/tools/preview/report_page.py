@@ -180,6 +180,7 @@ _BUSY = 0.75  # of the workers' time: more workers help
 _SLOW_TAIL = 5  # times the median: then single batches are what is waited for
 _FULL, _EVEN = 0.95, 0.05
 _SPARE = 1.2
+_TRAINED = 0.01  # of the time at least: else nothing is known of the trainer's pace
 _HELP = {
     "Encode": "decode or augment less, or store what the encoder makes",
     "TarShardReader": "a nearer disk, a larger cache, or larger shards",
@@ -227,7 +228,9 @@ def advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]:
 
 
 def _workers(counters: NotedCounters) -> str:
-    training_s = max(counters.seconds - counters.totals["wait_s"], 1e-9)
+    training_s = counters.seconds - counters.totals["wait_s"]
+    if training_s < _TRAINED * counters.seconds:
+        return "The trainer did hardly anything but wait: no number of workers keeps up with that."
     wanted = ceil(_SPARE * counters.totals["work_s"] / training_s)
     if not counters.worker_seconds:
         return (

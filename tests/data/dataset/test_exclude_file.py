@@ -37,6 +37,11 @@ def test_a_line_is_a_key_or_json_with_shard_and_key(data: Dataset, file: Path) -
     assert ExcludeFile(file, data).numbers == {1, 7, 9}
 
 
+def test_the_mark_that_editors_put_before_a_text_is_no_part_of_the_first_key(data: Dataset, file: Path) -> None:
+    file.write_text("s000001\ns000002\n", encoding="utf-8-sig")
+    assert ExcludeFile(file, data).numbers == {1, 2}
+
+
 def test_what_names_no_sample_is_a_warning_with_its_number(
     data: Dataset, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,3 +41,16 @@ def test_zeros_beyond_a_record_are_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert told(path, caplog) == ""
     os.truncate(path, -(-(100 * 1536 + 1024) // 65536) * 65536)  # a record of 128 blocks
     assert told(path, caplog) == ""
+
+
+def test_samples_whose_files_do_not_lie_side_by_side_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [f"k{i}" for i in range(3)]
+    path = tmp_path / "a.tar"
+    write_tar(path, [(f"{key}.{extension}", b"x" * 9000) for extension in ("jpg", "txt") for key in keys])
+    assert "a.tar: the files of 3 samples do not lie side by side, such as those of 'k0'" in told(path, caplog)
+    write_tar(path, [(f"{key}.{extension}", b"x" * 9000) for key in keys for extension in ("jpg", "txt")])
+    assert told(path, caplog) == ""
+    write_tar(path, [(f"{key}.txt", b"x" * 9000) for key in keys * 2])  # which are samples that come twice
+    assert told(path, caplog) == ""

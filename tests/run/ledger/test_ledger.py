@@ -405,7 +405,8 @@ def test_wrong_folders_are_told(tmp_path: Path, shards: str) -> None:
     with pytest.raises(ValueError, match="a ledger records what a run was given, once"):
         loader(partial(toy_pipeline, shards), tmp_path, on_iter="restart")
     for seed in (1, 2):
-        take(sp.SavableLoader(partial(toy_pipeline, shards), seed=seed, ledger=tmp_path / "two"), 1)
+        take(sp.SavableLoader(partial(toy_pipeline, shards), seed=seed, ledger=tmp_path / f"run{seed}"), 1)
+        shutil.copytree(tmp_path / f"run{seed}", tmp_path / "two", dirs_exist_ok=True)
     with pytest.raises(sp.SavableError, match="ledgers of several runs"):
         LedgerFiles(tmp_path / "two")
 
@@ -571,3 +572,15 @@ def test_what_was_excluded_was_not_given_again(make_shards: Any, folder: Path, t
         assert digest(make_again(pipeline, LedgerFiles(folder), 0, slot).batch) == expected[slot - 60]
     with pytest.raises(sp.CheckpointMismatchError, match="exclude"):
         make_again(pipeline, LedgerFiles(folder), 0, 59)
+
+
+def test_another_run_is_refused_in_a_folder_before_its_ledger_cannot_be_read_any_more(
+    folder: Path, shards: str
+) -> None:
+    take(loader(partial(toy_pipeline, shards), folder), 3)
+    before = sorted(folder.iterdir())
+    other = sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12, ledger=folder)
+    with pytest.raises(sp.SavableError, match="of a run with seed=3 and lanes=12, here seed=4"):
+        next(iter(other))
+    assert sorted(folder.iterdir()) == before
+    LedgerFiles(folder)

@@ -168,6 +168,17 @@ def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
     }
 
 
+def test_leaving_out_what_is_too_long_is_told_once_to_who_has_not_asked_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    list(packer([11, 3, 99, 10]))
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith("OnlinePacker leaves out items longer than max_length=10, the first of 11")
+    caplog.clear()
+    list(packer([11, 3, 99, 10], too_long="skip"))
+    assert not caplog.records
+
+
 def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin() -> None:
     stage = packer([11] * 200_000)
     with pytest.raises(sp.EncodeError, match=r"100000 items in a row were longer than max_length, the last 11"):

@@ -37,6 +37,13 @@ class Captioned(sp.TaskEncoder):
         return [*items, rng.integers(100)]
 
 
+class Ids(sp.TaskEncoder):
+    """The sample's id."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": sample.json()["id"]}
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 samples in `shards`; `captions` in another order, of all but every fourth; `more` of all, with two parts."""
@@ -122,6 +129,18 @@ def test_or_it_has_no_such_parts(data: Path) -> None:
     assert found[5]["captions.txt"] == b"caption of s000005"
     with pytest.raises(KeyError, match="'captions' has no sample with this key"):
         found[4]["captions.txt"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_come_without_the_parts_are_counted(data: Path, workers: int) -> None:
+    def captioned(lane: sp.Lane) -> sp.Stage:
+        samples = sp.TarShardReader(data / "shards", lane, epochs=1)
+        samples = sp.Join(samples, {"captions": data / "captions"}, missing="empty")
+        return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=10), Ids()), size=5)
+
+    with sp.SavableLoader(captioned, seed=1, lanes=2, num_workers=workers, tail="pad") as loader:
+        assert sum(int(batch["valid"].sum()) for batch in loader) == 60
+        assert loader.stats()["Join/without captions"] == 15
 
 
 def test_a_dataset_that_was_opened_may_be_given(data: Path) -> None:

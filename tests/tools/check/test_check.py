@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from typer.testing import CliRunner, Result
 
+import savable_pipeline as sp
 from savable_pipeline.data.shards import processes as processes_of_shards
 from savable_pipeline.data.shards.energon_metadata import INDEX_NAME
 from savable_pipeline.data.shards.indexing import open_index
@@ -213,6 +214,12 @@ def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkey
     assert report.samples == 6
 
 
+def test_samples_whose_files_do_not_lie_side_by_side_are_a_problem_of_their_shard(dataset: Path) -> None:
+    write_tar(dataset / "3.tar", [(f"k{i}.{part}", b"x" * 90) for part in ("txt", "bin") for i in range(3)])
+    (problem,) = (each for each in check(dataset, processes=1).problems if each.reason == "torn samples")
+    assert (problem.shard, "3 samples" in problem.detail) == ("3.tar", True)
+
+
 def test_images_with_alpha_are_a_warning(dataset: Path) -> None:
     clear = io.BytesIO()
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(clear, "PNG")
@@ -221,3 +228,19 @@ def test_images_with_alpha_are_a_warning(dataset: Path) -> None:
     assert shown.exit_code == 0 and "nothing wrong" in shown.stdout
     assert "warning: 2 images have alpha: sample.image() lays them over white, or over its background=" in shown.stdout
     assert check(dataset / "0.tar").with_alpha == 0 and check(dataset / "new").with_alpha == 2
+
+
+def test_images_of_which_others_are_shown_than_meant_are_warnings(dataset: Path) -> None:
+    deep, turned = io.BytesIO(), io.BytesIO()
+    Image.new("I;16", (4, 4), 30_000).save(deep, "PNG")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned to the right
+    Image.new("RGB", (4, 6)).save(turned, "JPEG", exif=exif)
+    write_tar(dataset / "new" / "3.tar", [("a.png", deep.getvalue()), ("b.jpg", turned.getvalue())])
+    more_bits, to_turn = check(dataset / "new").warnings
+    assert more_bits.startswith("1 image has more than 8 bits") and 'mode="I"' in more_bits
+    assert to_turn.startswith("1 image is to be turned") and "exif_transpose" in to_turn
+    sample, other = sp.open_dataset(dataset / "new")
+    assert sample.image(mode="I").getextrema() == (30_000, 30_000)
+    assert ImageOps.exif_transpose(other.image()).size == (6, 4) != other.image().size
+    assert check(dataset / "0.tar").warnings == []

@@ -199,3 +199,15 @@ def test_a_sample_that_cannot_be_is_an_error_that_names_it(tmp_path: Path, sampl
 def test_settings_that_cannot_be(tmp_path: Path, settings: Sample) -> None:
     with pytest.raises(ValueError):
         sp.ShardWriter(tmp_path, **settings)
+
+
+def test_a_loop_that_forgets_what_is_written_is_refused_before_it_doubles_the_samples(tmp_path: Path) -> None:
+    write(tmp_path, samples(5), max_samples=2)
+    with sp.ShardWriter(tmp_path, max_samples=2) as writer:
+        with pytest.raises(ValueError, match=r"'0000' is safe already, the first of 5: .*writer\.written"):
+            writer.write(samples(1)[0])
+        writer.write({"__key__": "another", "txt": "goes on"})
+    assert keys(tmp_path) == ["0000", "0001", "0002", "0003", "0004", "another"]
+    with sp.ShardWriter(tmp_path, max_samples=2) as writer:
+        writer.write({"__key__": "later", "txt": "goes on"})
+        writer.write({"__key__": "0000", "txt": "is not the first of this loop"})

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from typer.testing import CliRunner
 
+from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.plan import MANIFEST
 from tests.support.toy_files import SMALL, fill, reasons, snapshot, tar_files, write_lines
@@ -162,6 +164,14 @@ def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, messag
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("cell", "settings"), [("000.jpg", SMALL), ("https://host/0.jpg", Options(file_fields=[]))])
+def test_a_table_without_the_names_of_its_columns_is_an_error(tmp_path: Path, cell: str, settings: Options) -> None:
+    source = fill(tmp_path / "in", 2) / "m.csv"
+    source.write_text(f"{cell},a cat\n{cell.replace('0', '1')},a dog\n")
+    with pytest.raises(ValueError, match=rf"m\.csv: the first line should name the columns.* {cell!r}"):
+        run_conversion(source, tmp_path / "out", settings)
+
+
 def test_rows_of_another_length_are_rejected_and_long_cells_are_not(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f'a,b\n1,"2\n"\n1\n\n1,2,3\n{"x" * 200_000},4\n')
     report = run_conversion(tmp_path / "t.csv", tmp_path / "out", SMALL)
@@ -190,3 +200,11 @@ def test_images_that_many_records_name_are_a_warning_with_the_factor(tmp_path: P
     assert "4 uses of 2 files" in report.warnings[0] and "2.0 times" in report.warnings[0]
     report = run_conversion(write_lines(tmp_path / "in/n.jsonl", *lines[2:]), tmp_path / "two", SMALL)
     assert not any("uses of" in warning for warning in report.warnings)
+
+
+def test_where_no_file_of_a_table_is_found_the_command_says_how_to_tell_where_they_are(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 2) / "m.csv"
+    source.write_text("image,caption\nelsewhere/0.jpg,a cat\nelsewhere/1.jpg,a dog\n")
+    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "--files-from FOLDER says where the files are" in " ".join(result.output.split())

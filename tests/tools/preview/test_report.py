@@ -68,6 +68,13 @@ def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
     assert any("num_workers=" in sentence for sentence in advice(counters, slowest_wait=0.0))
 
 
+def test_a_trainer_that_only_takes_batches_is_not_told_to_have_millions_of_workers(ledger: Path) -> None:
+    counters = NotedCounters(LedgerFiles(ledger))
+    counters.totals["wait_s"] = counters.seconds * 0.9999  # type: ignore[assignment]
+    told = list(advice(counters, slowest_wait=0.0))
+    assert "did hardly anything but wait" in told[0] and not any("num_workers=" in sentence for sentence in told)
+
+
 def test_shares_follow_the_schedule(ledger: Path) -> None:
     given = GivenCounts(LedgerFiles(ledger))
     expected = ExpectedShares(LedgerFiles(ledger).starts[0])
