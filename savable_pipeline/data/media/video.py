@@ -205,17 +205,30 @@ def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple
     width, height = pixels or (None, None)
     if turns % 2:
         width, height = height, width
-    # Planes need no transposition, and hold the numbers of "rgb24".
-    exact = None if pixels is None else _bicubic()
-    planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
-    for channel, number in enumerate((2, 0, 1)):  # green, blue, red
-        plane = planar.planes[number]
-        rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: planar.height, : planar.width]
+    for channel, rows in enumerate(_channels(frame, width, height)):
         turned = np.rot90(rows, turns)
         if turned.shape != out.shape[1:]:
             found, said = (f"{width} × {height} pixels" for height, width in (turned.shape, out.shape[1:]))
             raise MediaError(f"{name}: a frame of {found} in a video of {said}: give size=, or leave the video out")
         out[channel] = turned
+
+
+def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray[np.uint8]]:
+    """Red, green and blue of a frame, uint8 (height, width), resized if a width is given."""
+    # Planes need no transposition, and hold the numbers of "rgb24"; but of a width that is no multiple of 16, FFmpeg
+    # leaves columns at the right as the memory was, unless it resizes.
+    if width is None and frame.width % 16:
+        packed = frame.reformat(format="rgb24", threads=1)
+        pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
+        return [pixels[..., channel] for channel in range(3)]
+    exact = None if width is None else _bicubic()
+    planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
+    return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]  # of green, blue, red
+
+
+def _rows(plane: Any, height: int, width: int) -> NDArray[np.uint8]:
+    """The bytes of a plane, uint8 (height, width), without what fills up its lines."""
+    return np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[:height, :width]
 
 
 def _bicubic() -> Any:

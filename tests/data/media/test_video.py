@@ -200,3 +200,12 @@ def test_after_an_error_the_same_frame_is_an_error_again() -> None:
                 found.frames([number / 12])
         with pytest.raises(MediaError):
             found.frames([number / 12])
+
+
+@pytest.mark.parametrize("size", [(854, 480), (72, 50), (66, 48), (18, 16)])
+def test_all_columns_of_a_frame_are_written_whatever_its_width(size: tuple[int, int]) -> None:
+    data = video_bytes(3, size=size, noise=40)
+    with av.open(io.BytesIO(data)) as made:
+        full = [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in made.decode(video=0)]
+    with video(data) as found:
+        assert np.array_equal(found.frames_by_index(range(3)), full)
