@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import random
+from typing import Any
 
+import av
 import numpy as np
 import pytest
 
-from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.audio import Audio, resample
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, tone, video_bytes
 
@@ -73,6 +75,27 @@ def test_mono_is_the_mean_of_the_channels() -> None:
     with audio(audio_bytes(1.0, channels=2)) as found:
         both = found.samples()
         assert np.array_equal(found.samples(mono=True), both.mean(0, keepdims=True)) and both.shape == (2, 16000)
+
+
+@pytest.mark.parametrize("layout", ["7.1", "hexadecagonal"])
+def test_many_channels_are_read_and_resampled_one_as_the_other(layout: str) -> None:
+    channels = {"7.1": 8, "hexadecagonal": 16}[layout]
+    pcm = (tone(1.0, 16000, channels) * 32767).astype(np.int16)
+    file = io.BytesIO()
+    with av.open(file, "w", format="wv") as made:  # whose decoder gives each channel by itself
+        stream: Any = made.add_stream("wavpack", rate=16000, layout=layout)
+        stream.codec_context.format = "s16p"
+        to_planes = av.AudioResampler("s16p", layout, 16000)
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(pcm.T).reshape(1, -1), "s16", layout)
+        frame.sample_rate = 16000
+        for planes in to_planes.resample(frame):
+            made.mux(stream.encode(planes))
+        made.mux(stream.encode())
+    with audio(file.getvalue()) as found:
+        assert found.channels == channels
+        assert np.allclose(found.samples(), pcm / 32768, atol=1e-4)
+        fewer = resample(found.samples()[:1], 16000, 8000, "")
+        assert np.array_equal(found.samples(rate=8000)[:1, 100:-100], fewer[:, 100:-100])
 
 
 def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
