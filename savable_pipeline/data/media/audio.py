@@ -121,7 +121,7 @@ class Audio(MediaStream):
             if low < high:
                 found[:, low - first : high - first] = block[:, low - place : high - place]
         else:
-            if count and _UNSOUGHT_S.get(self._container.format.name, 0) < 1e9:  # whose length is estimated
+            if count:
                 self._check_end(Fraction(expected or 0, self.rate), Fraction(first + count, self.rate))
         return found
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO, Literal, Self
 
+from savable_pipeline.data.media.mp3_length import said_frames
 from savable_pipeline.errors import MediaError
 
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
@@ -18,6 +19,8 @@ _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
 )
+_GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg")  # containers that do not say how long they are
+_MP3_PADDING = 8192  # samples before and behind the sound, which are left out
 _READ_BYTES = 1 << 16  # that PyAV asks a file for at once
 LATE = Fraction(1, 2000)  # s: a time that a float or a file's clock rounds belongs to the frame that it names
 _CUT_S = Fraction(1, 4)  # that a stream may end before its header says
@@ -74,10 +77,14 @@ def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
     return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
 
 
-def header_duration(container: Any, stream: Any, origin: Fraction) -> tuple[Fraction | None, bool]:
-    """The time at which a stream ends by the headers, in seconds from `origin`, None where they do not say it; and
-    whether it is this stream's, not that of the longest one.
+def header_duration(
+    container: Any, stream: Any, file: BinaryIO, origin: Fraction
+) -> tuple[Fraction | None, bool]:
+    """The time at which a stream of a file ends by the headers, in seconds from `origin`, None where they do not say
+    it; and whether it is this stream's, not that of the longest one.
     """
+    if _is_guessed(container, stream, file):
+        return None, False
     if stream.duration is not None:
         start = stream.start_time * stream.time_base if stream.start_time is not None else origin
         return Fraction(start + stream.duration * stream.time_base) - origin, True
@@ -86,6 +93,18 @@ def header_duration(container: Any, stream: Any, origin: Fraction) -> tuple[Frac
     if container.duration is None:
         return None, False
     return Fraction(container.duration, 1_000_000), len(container.streams) == 1
+
+
+def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
+    """Whether FFmpeg takes a length from the first bit rate, or from a few times, which may be too short by far."""
+    name = container.format.name
+    if name != "mp3" or stream.duration is None:
+        return name in _GUESSED
+    with kept_place(file):
+        frames = said_frames(file)
+    rate = stream.codec_context.sample_rate
+    told = stream.duration * stream.time_base * rate
+    return frames is None or abs(frames * (1152 if rate >= 32_000 else 576) - told) > _MP3_PADDING
 
 
 def origin_of(container: Any) -> Fraction:
@@ -138,7 +157,7 @@ class MediaStream:
     def _duration(self) -> Fraction:
         if self._end is None:
             origin = origin_of(self._container)
-            told = header_duration(self._container, self._stream, origin)[0]
+            told = header_duration(self._container, self._stream, self._file, origin)[0]
             self._end = self._packets_end() if told is None else told + origin - self._origin
             if self._end < 0:
                 raise MediaError(f"{self.name}: its range begins {-float(self._end):.3f} s behind the end of the file")
@@ -146,7 +165,7 @@ class MediaStream:
 
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
         """Raise `MediaError` if a stream that was decoded to its end has less than its header says, up to `wanted`."""
-        told, own = header_duration(self._container, self._stream, origin_of(self._container))
+        told, own = header_duration(self._container, self._stream, self._file, origin_of(self._container))
         begin = self._origin - origin_of(self._container)
         if told is not None and own and min(wanted + begin, told) > reached + begin + _CUT_S:
             raise MediaError(

@@ -55,7 +55,7 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
         if video is None and audio is None:
             raise MediaError(f"{name}: neither video nor sound in it")
         with media_errors(name, "its header cannot be read"):
-            duration, _ = header_duration(container, video or audio, origin_of(container))
+            duration, _ = header_duration(container, video or audio, file, origin_of(container))
         begin_s, end_s = seconds_of(file)
         ranged = end_s is not None or begin_s > 0
         if duration is not None or end_s is not None:

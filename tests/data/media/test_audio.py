@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media.audio import Audio, resample
+from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, tone, video_bytes
 
@@ -75,6 +76,48 @@ def test_mono_is_the_mean_of_the_channels() -> None:
     with audio(audio_bytes(1.0, channels=2)) as found:
         both = found.samples()
         assert np.array_equal(found.samples(mono=True), both.mean(0, keepdims=True)) and both.shape == (2, 16000)
+
+
+def noise_and_silence(container: str, codec: str, options: dict[str, str]) -> bytes:
+    """A second of noise, 8 of silence and one of noise, where silence takes fewer bits."""
+    noise, file = np.random.default_rng(7).uniform(-0.5, 0.5, (1, 44100)).astype(np.float32), io.BytesIO()
+    sound = np.concatenate([noise, np.zeros((1, 8 * 44100), np.float32), noise], 1)
+    with av.open(file, "w", format=container, options=options) as made:
+        stream: Any = made.add_stream(codec, rate=44100, layout="mono", options={"flags": "+qscale"})
+        stream.codec_context.global_quality = 4 * 118
+        for begin in range(0, sound.shape[1], 1024):
+            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound[:, begin : begin + 1024]), "fltp", "mono")
+            frame.sample_rate, frame.pts = 44100, begin
+            made.mux(stream.encode(frame))
+        made.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "options", "known"),
+    [
+        ("adts", "aac", {}, False),
+        ("mp3", "libmp3lame", {"write_xing": "0"}, False),
+        ("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}, False),
+        ("mp3", "libmp3lame", {}, True),
+        ("mp3", "libmp3lame", {"id3v2_version": "0"}, True),
+    ],
+)
+def test_no_length_is_guessed_from_the_bit_rate_of_the_begin(
+    container: str, codec: str, options: dict[str, str], known: bool
+) -> None:
+    data = noise_and_silence(container, codec, options)
+    said = media_info(io.BytesIO(data), "the part", container).duration_s
+    assert (said is not None) == known
+    with audio(data) as found:
+        assert found.duration_s == (said or pytest.approx(10.0, abs=0.1))
+        assert np.abs(found.samples()[:, 9 * 44100 + 4000 :]).mean() > 0.1
+
+
+def test_an_mp3_that_is_cut_short_is_a_fault_where_its_header_says_its_length() -> None:
+    data = noise_and_silence("mp3", "libmp3lame", {})
+    with pytest.raises(MediaError, match="its audio ends at .* it was cut short"), audio(data[: len(data) // 2]) as found:
+        found.samples()
 
 
 @pytest.mark.parametrize("layout", ["7.1", "hexadecagonal"])
