@@ -95,6 +95,19 @@ def header_duration(
     return Fraction(container.duration, 1_000_000), len(container.streams) == 1
 
 
+def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end_s: float | None) -> str:
+    """Why there is no such range in a file, as far as its headers say; "" if there may be."""
+    asked = f"a range from {begin_s} to {'its end' if end_s is None else f'{end_s} s'}"
+    if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
+        return asked
+    if container.duration is None or _is_guessed(container, stream, file):
+        return ""
+    lasts = Fraction(container.duration, 1_000_000)
+    if begin_s < lasts and (end_s is None or end_s <= lasts + _CUT_S):
+        return ""
+    return f"{asked}, but the file ends at {float(lasts):.3f} s"
+
+
 def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
     """Whether FFmpeg takes a length from the first bit rate, or from a few times, which may be too short by far."""
     name = container.format.name
@@ -129,9 +142,9 @@ class MediaStream:
         self._origin = origin_of(self._container) + Fraction(begin_s)
         self._end = None if end_s is None else Fraction(end_s) - Fraction(begin_s)
         self._whole = end_s is None  # else what follows in the file is of another range
-        if not 0 <= begin_s < float("inf") or (self._end is not None and self._end <= 0):
+        if fault := range_fault(self._container, self._stream, file, begin_s, end_s):
             self.close()
-            raise MediaError(f"{name}: a range from {begin_s} to {end_s} s")
+            raise MediaError(f"{name}: {fault}")
 
     def _open(self) -> None:
         """Open the file at its begin, and its stream of this kind."""
@@ -166,11 +179,13 @@ class MediaStream:
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
         """Raise `MediaError` if a stream that was decoded to its end has less than its header says, up to `wanted`."""
         told, own = header_duration(self._container, self._stream, self._file, origin_of(self._container))
-        begin = self._origin - origin_of(self._container)
+        begin, by = self._origin - origin_of(self._container), "its header: it was cut short"
+        if told is None and self._end is not None and not self._whole:
+            told, own, by = self._end + begin, len(self._container.streams) == 1, "its range"
         if told is not None and own and min(wanted + begin, told) > reached + begin + _CUT_S:
             raise MediaError(
                 f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, though it lasts "
-                f"{float(told - begin):.3f} s by its header: it was cut short"
+                f"{float(told - begin):.3f} s by {by}"
             )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from savable_pipeline.data.media.audio import Audio, resample
 from savable_pipeline.data.media.media_info import media_info
+from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, tone, video_bytes
 
@@ -148,6 +149,20 @@ def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
         assert np.array_equal(found.samples(), whole.samples(1.0, 2.5))
         assert np.array_equal(found.samples(0.5, 2.0)[:, :16000], whole.samples(1.5, 2.5))
         assert not found.samples(0.5, 2.0)[:, 16000:].any()
+
+
+@pytest.mark.parametrize("container", ["wav", "mp3", "webm", "adts"])
+@pytest.mark.parametrize(("begin_s", "end_s"), [(5.0, 6.0), (3.0, 4.0), (1.0, 2.5), (5.0, None)])
+def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(
+    container: str, begin_s: float, end_s: float | None
+) -> None:
+    data = audio_bytes(2.0, rate=48000, container=container, codec={"adts": "aac"}.get(container, ""))
+    with pytest.raises(MediaError, match="the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:
+        found.samples()
+    if container in ("wav", "mp3", "webm"):
+        file = RangeFile(SpanFile(lambda offset, size: data[offset:][:size], 0, len(data)), begin_s, end_s)
+        with pytest.raises(MediaError, match="the part: .* end"):
+            media_info(file, "the part", container)
 
 
 def test_the_sound_of_a_video_has_its_clock() -> None:

@@ -89,6 +89,15 @@ def test_a_range_of_a_file_begins_at_zero() -> None:
             found.frames([1.2])
 
 
+def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_still() -> None:
+    data = video_bytes(40, fps=10)
+    with video(data, begin_s=3.0, end_s=4.1) as found:  # as much as rounded times may be late
+        assert numbers(found.frames([0.0, 1.05])) == [30, 39]
+    for begin_s, end_s in ((3.0, 5.0), (7.0, 8.0), (7.0, None)):
+        with pytest.raises(MediaError, match=r"a range from .*, but the file ends at 4\.000 s"):
+            video(data, begin_s=begin_s, end_s=end_s)  # type: ignore[arg-type]
+
+
 def test_frames_are_resized_and_a_time_may_come_twice() -> None:
     with video(video_bytes(12)) as found:
         frames = found.frames([0.5, 0.0, 0.5], size=(100, 80))
