@@ -48,6 +48,12 @@ class Video(MediaStream):
         if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
             self.close()
             raise MediaError(f"{name}: frames of {self.size[0]} × {self.size[1]} pixels")
+        if self._container.format.name == "avi" and self.codec == "h264" and self._stream.codec_context.has_b_frames:
+            self.close()
+            raise MediaError(
+                f"{name}: H.264 with frames that refer to later ones in AVI, which does not say when these are shown: "
+                "write it anew, as MP4 or Matroska"
+            )
         self._shown: Any = None  # the frame decoded last,
         self._coming: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
@@ -174,13 +180,21 @@ class Video(MediaStream):
     def _seek(self, ticks: int) -> None:
         self._shown = None  # until the next frames are there: after an error nothing stands for them
         self._decoder = self._decoded_from(ticks)
-        shown, self._coming = next(self._decoder), next(self._decoder, None)
-        self._shown = shown
+        self._show(next(self._decoder))
 
     def _advance(self) -> None:
         shown, self._shown = self._coming, None
+        self._show(shown)
+
+    def _show(self, frame: Any) -> None:
         self._coming = next(self._decoder, None)
-        self._shown = shown
+        if self._coming is not None and self._coming.pts < frame.pts:  # as where files were joined
+            begin, end = (float(self._time(each.pts)) for each in (frame, self._coming))
+            raise MediaError(
+                f"{self.name}: times of its frames go back, from {begin:.3f} to {end:.3f} s, so that none can be told "
+                "by its time: write it anew"
+            )
+        self._shown = frame
 
 
 def frame_rate(stream: Any) -> Fraction | None:

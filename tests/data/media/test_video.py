@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media import container
+from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
@@ -177,8 +178,22 @@ def test_a_codec_that_is_not_known_is_a_fault_and_its_header_says_no_size() -> N
     assert (info.width, info.height) == (None, None) and info.duration_s == 0.5
 
 
+def test_frames_whose_times_go_back_are_a_fault_and_never_another_frame() -> None:
+    data = b"".join(video_bytes(12, container="mpegts", b_frames=0) for _ in range(2))
+    with video(data) as found, pytest.raises(MediaError, match=r"the part: times of its frames go back, from 0\.917 to"):
+        found.frames([1.0])
+    assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
+    data = video_bytes(40, container="avi")
+    with pytest.raises(MediaError, match="the part: H.264 with frames that refer to later ones in AVI"):
+        video(data)
+    assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
+
+
 def test_frames_that_change_their_size_are_a_fault_unless_they_are_resized() -> None:
-    data = b"".join(video_bytes(12, container="mpegts", size=size, b_frames=0) for size in ((64, 48), (32, 24)))
+    parts = ((64, 48), range(0, 960, 80)), ((32, 24), range(960, 1920, 80))
+    data = b"".join(
+        video_bytes(12, container="mpegts", size=size, b_frames=0, times=list(times)) for size, times in parts
+    )
     with (
         video(data) as found,
         pytest.raises(MediaError, match="32 × 24 pixels in a video of 64 × 48 pixels: give size="),
