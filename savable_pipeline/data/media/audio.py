@@ -17,8 +17,7 @@ _AROUND = 64  # periods of the common clock of two rates, resampled beside the r
 _GAP_S = Fraction(1, 500)  # a container's clock may round a frame's time by as much
 _MOST_SAMPLES = 1 << 30
 _MOST_PLANES = 7  # channels, each in memory of its own, that PyAV hands over; of more it reads beyond their list
-# Where a point to begin from is estimated from bytes, times are not exact: up to so many seconds are decoded instead.
-_UNSOUGHT_S = {"mp3": 1e9, "aac": 1e9, "ac3": 1e9, "eac3": 1e9, "amr": 1e9, "ogg": 30}
+_OGG_S = 30  # of Ogg, decoded from the begin: points to begin from are estimated from bytes there, too
 
 
 class Audio(MediaStream):
@@ -127,7 +126,7 @@ class Audio(MediaStream):
 
     def _frames_before(self, time: Fraction) -> Any:
         """The frames from some time before `time` on."""
-        if time <= _UNSOUGHT_S.get(self._container.format.name, 0):
+        if time <= (_OGG_S if self._container.format.name == "ogg" else 0):
             return self._from_start()
         return self._decoded_from(self._ticks(max(time, Fraction(0)) - _BEFORE_S))
 

@@ -19,7 +19,9 @@ _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
 )
-_GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg")  # containers that do not say how long they are
+_GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers that do not say how long they are
+# In these a point to begin from is estimated from bytes, so that times behind it are not those of a full decode.
+_UNSOUGHT = ("mp3", *_GUESSED)
 _MP3_PADDING = 8192  # samples before and behind the sound, which are left out
 _READ_BYTES = 1 << 16  # that PyAV asks a file for at once
 LATE = Fraction(1, 2000)  # s: a time that a float or a file's clock rounds belongs to the frame that it names
@@ -214,7 +216,7 @@ class MediaStream:
     def _decoded_from(self, ticks: int) -> Iterator[Any]:
         """The frames from the last one at or before `ticks` from which decoding can begin; else from the first."""
         begin = self._stream.start_time
-        for earlier in _EARLIER:
+        for earlier in () if self._container.format.name in _UNSOUGHT else _EARLIER:
             target = ticks - int(earlier / self._stream.time_base)
             if begin is None or target <= begin:
                 break

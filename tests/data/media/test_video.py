@@ -29,6 +29,7 @@ KINDS = {
     "WebM": {"container": "webm", "codec": "libvpx-vp9", "b_frames": 0, "audio": "libopus"},
     "AVI": {"container": "avi", "codec": "mpeg4"},
     "transport stream": {"container": "mpegts"},
+    "program stream": {"container": "mpeg", "codec": "mpeg2video", "fps": 25},
     "29.97 frames a second": {"fps": Fraction(30000, 1001)},
     "frames that last differently": {"times": [n * 80 + n % 3 * 25 + (500 if n > 30 else 0) for n in range(40)]},
 }
