@@ -128,6 +128,8 @@ class Audio(MediaStream):
         """The frames from some time before `time` on."""
         if time <= (_OGG_S if self._container.format.name == "ogg" else 0):
             return self._from_start()
+        # A demuxer learns of points to begin from, and a decoder of AAC draws noise: after other ranges, others come.
+        self._open_anew()
         return self._decoded_from(self._ticks(max(time, Fraction(0)) - _BEFORE_S))
 
     def _floats(self, frame: Any) -> NDArray[np.float32]:

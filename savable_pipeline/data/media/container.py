@@ -239,12 +239,16 @@ class MediaStream:
 
     def _from_start(self) -> Iterator[Any]:
         """The frames from the first one on; not every container can be sought to it."""
+        self._open_anew()
+        self._at_start = False
+        return self._frames()
+
+    def _open_anew(self) -> None:
+        """Be as if nothing had been decoded so far."""
         if not self._at_start:
             self.close()
             self._file.seek(0)
             self._open()
-        self._at_start = False
-        return self._frames()
 
     def _frames(self) -> Iterator[Any]:
         """The frames from here on, each with a time. Raises `MediaError` for a damaged one."""

@@ -56,6 +56,17 @@ def test_a_range_is_that_of_a_full_decode(kind: str) -> None:
             assert min(near) <= tolerance
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "aac in Matroska"])
+def test_a_range_is_the_same_to_the_bit_after_others_as_alone(kind: str) -> None:
+    settings, rate, _ = KINDS.get(kind, ({"container": "matroska", "codec": "aac", "rate": 44100}, 44100, 0))
+    data, order = audio_bytes(20.0, **settings), random.Random(kind)  # type: ignore[arg-type]
+    with audio(data) as found:
+        for _ in range(12):
+            start = order.randrange(19 * rate) / rate
+            with audio(data) as alone:
+                assert np.array_equal(found.samples(start, start + 0.5), alone.samples(start, start + 0.5))
+
+
 def test_a_range_beyond_the_end_is_filled_with_zeros() -> None:
     with audio(audio_bytes(1.0)) as found:
         samples = found.samples(0.75, 1.5)
