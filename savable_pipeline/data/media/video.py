@@ -57,6 +57,7 @@ class Video(MediaStream):
         self._shown: Any = None  # the frame decoded last,
         self._coming: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
+        self._begun: int | None = None  # the entry of the index from which it decodes; None: there is no whole index
 
     @property
     def fps(self) -> float:
@@ -120,6 +121,24 @@ class Video(MediaStream):
         self._seek(self._ticks(Fraction(float(time_s)) + LATE))
         return max(0.0, float(self._time(self._shown.pts)))
 
+    def begin_anew(self, time_s: float) -> None:
+        """Let what comes next be decoded as if nothing had been before: damage in front of it is met always or never.
+
+        Args:
+            time_s: Where it begins, in seconds.
+        """
+        point = self._point_at(self._ticks(Fraction(float(time_s)) + LATE))
+        if point is None:
+            self._open_anew()
+        if point is None or point != self._begun:
+            self._decoder, self._shown = iter(()), None
+
+    def _point_at(self, ticks: int) -> int | None:
+        """The entry of the index from which decoding begins for a time; None without an index of all frames."""
+        entries = self._stream.index_entries
+        whole = is_mp4(self._container) and len(entries) == self._stream.frames
+        return entries.search_timestamp(ticks) if whole else None
+
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
         """The time of each frame of the range, in ticks."""
@@ -179,6 +198,7 @@ class Video(MediaStream):
 
     def _seek(self, ticks: int) -> None:
         self._shown = None  # until the next frames are there: after an error nothing stands for them
+        self._begun = self._point_at(ticks)
         self._decoder = self._decoded_from(ticks)
         self._show(next(self._decoder))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,9 @@ class Lasting:
     def frames(self, times_s: list[float], *, size: Any = None) -> Any:
         assert all(0 <= time <= self.duration_s for time in times_s)
         return np.zeros((len(times_s), 3, 1, 1), np.uint8)
+
+    def begin_anew(self, time_s: float) -> None:
+        pass
 
     def keyframe_at(self, time_s: float) -> float:
         return float(math.floor(time_s))
@@ -108,6 +112,35 @@ def test_a_clip_depends_on_no_clip_before_it(how: dict[str, Any]) -> None:
             assert before.start_s == after.start_s
             assert np.array_equal(before.frames, after.frames)  # type: ignore[arg-type]
             assert np.array_equal(before.audio, after.audio)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"container": "matroska"}, {"container": "mpegts"}, {"options": {"movflags": "frag_keyframe+empty_moov"}}]
+)
+def test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not(how: dict[str, Any]) -> None:
+    whole, order, met = video_bytes(60, fps=10, gop=4, noise=40, **how), random.Random(7), 0
+    clips, rng = sp.Clips(length_s=0.2, fps=10, stride_s=0.7), sp.Rng(0)
+
+    def part_of(iterator: ClipIterator) -> bytes | str:
+        try:
+            clip = next(iterator, None)
+            return "no more" if clip is None else clip.frames.tobytes()
+        except MediaError as error:
+            return str(error)
+
+    for _ in range(25):
+        at = order.randrange(len(whole) // 4, len(whole) * 3 // 4)
+        data = whole[:at] + order.randbytes(100) + whole[at + 100 :]
+        after_others = clips.of(video(data), rng)
+        for part in range(8):
+            alone = clips.of(video(data), rng)
+            alone.pass_over(part)
+            found = part_of(alone)
+            met += isinstance(found, str)
+            assert part_of(after_others) == found
+            if isinstance(found, str):
+                break  # the rest is skipped
+    assert met
 
 
 def test_clips_passed_over_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
