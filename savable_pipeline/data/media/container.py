@@ -79,9 +79,7 @@ def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
     return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
 
 
-def header_duration(
-    container: Any, stream: Any, file: BinaryIO, origin: Fraction
-) -> tuple[Fraction | None, bool]:
+def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fraction) -> tuple[Fraction | None, bool]:
     """The time at which a stream of a file ends by the headers, in seconds from `origin`, None where they do not say
     it; and whether it is this stream's, not that of the longest one.
     """

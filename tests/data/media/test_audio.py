@@ -128,7 +128,10 @@ def test_no_length_is_guessed_from_the_bit_rate_of_the_begin(
 
 def test_an_mp3_that_is_cut_short_is_a_fault_where_its_header_says_its_length() -> None:
     data = noise_and_silence("mp3", "libmp3lame", {})
-    with pytest.raises(MediaError, match="its audio ends at .* it was cut short"), audio(data[: len(data) // 2]) as found:
+    with (
+        pytest.raises(MediaError, match=r"its audio ends at .* it was cut short"),
+        audio(data[: len(data) // 2]) as found,
+    ):
         found.samples()
 
 
@@ -168,11 +171,11 @@ def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(
     container: str, begin_s: float, end_s: float | None
 ) -> None:
     data = audio_bytes(2.0, rate=48000, container=container, codec={"adts": "aac"}.get(container, ""))
-    with pytest.raises(MediaError, match="the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:
+    with pytest.raises(MediaError, match=r"the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:
         found.samples()
     if container in ("wav", "mp3", "webm"):
         file = RangeFile(SpanFile(lambda offset, size: data[offset:][:size], 0, len(data)), begin_s, end_s)
-        with pytest.raises(MediaError, match="the part: .* end"):
+        with pytest.raises(MediaError, match=r"the part: .* end"):
             media_info(file, "the part", container)
 
 

@@ -115,7 +115,8 @@ def test_a_clip_depends_on_no_clip_before_it(how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"container": "matroska"}, {"container": "mpegts"}, {"options": {"movflags": "frag_keyframe+empty_moov"}}]
+    "how",
+    [{}, {"container": "matroska"}, {"container": "mpegts"}, {"options": {"movflags": "frag_keyframe+empty_moov"}}],
 )
 def test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not(how: dict[str, Any]) -> None:
     whole, order, met = video_bytes(60, fps=10, gop=4, noise=40, **how), random.Random(7), 0

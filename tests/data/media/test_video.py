@@ -181,11 +181,14 @@ def test_a_codec_that_is_not_known_is_a_fault_and_its_header_says_no_size() -> N
 
 def test_frames_whose_times_go_back_are_a_fault_and_never_another_frame() -> None:
     data = b"".join(video_bytes(12, container="mpegts", b_frames=0) for _ in range(2))
-    with video(data) as found, pytest.raises(MediaError, match=r"the part: times of its frames go back, from 0\.917 to"):
+    with (
+        video(data) as found,
+        pytest.raises(MediaError, match=r"the part: times of its frames go back, from 0\.917 to"),
+    ):
         found.frames([1.0])
     assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
     data = video_bytes(40, container="avi")
-    with pytest.raises(MediaError, match="the part: H.264 with frames that refer to later ones in AVI"):
+    with pytest.raises(MediaError, match=r"the part: H\.264 with frames that refer to later ones in AVI"):
         video(data)
     assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
 

@@ -189,7 +189,9 @@ def test_a_joined_store_has_its_table(dataset: Path, tmp_path: Path, monkeypatch
 def test_energons_values_neither_come_nor_go_unless_allowed(dataset: Path) -> None:
     plain = fingerprint(sp.TarShardReader(dataset, sp.Lane()), seed=3, lanes=2)
     with_energons = msgspec.structs.replace(plain, fields={**plain.fields, "energon_media": "abc"})
-    with pytest.raises(sp.CheckpointMismatchError, match=r"\n  energon_media: saved values of the headers, .*, here 'abc'"):
+    with pytest.raises(
+        sp.CheckpointMismatchError, match=r"\n  energon_media: saved values of the headers, .*, here 'abc'"
+    ):
         compare(plain, with_energons)
     assert compare(plain, with_energons, allow={"energon_media"}) == ["energon_media"]
     with pytest.raises(sp.CheckpointMismatchError, match=r"\n  energon_media: saved 'abc'"):
