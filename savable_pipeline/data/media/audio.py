@@ -141,6 +141,8 @@ class Audio(MediaStream):
         data: NDArray[Any] = frame.to_ndarray()
         if not frame.format.is_planar:
             data = data.reshape(-1, self.channels).T
+        if self.codec.startswith("pcm_f") and not np.isfinite(data).all():
+            raise MediaError(f"{self.name}: at {float(self._time(frame.pts)):.3f} s are samples that are no numbers")
         if data.dtype == np.uint8:
             data = (data - 128.0) / 128
         elif data.dtype.kind == "i":

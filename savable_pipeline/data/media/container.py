@@ -214,7 +214,7 @@ class MediaStream:
     def _decoded_from(self, ticks: int) -> Iterator[Any]:
         """The frames from the last one at or before `ticks` from which decoding can begin; else from the first."""
         begin = self._stream.start_time
-        for earlier in () if self._container.format.name in _UNSOUGHT else _EARLIER:
+        for earlier in _EARLIER if self._is_sought else ():
             target = ticks - int(earlier / self._stream.time_base)
             if begin is None or target <= begin:
                 break
@@ -227,6 +227,11 @@ class MediaStream:
         if first is None:
             raise MediaError(f"{self.name}: not one frame of its {self.kind} can be decoded")
         return _chained(first, frames)
+
+    @property
+    def _is_sought(self) -> bool:
+        """Whether the frames behind a point that is sought are those of a full decode."""
+        return self._container.format.name not in _UNSOUGHT
 
     def _sought(self, ticks: int) -> Iterator[Any]:
         """The frames from a point at or before `ticks`, as far as the container knows such points."""

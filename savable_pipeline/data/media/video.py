@@ -188,7 +188,7 @@ class Video(MediaStream):
 
     def _is_far(self, ticks: int) -> bool:
         """Whether there is a point to begin from between the next frame and `ticks`."""
-        if self._coming is None or self._coming.pts >= ticks:
+        if self._coming is None or self._coming.pts >= ticks or not self._is_sought:
             return False
         entries = self._stream.index_entries
         found = entries.search_timestamp(ticks) if len(entries) > 1 else -1

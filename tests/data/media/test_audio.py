@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 from typing import Any
 
@@ -184,6 +185,19 @@ def test_the_sound_of_a_video_has_its_clock() -> None:
     with audio(data) as found:
         samples = found.samples(1.0, 2.0)
         assert np.abs(samples - tone(4.0, 16000, 1)[:, 16000:32000]).mean() < 0.02
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_samples_that_are_no_numbers_are_a_fault(wrong: float) -> None:
+    data = bytearray(audio_bytes(1.0, container="wav", codec="pcm_f32le"))
+    with audio(bytes(data)) as found:
+        assert np.isfinite(found.samples()).all()
+    data[40_000:40_004] = np.float32(wrong).tobytes()
+    with (
+        pytest.raises(MediaError, match=r"the part: at 0\.\d+ s are samples that are no numbers"),
+        audio(bytes(data)) as found,
+    ):
+        found.samples()
 
 
 def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
