@@ -43,7 +43,7 @@ _OTHER_LENGTHS = "the table of media says other values since, so that packs woul
 _HEADERS = "no table of media, so that headers are read"
 MEDIA_RULES = {  # of what `KnownMedia.settings` has: our own table says what the headers do, Energon's may not
     "media": SettingRule(field="media", comes=_OTHER_LENGTHS, goes=True, absent=_HEADERS),
-    "energon_media": SettingRule(field="energon_media", comes=_OTHER_LENGTHS, absent="none of Energon's, or not read"),
+    "energon_media": SettingRule(field="energon_media", absent="values of the headers, which Energon's are not always"),
 }
 
 

@@ -105,7 +105,8 @@ class SkippedSamples:
         else:
             fault, on_error = self.failed(sample, error), self._on_error
             fault.__cause__ = from_user_code(error)
-        if is_out_of_handles(error) or not skips(on_error, fault):
+        # A library that is not installed here is no fault of any sample: all would be skipped, and elsewhere none.
+        if is_out_of_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
             raise fault
         if is_of_environment(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))

@@ -98,7 +98,8 @@ class AudioTokens(Medium):
 
     def empty(self) -> dict[str, torch.Tensor]:
         """`audio_mels`, float32 (0, bins), and `audio_frames`, int64 (0,)."""
-        return {"audio_mels": torch.empty(0, self.bins), "audio_frames": torch.empty(0, dtype=torch.int64)}
+        mels = torch.empty(0, self.bins, dtype=torch.float32)
+        return {"audio_mels": mels, "audio_frames": torch.empty(0, dtype=torch.int64)}
 
     def token_counts(self, item: dict[str, Any]) -> list[int]:
         """The number of tokens of each sound of an item."""

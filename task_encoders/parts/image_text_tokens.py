@@ -279,8 +279,15 @@ class MixedEncoder(TaskEncoder):
 
 def _check_media(media: Sequence[Medium], vision: Vision | None, video: VideoTokens | VideoFrames | None) -> None:
     """Raise ValueError unless each medium can be told from the others."""
-    if isinstance(video, VideoFrames) and vision is None:
-        raise ValueError("VideoFrames shows frames as images: give the encoder vision=Vision(...) as well")
+    if isinstance(video, VideoFrames):
+        if vision is None:
+            raise ValueError("VideoFrames shows frames as images: give the encoder vision=Vision(...) as well")
+        (patch, merge), (own_patch, own_merge) = ((tiles.patch, tiles.merge) for tiles in (video.tiles, vision.tiles))
+        if (patch, merge) != (own_patch, own_merge):
+            raise ValueError(
+                f"the tiles of VideoFrames have patch={patch} and merge={merge}, those of Vision {own_patch} and "
+                f"{own_merge}: one model sees both, so give VideoFrames tiles= with those of Vision"
+            )
     texts = [medium.text for medium in media] + ([video.text] if isinstance(video, VideoFrames) else [])
     if len(set(texts)) < len(texts) or len({medium.token for medium in media}) < len(media):
         raise ValueError("vision, video and audio have one token or one text= in common; each needs its own")

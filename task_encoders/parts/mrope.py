@@ -67,7 +67,7 @@ class MRope:
 
     def _grid(self, grid: Grid) -> torch.Tensor:
         step = 1.0 if self.tokens_per_second is None else self.tokens_per_second * grid.interval_s
-        time = (torch.arange(grid.steps) * step).long()
+        time = (torch.arange(grid.steps, dtype=torch.float32) * step).long()
         axes = torch.meshgrid(time, torch.arange(grid.rows), torch.arange(grid.columns), indexing="ij")
         return torch.stack(axes, -1).view(-1, 3)
 

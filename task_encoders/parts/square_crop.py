@@ -193,5 +193,5 @@ def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, 
 
     In a worker the result is written directly into the memory that the trainer reads.
     """
-    centre, spread = (255 * torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+    centre, spread = (255 * torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (mean, std))
     return torch.sub(pixels, centre, out=empty(pixels.shape, torch.float32)).div_(spread)

@@ -64,6 +64,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 # Faults of a sample.
 
 
+def test_a_library_that_is_not_installed_is_no_fault_of_a_sample(make_shards: Any) -> None:
+    missing = ImportError("audio and video need PyAV: pip install 'savable_pipeline[media]'")
+    stage = sp.Encode(reader(make_shards([4])), Odd(missing), on_error="skip")
+    with pytest.raises(sp.EncodeError, match=r"raised ImportError: audio and video need PyAV.*key 's000001'"):
+        taken(stage)
+    assert not skipped(stage)
+
+
 def test_samples_that_fail_are_skipped_counted_and_written_down(make_shards: Any, tmp_path: Path) -> None:
     stage = sp.Encode(reader(make_shards([4, 3]), quarantine=tmp_path / "bad.jsonl"), Odd(), on_error="skip")
     assert taken(stage) == [0, 2, 4, 6]

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 import savable_pipeline as sp
+from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.testing import assert_exact_resume
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.chat import ChatEncoder
@@ -215,6 +217,9 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
 }
 
 
+BY_TORCHVISION = {"mixed classes", "captions, crops of earlier states"}  # which draws in the default type of tensors
+
+
 def pipeline(shards: str, encoder: sp.TaskEncoder, max_length: int | None, lane: sp.Lane) -> sp.Stage:
     """Every stage, with a packer where `max_length` is given."""
     stage: sp.Stage = sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=10)
@@ -230,3 +235,22 @@ def test_every_cut_and_chains_with_other_workers_and_ranks_are_exact(case: str, 
     shards = write_samples(tmp_path, samples())
     build = partial(pipeline, str(shards), make(), max_length)
     assert assert_exact_resume(build, lanes=4, steps=12, workers=(0, 2), world_sizes=(1, 2), chains=1) > 12
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - BY_TORCHVISION))
+def test_no_batch_depends_on_the_default_type_of_the_trainers_tensors(case: str, tmp_path: Path) -> None:
+    make, samples, max_length = CASES[case]
+    shards = write_samples(tmp_path, samples())
+
+    def batches() -> list[Any]:
+        stage = pipeline(str(shards), make(), max_length, sp.Lane(seed=1))
+        return [next(stage) for _ in range(3)]
+
+    plain = batches()
+    for kind in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(kind)
+        try:
+            found = batches()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert first_difference(plain, found) is None

@@ -255,7 +255,12 @@ def test_without_video_and_audio_their_places_are_text_and_their_parts_passed_ov
 def test_what_would_be_mistaken_is_refused() -> None:
     with pytest.raises(ValueError, match="VideoFrames shows frames as images: give the encoder vision="):
         ChatEncoder(video=VideoFrames())
-    for other in (VideoTokens(IMAGE), VideoTokens(VIDEO, text="<image>"), VideoFrames(text="<image>")):
+    for tiles in (NativeSize(4, 2), NativeSize(2, 1)):
+        found = f"VideoFrames have patch={tiles.patch} and merge={tiles.merge}, those of Vision 2 and 2"
+        with pytest.raises(ValueError, match=found):
+            ChatEncoder(vision=VISION, video=VideoFrames(tiles=tiles))
+    alike = VideoFrames(text="<image>", tiles=VISION.tiles)
+    for other in (VideoTokens(IMAGE), VideoTokens(VIDEO, text="<image>"), alike):
         with pytest.raises(ValueError, match="have one token or one text= in common"):
             ChatEncoder(vision=VISION, video=other)
     with pytest.raises(ValueError, match=r"holds the audio token 97 itself; its audios would be mistaken"):
@@ -266,7 +271,7 @@ def test_what_would_be_mistaken_is_refused() -> None:
     "changed",
     [
         {"video": None},
-        {"video": VideoFrames()},
+        {"video": VideoFrames(tiles=Tiles(2, 2, 4))},
         {"video": VideoFrames(tiles=VISION.tiles)},
         {"video": VideoTokens(VIDEO)},
         {"audio": None},

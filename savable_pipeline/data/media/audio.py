@@ -16,8 +16,8 @@ _BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames
 _AROUND = 64  # periods of the common clock of two rates, resampled beside the range, since a filter reaches beyond it
 _GAP_S = Fraction(1, 500)  # a container's clock may round a frame's time by as much
 _MOST_SAMPLES = 1 << 30
-# Where a point to begin from is estimated from bytes, times are not exact: up to so many seconds are decoded instead.
-_UNSOUGHT_S = {"mp3": 1e9, "aac": 1e9, "ac3": 1e9, "eac3": 1e9, "amr": 1e9, "ogg": 30}
+_MOST_PLANES = 7  # channels, each in memory of its own, that PyAV hands over; of more it reads beyond their list
+_OGG_S = 30  # of Ogg, decoded from the begin: points to begin from are estimated from bytes there, too
 
 
 class Audio(MediaStream):
@@ -51,6 +51,7 @@ class Audio(MediaStream):
         super().__init__(file, name, begin_s=begin_s, end_s=end_s)
         self.rate: int = self._stream.codec_context.sample_rate
         self.channels: int = self._stream.codec_context.channels
+        self._packer: Any = None
         if self.rate <= 0 or self.channels <= 0:
             self.close()
             raise MediaError(f"{name}: a sound of {self.channels} channels at {self.rate} Hz")
@@ -119,32 +120,52 @@ class Audio(MediaStream):
             if low < high:
                 found[:, low - first : high - first] = block[:, low - place : high - place]
         else:
-            if count and _UNSOUGHT_S.get(self._container.format.name, 0) < 1e9:  # whose length is estimated
+            if count:
                 self._check_end(Fraction(expected or 0, self.rate), Fraction(first + count, self.rate))
         return found
 
     def _frames_before(self, time: Fraction) -> Any:
         """The frames from some time before `time` on."""
-        if time <= _UNSOUGHT_S.get(self._container.format.name, 0):
+        if time <= (_OGG_S if self._container.format.name == "ogg" else 0):
             return self._from_start()
+        # A demuxer learns of points to begin from, and a decoder of AAC draws noise: after other ranges, others come.
+        self._open_anew()
         return self._decoded_from(self._ticks(max(time, Fraction(0)) - _BEFORE_S))
 
     def _floats(self, frame: Any) -> NDArray[np.float32]:
         """A frame as float32 (channels, samples)."""
         if frame.layout.nb_channels != self.channels or frame.sample_rate != self.rate:
             raise MediaError(f"{self.name}: its sound changes from {self.channels} channels at {self.rate} Hz")
+        if frame.format.is_planar and self.channels > _MOST_PLANES:
+            frame = self._packed(frame)
         data: NDArray[Any] = frame.to_ndarray()
         if not frame.format.is_planar:
             data = data.reshape(-1, self.channels).T
+        if self.codec.startswith("pcm_f") and not np.isfinite(data).all():
+            raise MediaError(f"{self.name}: at {float(self._time(frame.pts)):.3f} s are samples that are no numbers")
         if data.dtype == np.uint8:
             data = (data - 128.0) / 128
         elif data.dtype.kind == "i":
             data = data / -float(np.iinfo(data.dtype).min)
         return data.astype(np.float32, copy=False)
 
+    def _packed(self, frame: Any) -> Any:
+        """The same samples, those of all channels after each other."""
+        with media_errors(self.name, f"its {self.channels} channels cannot be read"):
+            if self._packer is None:
+                self._packer = pyav().AudioResampler(frame.format.packed.name, frame.layout, self.rate)
+            (packed,) = self._packer.resample(frame)
+        return packed
+
 
 def resample(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
     """Resample float32 (channels, samples) by FFmpeg's filter, windowed sinc: float32 (channels, about as long)."""
+    groups = [samples[first : first + _MOST_PLANES] for first in range(0, len(samples), _MOST_PLANES)]
+    return np.concatenate([_resampled(group, rate, new_rate, name) for group in groups])
+
+
+def _resampled(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
+    """The same of few channels."""
     av = pyav()
     layout = f"{len(samples)}c"
     with media_errors(name, f"cannot be resampled from {rate} to {new_rate} Hz"):

@@ -212,7 +212,10 @@ class _Media:
         """Where a clip begins, in seconds."""
         stride_s = self._clips.stride_s
         drawn = (part + rng.random()) / self.count * self._room if stride_s is None else part * stride_s
-        return self._video.keyframe_at(drawn) if self._video is not None and self._clips.align == "keyframe" else drawn
+        if self._video is None:
+            return drawn
+        self._video.begin_anew(drawn)
+        return self._video.keyframe_at(drawn) if self._clips.align == "keyframe" else drawn
 
     def clip(self, start: float) -> Clip:
         """Decode the clip that begins there."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, BinaryIO, Literal, Self
 
+from savable_pipeline.data.media.mp3_length import said_frames
 from savable_pipeline.errors import MediaError
 
 # Containers that hold what they name; a playlist or a list of files would have others opened. Nothing but the file is.
@@ -18,6 +19,10 @@ _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
 )
+_GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers that do not say how long they are
+# In these a point to begin from is estimated from bytes, so that times behind it are not those of a full decode.
+_UNSOUGHT = ("mp3", *_GUESSED)
+_MP3_PADDING = 8192  # samples before and behind the sound, which are left out
 _READ_BYTES = 1 << 16  # that PyAV asks a file for at once
 LATE = Fraction(1, 2000)  # s: a time that a float or a file's clock rounds belongs to the frame that it names
 _CUT_S = Fraction(1, 4)  # that a stream may end before its header says
@@ -74,10 +79,12 @@ def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
     return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
 
 
-def header_duration(container: Any, stream: Any, origin: Fraction) -> tuple[Fraction | None, bool]:
-    """The time at which a stream ends by the headers, in seconds from `origin`, None where they do not say it; and
-    whether it is this stream's, not that of the longest one.
+def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fraction) -> tuple[Fraction | None, bool]:
+    """The time at which a stream of a file ends by the headers, in seconds from `origin`, None where they do not say
+    it; and whether it is this stream's, not that of the longest one.
     """
+    if _is_guessed(container, stream, file):
+        return None, False
     if stream.duration is not None:
         start = stream.start_time * stream.time_base if stream.start_time is not None else origin
         return Fraction(start + stream.duration * stream.time_base) - origin, True
@@ -86,6 +93,31 @@ def header_duration(container: Any, stream: Any, origin: Fraction) -> tuple[Frac
     if container.duration is None:
         return None, False
     return Fraction(container.duration, 1_000_000), len(container.streams) == 1
+
+
+def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end_s: float | None) -> str:
+    """Why there is no such range in a file, as far as its headers say; "" if there may be."""
+    asked = f"a range from {begin_s} to {'its end' if end_s is None else f'{end_s} s'}"
+    if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
+        return asked
+    if container.duration is None or _is_guessed(container, stream, file):
+        return ""
+    lasts = Fraction(container.duration, 1_000_000)
+    if begin_s < lasts and (end_s is None or end_s <= lasts + _CUT_S):
+        return ""
+    return f"{asked}, but the file ends at {float(lasts):.3f} s"
+
+
+def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
+    """Whether FFmpeg takes a length from the first bit rate, or from a few times, which may be too short by far."""
+    name = container.format.name
+    if name != "mp3" or stream.duration is None:
+        return name in _GUESSED
+    with kept_place(file):
+        frames = said_frames(file)
+    rate = stream.codec_context.sample_rate
+    told = stream.duration * stream.time_base * rate
+    return frames is None or abs(frames * (1152 if rate >= 32_000 else 576) - told) > _MP3_PADDING
 
 
 def origin_of(container: Any) -> Fraction:
@@ -110,9 +142,9 @@ class MediaStream:
         self._origin = origin_of(self._container) + Fraction(begin_s)
         self._end = None if end_s is None else Fraction(end_s) - Fraction(begin_s)
         self._whole = end_s is None  # else what follows in the file is of another range
-        if not 0 <= begin_s < float("inf") or (self._end is not None and self._end <= 0):
+        if fault := range_fault(self._container, self._stream, file, begin_s, end_s):
             self.close()
-            raise MediaError(f"{name}: a range from {begin_s} to {end_s} s")
+            raise MediaError(f"{name}: {fault}")
 
     def _open(self) -> None:
         """Open the file at its begin, and its stream of this kind."""
@@ -138,7 +170,7 @@ class MediaStream:
     def _duration(self) -> Fraction:
         if self._end is None:
             origin = origin_of(self._container)
-            told = header_duration(self._container, self._stream, origin)[0]
+            told = header_duration(self._container, self._stream, self._file, origin)[0]
             self._end = self._packets_end() if told is None else told + origin - self._origin
             if self._end < 0:
                 raise MediaError(f"{self.name}: its range begins {-float(self._end):.3f} s behind the end of the file")
@@ -146,12 +178,14 @@ class MediaStream:
 
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
         """Raise `MediaError` if a stream that was decoded to its end has less than its header says, up to `wanted`."""
-        told, own = header_duration(self._container, self._stream, origin_of(self._container))
-        begin = self._origin - origin_of(self._container)
+        told, own = header_duration(self._container, self._stream, self._file, origin_of(self._container))
+        begin, by = self._origin - origin_of(self._container), "its header: it was cut short"
+        if told is None and self._end is not None and not self._whole:
+            told, own, by = self._end + begin, len(self._container.streams) == 1, "its range"
         if told is not None and own and min(wanted + begin, told) > reached + begin + _CUT_S:
             raise MediaError(
                 f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, though it lasts "
-                f"{float(told - begin):.3f} s by its header: it was cut short"
+                f"{float(told - begin):.3f} s by {by}"
             )
 
     def close(self) -> None:
@@ -180,7 +214,7 @@ class MediaStream:
     def _decoded_from(self, ticks: int) -> Iterator[Any]:
         """The frames from the last one at or before `ticks` from which decoding can begin; else from the first."""
         begin = self._stream.start_time
-        for earlier in _EARLIER:
+        for earlier in _EARLIER if self._is_sought else ():
             target = ticks - int(earlier / self._stream.time_base)
             if begin is None or target <= begin:
                 break
@@ -194,6 +228,11 @@ class MediaStream:
             raise MediaError(f"{self.name}: not one frame of its {self.kind} can be decoded")
         return _chained(first, frames)
 
+    @property
+    def _is_sought(self) -> bool:
+        """Whether the frames behind a point that is sought are those of a full decode."""
+        return self._container.format.name not in _UNSOUGHT
+
     def _sought(self, ticks: int) -> Iterator[Any]:
         """The frames from a point at or before `ticks`, as far as the container knows such points."""
         self._at_start = False
@@ -203,12 +242,16 @@ class MediaStream:
 
     def _from_start(self) -> Iterator[Any]:
         """The frames from the first one on; not every container can be sought to it."""
+        self._open_anew()
+        self._at_start = False
+        return self._frames()
+
+    def _open_anew(self) -> None:
+        """Be as if nothing had been decoded so far."""
         if not self._at_start:
             self.close()
             self._file.seek(0)
             self._open()
-        self._at_start = False
-        return self._frames()
 
     def _frames(self) -> Iterator[Any]:
         """The frames from here on, each with a time. Raises `MediaError` for a damaged one."""

@@ -10,7 +10,6 @@ from savable_pipeline.data.media.container import first_stream, header_duration,
 from savable_pipeline.errors import MediaError
 
 _SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # that may lack at the end: codecs pad what they encode
-_ESTIMATED = ("mp3", "aac", "ac3", "eac3", "amr")  # containers that do not say how long they are
 _CLIP_S = 10  # a video with one keyframe that is no longer decodes quickly enough from its begin
 
 
@@ -32,19 +31,19 @@ def media_fault(file: BinaryIO) -> tuple[str, bool]:
     """
     try:
         with open_container(file, "") as container:
-            return _fault_in(container)
+            return _fault_in(container, file)
     except MediaError as error:
         return f"unreadable media: {str(error).removeprefix(': ')}", False
 
 
-def _fault_in(container: Any) -> tuple[str, bool]:
+def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     both = {"video": first_stream(container, "video"), "audio": first_stream(container, "audio")}
     streams = {stream.index: (kind, stream) for kind, stream in both.items() if stream is not None}
     if not streams:
         return "unreadable media: neither video nor sound in it", False
     seen = {index: _Stream() for index in streams}
     origin = origin_of(container)
-    told = {index: header_duration(container, stream, origin) for index, (_, stream) in streams.items()}
+    told = {index: header_duration(container, stream, file, origin) for index, (_, stream) in streams.items()}
     with media_errors("", "it cannot be decoded"):
         for packet in container.demux([stream for _, stream in streams.values()]):
             kind, stream = streams[packet.stream.index]
@@ -54,7 +53,7 @@ def _fault_in(container: Any) -> tuple[str, bool]:
         duration, own = told[index]
         if not seen[index].frames:
             return f"unreadable media: not one frame of its {kind} can be decoded", False
-        if duration is None or not own or container.format.name in _ESTIMATED:
+        if duration is None or not own:
             continue
         if duration - seen[index].end > max(_SHORT_S, duration * _SHORT_SHARE):
             times = f"{float(seen[index].end):.2f} s of {float(duration):.2f} s"

@@ -7,7 +7,14 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from savable_pipeline.data.media.container import first_stream, header_duration, media_errors, open_container, origin_of
+from savable_pipeline.data.media.container import (
+    first_stream,
+    header_duration,
+    media_errors,
+    open_container,
+    origin_of,
+    range_fault,
+)
 from savable_pipeline.data.media.video import frame_rate, shown_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
 from savable_pipeline.data.stores.member_file import seconds_of
@@ -55,8 +62,10 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
         if video is None and audio is None:
             raise MediaError(f"{name}: neither video nor sound in it")
         with media_errors(name, "its header cannot be read"):
-            duration, _ = header_duration(container, video or audio, origin_of(container))
+            duration, _ = header_duration(container, video or audio, file, origin_of(container))
         begin_s, end_s = seconds_of(file)
+        if fault := range_fault(container, video or audio, file, begin_s, end_s):
+            raise MediaError(f"{name}: {fault}")
         ranged = end_s is not None or begin_s > 0
         if duration is not None or end_s is not None:
             duration = (duration if end_s is None else Fraction(end_s)) - Fraction(begin_s)  # type: ignore[operator]

@@ -48,9 +48,16 @@ class Video(MediaStream):
         if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
             self.close()
             raise MediaError(f"{name}: frames of {self.size[0]} × {self.size[1]} pixels")
+        if self._container.format.name == "avi" and self.codec == "h264" and self._stream.codec_context.has_b_frames:
+            self.close()
+            raise MediaError(
+                f"{name}: H.264 with frames that refer to later ones in AVI, which does not say when these are shown: "
+                "write it anew, as MP4 or Matroska"
+            )
         self._shown: Any = None  # the frame decoded last,
         self._coming: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
+        self._begun: int | None = None  # the entry of the index from which it decodes; None: there is no whole index
 
     @property
     def fps(self) -> float:
@@ -114,6 +121,24 @@ class Video(MediaStream):
         self._seek(self._ticks(Fraction(float(time_s)) + LATE))
         return max(0.0, float(self._time(self._shown.pts)))
 
+    def begin_anew(self, time_s: float) -> None:
+        """Let what comes next be decoded as if nothing had been before: damage in front of it is met always or never.
+
+        Args:
+            time_s: Where it begins, in seconds.
+        """
+        point = self._point_at(self._ticks(Fraction(float(time_s)) + LATE))
+        if point is None:
+            self._open_anew()
+        if point is None or point != self._begun:
+            self._decoder, self._shown = iter(()), None
+
+    def _point_at(self, ticks: int) -> int | None:
+        """The entry of the index from which decoding begins for a time; None without an index of all frames."""
+        entries = self._stream.index_entries
+        whole = is_mp4(self._container) and len(entries) == self._stream.frames
+        return entries.search_timestamp(ticks) if whole else None
+
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
         """The time of each frame of the range, in ticks."""
@@ -163,7 +188,7 @@ class Video(MediaStream):
 
     def _is_far(self, ticks: int) -> bool:
         """Whether there is a point to begin from between the next frame and `ticks`."""
-        if self._coming is None or self._coming.pts >= ticks:
+        if self._coming is None or self._coming.pts >= ticks or not self._is_sought:
             return False
         entries = self._stream.index_entries
         found = entries.search_timestamp(ticks) if len(entries) > 1 else -1
@@ -173,14 +198,23 @@ class Video(MediaStream):
 
     def _seek(self, ticks: int) -> None:
         self._shown = None  # until the next frames are there: after an error nothing stands for them
+        self._begun = self._point_at(ticks)
         self._decoder = self._decoded_from(ticks)
-        shown, self._coming = next(self._decoder), next(self._decoder, None)
-        self._shown = shown
+        self._show(next(self._decoder))
 
     def _advance(self) -> None:
         shown, self._shown = self._coming, None
+        self._show(shown)
+
+    def _show(self, frame: Any) -> None:
         self._coming = next(self._decoder, None)
-        self._shown = shown
+        if self._coming is not None and self._coming.pts < frame.pts:  # as where files were joined
+            begin, end = (float(self._time(each.pts)) for each in (frame, self._coming))
+            raise MediaError(
+                f"{self.name}: times of its frames go back, from {begin:.3f} to {end:.3f} s, so that none can be told "
+                "by its time: write it anew"
+            )
+        self._shown = frame
 
 
 def frame_rate(stream: Any) -> Fraction | None:
@@ -205,17 +239,30 @@ def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple
     width, height = pixels or (None, None)
     if turns % 2:
         width, height = height, width
-    # Planes need no transposition, and hold the numbers of "rgb24".
-    exact = None if pixels is None else _bicubic()
-    planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
-    for channel, number in enumerate((2, 0, 1)):  # green, blue, red
-        plane = planar.planes[number]
-        rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: planar.height, : planar.width]
+    for channel, rows in enumerate(_channels(frame, width, height)):
         turned = np.rot90(rows, turns)
         if turned.shape != out.shape[1:]:
             found, said = (f"{width} × {height} pixels" for height, width in (turned.shape, out.shape[1:]))
             raise MediaError(f"{name}: a frame of {found} in a video of {said}: give size=, or leave the video out")
         out[channel] = turned
+
+
+def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray[np.uint8]]:
+    """Red, green and blue of a frame, uint8 (height, width), resized if a width is given."""
+    # Planes need no transposition, and hold the numbers of "rgb24"; but of a width that is no multiple of 16, FFmpeg
+    # leaves columns at the right as the memory was, unless it resizes.
+    if width is None and frame.width % 16:
+        packed = frame.reformat(format="rgb24", threads=1)
+        pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
+        return [pixels[..., channel] for channel in range(3)]
+    exact = None if width is None else _bicubic()
+    planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
+    return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]  # of green, blue, red
+
+
+def _rows(plane: Any, height: int, width: int) -> NDArray[np.uint8]:
+    """The bytes of a plane, uint8 (height, width), without what fills up its lines."""
+    return np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[:height, :width]
 
 
 def _bicubic() -> Any:

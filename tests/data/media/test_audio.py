@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 import random
+from typing import Any
 
+import av
 import numpy as np
 import pytest
 
-from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.audio import Audio, resample
+from savable_pipeline.data.media.media_info import media_info
+from savable_pipeline.data.stores.member_file import RangeFile, SpanFile
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import audio_bytes, tone, video_bytes
 
@@ -52,6 +57,17 @@ def test_a_range_is_that_of_a_full_decode(kind: str) -> None:
             assert min(near) <= tolerance
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "aac in Matroska"])
+def test_a_range_is_the_same_to_the_bit_after_others_as_alone(kind: str) -> None:
+    settings, rate, _ = KINDS.get(kind, ({"container": "matroska", "codec": "aac", "rate": 44100}, 44100, 0))
+    data, order = audio_bytes(20.0, **settings), random.Random(kind)  # type: ignore[arg-type]
+    with audio(data) as found:
+        for _ in range(12):
+            start = order.randrange(19 * rate) / rate
+            with audio(data) as alone:
+                assert np.array_equal(found.samples(start, start + 0.5), alone.samples(start, start + 0.5))
+
+
 def test_a_range_beyond_the_end_is_filled_with_zeros() -> None:
     with audio(audio_bytes(1.0)) as found:
         samples = found.samples(0.75, 1.5)
@@ -75,6 +91,72 @@ def test_mono_is_the_mean_of_the_channels() -> None:
         assert np.array_equal(found.samples(mono=True), both.mean(0, keepdims=True)) and both.shape == (2, 16000)
 
 
+def noise_and_silence(container: str, codec: str, options: dict[str, str]) -> bytes:
+    """A second of noise, 8 of silence and one of noise, where silence takes fewer bits."""
+    noise, file = np.random.default_rng(7).uniform(-0.5, 0.5, (1, 44100)).astype(np.float32), io.BytesIO()
+    sound = np.concatenate([noise, np.zeros((1, 8 * 44100), np.float32), noise], 1)
+    with av.open(file, "w", format=container, options=options) as made:
+        stream: Any = made.add_stream(codec, rate=44100, layout="mono", options={"flags": "+qscale"})
+        stream.codec_context.global_quality = 4 * 118
+        for begin in range(0, sound.shape[1], 1024):
+            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound[:, begin : begin + 1024]), "fltp", "mono")
+            frame.sample_rate, frame.pts = 44100, begin
+            made.mux(stream.encode(frame))
+        made.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "options", "known"),
+    [
+        ("adts", "aac", {}, False),
+        ("mp3", "libmp3lame", {"write_xing": "0"}, False),
+        ("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}, False),
+        ("mp3", "libmp3lame", {}, True),
+        ("mp3", "libmp3lame", {"id3v2_version": "0"}, True),
+    ],
+)
+def test_no_length_is_guessed_from_the_bit_rate_of_the_begin(
+    container: str, codec: str, options: dict[str, str], known: bool
+) -> None:
+    data = noise_and_silence(container, codec, options)
+    said = media_info(io.BytesIO(data), "the part", container).duration_s
+    assert (said is not None) == known
+    with audio(data) as found:
+        assert found.duration_s == (said or pytest.approx(10.0, abs=0.1))
+        assert np.abs(found.samples()[:, 9 * 44100 + 4000 :]).mean() > 0.1
+
+
+def test_an_mp3_that_is_cut_short_is_a_fault_where_its_header_says_its_length() -> None:
+    data = noise_and_silence("mp3", "libmp3lame", {})
+    with (
+        pytest.raises(MediaError, match=r"its audio ends at .* it was cut short"),
+        audio(data[: len(data) // 2]) as found,
+    ):
+        found.samples()
+
+
+@pytest.mark.parametrize("layout", ["7.1", "hexadecagonal"])
+def test_many_channels_are_read_and_resampled_one_as_the_other(layout: str) -> None:
+    channels = {"7.1": 8, "hexadecagonal": 16}[layout]
+    pcm = (tone(1.0, 16000, channels) * 32767).astype(np.int16)
+    file = io.BytesIO()
+    with av.open(file, "w", format="wv") as made:  # whose decoder gives each channel by itself
+        stream: Any = made.add_stream("wavpack", rate=16000, layout=layout)
+        stream.codec_context.format = "s16p"
+        to_planes = av.AudioResampler("s16p", layout, 16000)
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(pcm.T).reshape(1, -1), "s16", layout)
+        frame.sample_rate = 16000
+        for planes in to_planes.resample(frame):
+            made.mux(stream.encode(planes))
+        made.mux(stream.encode())
+    with audio(file.getvalue()) as found:
+        assert found.channels == channels
+        assert np.allclose(found.samples(), pcm / 32768, atol=1e-4)
+        fewer = resample(found.samples()[:1], 16000, 8000, "")
+        assert np.array_equal(found.samples(rate=8000)[:1, 100:-100], fewer[:, 100:-100])
+
+
 def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
     data = audio_bytes(4.0)
     with audio(data) as whole, audio(data, begin_s=1.0, end_s=2.5) as found:
@@ -84,11 +166,38 @@ def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
         assert not found.samples(0.5, 2.0)[:, 16000:].any()
 
 
+@pytest.mark.parametrize("container", ["wav", "mp3", "webm", "adts"])
+@pytest.mark.parametrize(("begin_s", "end_s"), [(5.0, 6.0), (3.0, 4.0), (1.0, 2.5), (5.0, None)])
+def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(
+    container: str, begin_s: float, end_s: float | None
+) -> None:
+    data = audio_bytes(2.0, rate=48000, container=container, codec={"adts": "aac"}.get(container, ""))
+    with pytest.raises(MediaError, match=r"the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:
+        found.samples()
+    if container in ("wav", "mp3", "webm"):
+        file = RangeFile(SpanFile(lambda offset, size: data[offset:][:size], 0, len(data)), begin_s, end_s)
+        with pytest.raises(MediaError, match=r"the part: .* end"):
+            media_info(file, "the part", container)
+
+
 def test_the_sound_of_a_video_has_its_clock() -> None:
     data = video_bytes(40, fps=10, audio="aac")
     with audio(data) as found:
         samples = found.samples(1.0, 2.0)
         assert np.abs(samples - tone(4.0, 16000, 1)[:, 16000:32000]).mean() < 0.02
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_samples_that_are_no_numbers_are_a_fault(wrong: float) -> None:
+    data = bytearray(audio_bytes(1.0, container="wav", codec="pcm_f32le"))
+    with audio(bytes(data)) as found:
+        assert np.isfinite(found.samples()).all()
+    data[40_000:40_004] = np.float32(wrong).tobytes()
+    with (
+        pytest.raises(MediaError, match=r"the part: at 0\.\d+ s are samples that are no numbers"),
+        audio(bytes(data)) as found,
+    ):
+        found.samples()
 
 
 def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:

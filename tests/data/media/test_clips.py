@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,9 @@ class Lasting:
     def frames(self, times_s: list[float], *, size: Any = None) -> Any:
         assert all(0 <= time <= self.duration_s for time in times_s)
         return np.zeros((len(times_s), 3, 1, 1), np.uint8)
+
+    def begin_anew(self, time_s: float) -> None:
+        pass
 
     def keyframe_at(self, time_s: float) -> float:
         return float(math.floor(time_s))
@@ -108,6 +112,45 @@ def test_a_clip_depends_on_no_clip_before_it(how: dict[str, Any]) -> None:
             assert before.start_s == after.start_s
             assert np.array_equal(before.frames, after.frames)  # type: ignore[arg-type]
             assert np.array_equal(before.audio, after.audio)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"container": "matroska"}, {"container": "mpegts"}, {"options": {"movflags": "frag_keyframe+empty_moov"}}],
+)
+def test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not(how: dict[str, Any]) -> None:
+    whole, order, met = video_bytes(60, fps=10, gop=4, noise=40, **how), random.Random(7), 0
+    clips, rng = sp.Clips(length_s=0.2, fps=10, stride_s=0.7), sp.Rng(0)
+
+    def part_of(iterator: ClipIterator | str) -> bytes | str:
+        if isinstance(iterator, str):
+            return iterator
+        try:
+            clip = next(iterator, None)
+            return "no more" if clip is None else clip.frames.tobytes()
+        except MediaError as error:
+            return str(error)
+
+    def behind(data: bytes, parts: int) -> ClipIterator | str:
+        try:
+            iterator = clips.of(video(data), rng)
+        except MediaError as error:  # where the length is in what is damaged
+            return str(error)
+        iterator.pass_over(parts)
+        return iterator
+
+    for _ in range(25):
+        at = order.randrange(len(whole) // 4, len(whole) * 3 // 4)
+        data = whole[:at] + order.randbytes(100) + whole[at + 100 :]
+        after_others = behind(data, 0)
+        for part in range(8):
+            alone = behind(data, part)
+            found = part_of(alone)
+            met += isinstance(found, str)
+            assert part_of(after_others) == found
+            if isinstance(found, str):
+                break  # the rest is skipped
+    assert met
 
 
 def test_clips_passed_over_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +272,21 @@ def test_settings_are_plain_and_a_clip_has_the_size_of_its_arrays() -> None:
     }  # fmt: skip
     clip = next(clips.of(video(), sp.Rng(0), audio=sound()))
     assert 0 < size_of(clip) - (16 * 3 * 64 * 48 + 4 * 2 * RATE) < 1000
+
+
+def test_a_video_that_is_not_sought_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    frames = Video._frames
+
+    def counted(self: Video) -> Any:
+        for frame in frames(self):
+            decoded.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(Video, "_frames", counted)
+    source = video(video_bytes(500, fps=25, container="mpeg", codec="mpeg2video", b_frames=0))
+    source.frames([0.0, 5.0, 10.0, 15.0])
+    assert len(decoded) < 400
 
 
 @pytest.mark.parametrize("b_frames", [0, 2, 4])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from savable_pipeline.data.media import container
+from savable_pipeline.data.media.media_check import media_fault
 from savable_pipeline.data.media.media_info import media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
@@ -28,6 +29,7 @@ KINDS = {
     "WebM": {"container": "webm", "codec": "libvpx-vp9", "b_frames": 0, "audio": "libopus"},
     "AVI": {"container": "avi", "codec": "mpeg4"},
     "transport stream": {"container": "mpegts"},
+    "program stream": {"container": "mpeg", "codec": "mpeg2video", "fps": 25},
     "29.97 frames a second": {"fps": Fraction(30000, 1001)},
     "frames that last differently": {"times": [n * 80 + n % 3 * 25 + (500 if n > 30 else 0) for n in range(40)]},
 }
@@ -87,6 +89,15 @@ def test_a_range_of_a_file_begins_at_zero() -> None:
             found.frames_by_index([10])
         with pytest.raises(ValueError, match=r"no frame at 1\.2 s"):
             found.frames([1.2])
+
+
+def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_still() -> None:
+    data = video_bytes(40, fps=10)
+    with video(data, begin_s=3.0, end_s=4.1) as found:  # as much as rounded times may be late
+        assert numbers(found.frames([0.0, 1.05])) == [30, 39]
+    for begin_s, end_s in ((3.0, 5.0), (7.0, 8.0), (7.0, None)):
+        with pytest.raises(MediaError, match=r"a range from .*, but the file ends at 4\.000 s"):
+            video(data, begin_s=begin_s, end_s=end_s)  # type: ignore[arg-type]
 
 
 def test_frames_are_resized_and_a_time_may_come_twice() -> None:
@@ -168,8 +179,25 @@ def test_a_codec_that_is_not_known_is_a_fault_and_its_header_says_no_size() -> N
     assert (info.width, info.height) == (None, None) and info.duration_s == 0.5
 
 
+def test_frames_whose_times_go_back_are_a_fault_and_never_another_frame() -> None:
+    data = b"".join(video_bytes(12, container="mpegts", b_frames=0) for _ in range(2))
+    with (
+        video(data) as found,
+        pytest.raises(MediaError, match=r"the part: times of its frames go back, from 0\.917 to"),
+    ):
+        found.frames([1.0])
+    assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
+    data = video_bytes(40, container="avi")
+    with pytest.raises(MediaError, match=r"the part: H\.264 with frames that refer to later ones in AVI"):
+        video(data)
+    assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
+
+
 def test_frames_that_change_their_size_are_a_fault_unless_they_are_resized() -> None:
-    data = b"".join(video_bytes(12, container="mpegts", size=size, b_frames=0) for size in ((64, 48), (32, 24)))
+    parts = ((64, 48), range(0, 960, 80)), ((32, 24), range(960, 1920, 80))
+    data = b"".join(
+        video_bytes(12, container="mpegts", size=size, b_frames=0, times=list(times)) for size, times in parts
+    )
     with (
         video(data) as found,
         pytest.raises(MediaError, match="32 × 24 pixels in a video of 64 × 48 pixels: give size="),
@@ -200,3 +228,12 @@ def test_after_an_error_the_same_frame_is_an_error_again() -> None:
                 found.frames([number / 12])
         with pytest.raises(MediaError):
             found.frames([number / 12])
+
+
+@pytest.mark.parametrize("size", [(854, 480), (72, 50), (66, 48), (18, 16)])
+def test_all_columns_of_a_frame_are_written_whatever_its_width(size: tuple[int, int]) -> None:
+    data = video_bytes(3, size=size, noise=40)
+    with av.open(io.BytesIO(data)) as made:
+        full = [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in made.decode(video=0)]
+    with video(data) as found:
+        assert np.array_equal(found.frames_by_index(range(3)), full)

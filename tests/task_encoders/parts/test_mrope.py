@@ -41,3 +41,13 @@ def test_padding_counts_on_or_begins_again() -> None:
 def test_positions_that_do_not_advance_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens_per_second is above 0, not 0"):
         MRope(0)
+
+
+def test_positions_do_not_depend_on_the_default_type_of_tensors() -> None:
+    runs = [Grid(900, 1, 1, 0.37)]
+    plain = MRope(25).positions(runs)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(MRope(25).positions(runs), plain)
+    finally:
+        torch.set_default_dtype(torch.float32)
