@@ -66,6 +66,8 @@ class WeightedSources(Stage):
         stride: int = 8,
     ) -> None:
         check_sources(sources)
+        if not isinstance(weights, Mapping | Schedule | None):
+            raise TypeError(f"Blend: weights are given by the names of the sources, as a dict, not {weights!r}")
         self._stages = dict(sorted(sources.items()))  # sorted: the order of the turns must not depend on the dict's
         self.weights: dict[str, int] = {}
         self.until = until

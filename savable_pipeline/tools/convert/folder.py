@@ -17,7 +17,7 @@ from pathlib import Path
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.tools.convert.file_reader import FileReader
 from savable_pipeline.tools.convert.model import Files, Input, Options, Part, Reject
-from savable_pipeline.tools.convert.names import name_fault, outside, printable, size_fault
+from savable_pipeline.tools.convert.names import is_hidden, name_fault, outside, printable, size_fault
 
 
 def read_folder(root: Path, options: Options) -> Input:
@@ -77,7 +77,7 @@ def _walk(found: Input, root: str, allow_outside: bool) -> Iterator[tuple[str, i
             for entry in entries:
                 name = f"{folder}{entry.name}"
                 fault = _link_fault(root, entry, allow_outside) if entry.is_symlink() else ""
-                if entry.name.startswith("."):
+                if is_hidden(entry.name):
                     found.hidden += 1
                 elif entry.is_dir() and not fault:
                     folders.append(f"{name}/")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from savable_pipeline.data.stores.file_kinds import kind_in
-from savable_pipeline.tools.convert.names import is_tar
+from savable_pipeline.tools.convert.names import is_hidden, is_tar
 
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
 _BESIDE_TABLES = (
@@ -99,8 +99,8 @@ def _beside_tars(name: str, group: list[str]) -> bool:
 
 def _files_below(folder: Path) -> Iterator[str]:
     for here, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not is_hidden(name)]
         prefix = os.path.relpath(here, folder)
         for name in files:
-            if not name.startswith("."):
+            if not is_hidden(name):
                 yield name if prefix == "." else f"{prefix}/{name}"

@@ -17,11 +17,17 @@ from savable_pipeline.tools.convert.model import Part
 
 PACKED = TAR_FILES.refused  # how the names of compressed tars end, in small letters
 TAR_ENDINGS = (*TAR_FILES.suffixes, *PACKED)
+_OF_DESKTOPS = ("Thumbs.db", "desktop.ini")
 
 
 def is_tar(name: str) -> bool:
     """Whether a name is that of a tar, compressed or not, in letters of any case."""
     return name.lower().endswith(TAR_ENDINGS)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name is the desktop's or a tool's, and no data."""
+    return name.startswith(".") or name in _OF_DESKTOPS
 
 
 def name_fault(key: str, extension: str) -> str:

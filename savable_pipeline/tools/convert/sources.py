@@ -38,7 +38,7 @@ from savable_pipeline.data.stores.file_kinds import INDEX, kind_behind
 from savable_pipeline.tools.convert.compressed import ENDINGS, is_compressed, opened
 from savable_pipeline.tools.convert.folder_marks import FolderMarks, add_names, look_into
 from savable_pipeline.tools.convert.jsonl import BOM
-from savable_pipeline.tools.convert.names import PACKED, TAR_ENDINGS, is_tar
+from savable_pipeline.tools.convert.names import PACKED, TAR_ENDINGS, is_hidden, is_tar
 from savable_pipeline.tools.convert.source_file import close_objects, is_url, name_of
 from savable_pipeline.tools.convert.source_words import WORDS
 
@@ -131,7 +131,7 @@ def _below_url(url: str) -> str:
     indexed = [kind for name, kind in _INDEXES.items() if name in names]
     if indexed:
         return indexed[0]
-    add_names(marks, (name for name in names if not any(part.startswith(".") for part in name.split("/"))))
+    add_names(marks, (name for name in names if not any(map(is_hidden, name.split("/")))))
     if not marks.names or url.startswith("http"):
         raise ValueError(
             f"{url}: nothing is found there; a web server cannot be listed: name the files, as in "

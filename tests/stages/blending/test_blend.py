@@ -53,6 +53,11 @@ def test_each_source_has_its_share_and_its_own_order() -> None:
     assert of_b == list(range(10))
 
 
+def test_weights_that_name_no_source_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"by the names of the sources, as a dict, not \[3, 1\]"):
+        sp.Blend(make_readers({"a": 4, "b": 4}), weights=[3, 1])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_what_is_given_does_not_depend_on_how_many_are_taken_at_a_time(chunk: int) -> None:
     how = {"weights": {"a": 5, "b": 2, "c": 0.1}}

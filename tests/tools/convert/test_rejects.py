@@ -119,9 +119,9 @@ def test_links_and_special_files_of_a_folder_are_followed_or_rejected(tmp_path: 
 
 
 def test_an_empty_text_is_a_text_and_hidden_files_are_only_counted(tmp_path: Path) -> None:
-    extra = {"x.txt": b"", ".git/config.txt": b"x", ".DS_Store": b"", "a/.x.jpg": b""}
+    extra = {"x.txt": b"", ".git/config.txt": b"x", ".DS_Store": b"", "a/.x.jpg": b"", "Thumbs.db": b"x"}
     report = run_conversion(fill(tmp_path / "in", 1, **extra), tmp_path / "out", SMALL)
-    assert (report.samples, report.rejected, report.hidden) == (2, [], 3)
+    assert (report.samples, report.rejected, report.hidden) == (2, [], 4)
 
 
 def test_images_go_unchecked_when_that_is_told(tmp_path: Path) -> None:
