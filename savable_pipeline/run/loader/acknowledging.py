@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.acknowledgements import InFlight
 from savable_pipeline.run.loader.deciding import Deciding
+from savable_pipeline.run.loader.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 class Acknowledging(Deciding):
     """Base of `SavableLoader`; without `acknowledge=True` its methods raise ValueError."""
 
+    _run: Run
+
     @property
     def _acknowledged(self) -> AcknowledgedRun:
-        run = self.__savable_run__()
+        run = self._run
         if not isinstance(run, AcknowledgedRun):
             raise ValueError("this loader keeps no account of rows in flight: make it with acknowledge=True")
         return run
