@@ -84,8 +84,8 @@ class Acknowledging(Deciding):
     def again(self, receipts: Any) -> None:
         """Ask for rows again: their batches come in the next batches that are taken here, before those made ahead.
 
-        Other rows of these batches have -1 there. Such a batch takes no slot, so this rank takes one more than the
-        others: where ranks step together, ask for equally many batches on each.
+        Other rows of these batches have -1 there, and rows that are done by then. Such a batch takes no slot, so this
+        rank takes one more than the others: where ranks step together, ask for equally many batches on each.
 
         Args:
             receipts: As for `done`, of rows that this rank was given.

@@ -581,7 +581,7 @@ def test_steps_of_ranks_gives_the_same_in_one_process(shards: str) -> None:
     assert [bare(next(alone)), bare(next(alone))] == list(map(bare, step))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(400))
 def test_a_random_history_is_that_of_a_list(shards: str, seed: int) -> None:
     """Kills, other ranks, rows done, dropped and asked for again; `tools/soak/soak.py in_flight` runs 10,000."""
     history(seed, shards)
