@@ -7,7 +7,6 @@ import platform
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -354,9 +353,7 @@ def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
     return f"; here {now}" if before is None else f"; saved on {before}, here {now}"
 
 
-@cache
 def _environment() -> dict[str, str]:
-    """What runs here, which stays while the process does; it is never changed."""
     found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
     for name in (*_PIXEL_LIBRARIES, *_OPTIONAL_LIBRARIES):
         try:
