@@ -106,9 +106,10 @@ class Acknowledgements:
         lane = self._lanes[(batch & SLOTS) % self._lane_count]
         out = (rows & ~(done | to_come)).bit_count() - (rows & ~(flight.done | flight.to_come)).bit_count()
         key = 0 if handed is None else id(handed.tensor)
+        leaves = done == rows and lane.flights.get(batch) is flight  # a filler is in no lane
         # from here on nothing is called: Ctrl-C comes before, or after
         flight.done, flight.to_come, lane.packed, self._out = done, to_come, None, self._out + out
-        if done == rows and batch in lane.flights:
+        if leaves:
             del lane.flights[batch]
             if key in self._handed:
                 del self._handed[key]

@@ -530,6 +530,19 @@ def test_what_was_asked_for_again_comes_once_though_it_is_done_by_then_so_that_r
     assert [listed(batch)[0] for batch in taken(ranks)] == [[2, 0], [3, 0]]
 
 
+def test_a_batch_that_fills_up_takes_nothing_out_of_what_is_in_flight(shards: str) -> None:
+    before = ranks_of(partial(counted_pipeline, shards), 2)
+    steps = [taken(before), taken(before)]
+    before[1].done(steps[1][1]["receipts"])
+    after = ranks_of(partial(counted_pipeline, shards), 2)
+    for rank in after:
+        rank.load_state_dict(sp.merge_states([each.state_dict() for each in before]))
+    for _ in range(2):
+        taken(after)
+    assert [listed(batch)[0] for batch in taken(after)] == [[4, 0], [5, 0]]
+    assert sorted(_open(sp.merge_states([rank.state_dict() for rank in after]))) == [0, 1, 2, 4, 5]
+
+
 class OwnValid(sp.TaskEncoder):
     """Its batches have a key "valid" of their own, which counts tokens."""
 
