@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class History:
 
     def __init__(self, draw: random.Random, settings: LoaderSettings, slots: int) -> None:
         self._draw, self._settings, self._slots = draw, settings, slots
-        self._expected: dict[tuple[int, int], Any] = {}
+        self._expected = expected(settings, slots + 4 * LANES)
         self.oracle, self._saved_oracle = Oracle(), Oracle()
         self._saved: dict[str, Any] | None = None
         self._files: list[dict[str, Any]] = []  # of each rank
@@ -98,15 +98,6 @@ class History:
         self._whole: dict[int, list[Any]] = {}  # those of whole batches, as each rank was handed them
         self._runs = self._started(1)
         self.counts: Counter[str] = Counter()
-
-    def expect(self) -> None:
-        """Run once without acknowledgements."""
-        plain = replace(self._settings, acknowledge=False, rank=0, world_size=1)
-        with Run(plain) as run:
-            for _ in range(self._slots + 4 * LANES):
-                batch = next(iter(run))
-                at = run.position.previous or run.position
-                self._expected[at.epoch, at.slot - 1] = batch
 
     def _started(self, world_size: int) -> list[AcknowledgedRun]:
         self._passed = {rank: [] for rank in range(world_size)}
@@ -227,6 +218,18 @@ class History:
             run.close()
 
 
+@lru_cache
+def expected(settings: LoaderSettings, slots: int) -> dict[tuple[int, int], Any]:
+    """The batch of each slot, from a run without acknowledgements."""
+    found = {}
+    with Run(replace(settings, acknowledge=False, rank=0, world_size=1)) as run:
+        for _ in range(slots):
+            batch = next(iter(run))
+            at = run.position.previous or run.position
+            found[at.epoch, at.slot - 1] = batch
+    return found
+
+
 def voted_step(runs: Sequence[Run]) -> list[Any]:
     """The batch of each rank in the next step; they vote together."""
     steps = [iter(run).taking() for run in runs]
@@ -244,17 +247,20 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
         sent = max(votes) if runs[0].settings.pad else min(votes)
 
 
+@lru_cache
+def settings_of(shards: str, pack: bool, epochs: int | None, size: int, tail: Any, order: int) -> LoaderSettings:
+    """Those of a history; few, so that `expected` is asked for the same again."""
+    pipeline: Pipeline = partial(numbers_pipeline, shards, pack=pack, epochs=epochs, size=size)
+    return LoaderSettings(pipeline, seed=order, lanes=LANES, rank=0, world_size=1, tail=tail, acknowledge=True)
+
+
 def history(seed: int, shards: str, slots: int = 40) -> Counter[str]:
     """Run one history. Raises AssertionError where it differs from the oracle's."""
     draw = random.Random(seed)
     pack, finite = draw.random() < 0.3, draw.random() < 0.5
-    pipeline: Pipeline = partial(
-        numbers_pipeline, shards, pack=pack, epochs=1 if finite else None, size=draw.choice([1, 2, 3])
-    )
-    tail: Any = draw.choice(["stop", "pad"])
-    settings = LoaderSettings(pipeline, seed=seed, lanes=LANES, rank=0, world_size=1, tail=tail, acknowledge=True)
+    size, tail, order = draw.choice([1, 2, 3]), draw.choice(["stop", "pad"]), draw.randrange(2)
+    settings = settings_of(shards, pack, 1 if finite else None, size, tail, order)
     found = History(draw, settings, slots)
-    found.expect()
     moves = [found.step] * 7 + [found.acknowledge] * 9 + [found.save] * 2 + [found.kill]
     try:
         for _ in range(draw.randint(10, 60)):

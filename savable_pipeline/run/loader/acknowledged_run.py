@@ -24,7 +24,7 @@ from savable_pipeline.run.loader.epoch_end import Voting
 from savable_pipeline.run.loader.pin_memory import pinned
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.loader.receipts import Handed
+from savable_pipeline.run.loader.receipts import receipts_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import (
@@ -60,14 +60,18 @@ class AcknowledgedRun(DecidingRun):
         self.stats.others = self.table.numbers
         self._is_agreed = True  # how many batches come again after a load, among all ranks
         self._writing = Lock()  # to the ledger
-        self._receipts: tuple[tuple[int, torch.Tensor], ...] = ()  # of the last batches, by their number
+        self._forget_given()
+
+    def _forget_given(self) -> None:
+        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # of the last two batches, with their number
         self._last_again: tuple[int, int, BatchSamples] | None = None  # of the last one given again
 
     @property
     def receipts(self) -> torch.Tensor:
         """Those of the batch given last: int64 (rows, 2)."""
         given = self.position.batches
-        return next((found for number, found in self._receipts if number == given), Handed.of(0, 0).tensor)
+        number, found = self._receipts.get(given & 1, (0, None))
+        return receipts_of(0, 0) if found is None or number != given else found
 
     # Going on.
 
@@ -113,12 +117,11 @@ class AcknowledgedRun(DecidingRun):
             self._wait(made_of.rows, delivery)
         with self._writing:
             batch = super()._prepare(delivery, after, started)
-        size = _size(batch, made_of.rows) if settings.tail == "pad" else made_of.rows
-        place = at.epoch << EPOCH_SHIFT | self.ranks.slot(at.slot)
-        handed = self.table.give(at.batches, place, made_of, size)
+        size = _size(batch, made_of.rows) if settings.pad else made_of.rows
+        receipts = self.table.give(at.batches, at.epoch << EPOCH_SHIFT | at.own_slot, made_of, size)
         if self._ledger is not None:
             self._write_noted()
-        return self._with_receipts(batch, handed.tensor)
+        return self._with_receipts(batch, receipts)
 
     def _wait(self, rows: int, delivery: Delivery | None = None) -> None:
         try:
@@ -139,9 +142,9 @@ class AcknowledgedRun(DecidingRun):
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
         if self.settings.pin_memory:
             batch = pinned(batch)
-        size = _size(batch, made_of.rows)
+        size = _size(batch, made_of.rows) if self.settings.pad else made_of.rows
         if not flight.rows and isinstance(batch, dict):
-            batch = {**batch, VALID: _none_of(size)}
+            batch = {VALID: _none_of(size), **batch}  # unless it has such a key, of the encoder
         number = self.position.batches
         rows = self.table.give_again(number, made_of.lost)
         if self._ledger is not None and flight.rows:
@@ -151,11 +154,12 @@ class AcknowledgedRun(DecidingRun):
         self._write_noted()
         self.stats.add(time.perf_counter() - started, replace(delivery, samples=()))
         self._last_again = number + 1, flight.batch, samples
-        return self._with_receipts(batch, Handed.of(flight.batch, size, rows).tensor)
+        return self._with_receipts(batch, receipts_of(flight.batch, size, rows))
 
     def _with_receipts(self, batch: Any, found: torch.Tensor) -> Any:
         """The batch with its receipts, which become those of the batch given last."""
-        self._receipts = (*self._receipts[-1:], (self.position.batches + 1, found))
+        given = self.position.batches + 1
+        self._receipts[given & 1] = given, found
         if not isinstance(batch, dict):
             return batch
         if RECEIPTS in batch:
@@ -197,6 +201,7 @@ class AcknowledgedRun(DecidingRun):
         for lane, of_lane in flights.items():
             counts[lane % self.ranks.world_size] += len(of_lane)
         own = [flight for lane in self.position.lanes for flight in flights.get(lane, ())]
+        self._forget_given()
         self._is_agreed = len(lane_numbers(state)) == self.settings.lanes
         self.table.load(sorted(own, key=_batch_of), max(counts) if self._is_agreed else 0)
 
@@ -227,7 +232,7 @@ def place_of(epoch: int, slot: int) -> int:
 
 
 def _size(batch: Any, rows: int) -> int:
-    """The rows of a batch, with those that only fill it up."""
+    """The rows of a batch that was filled up."""
     return len(batch[VALID]) if isinstance(batch, dict) and VALID in batch else rows
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.acknowledgements import InFlight
 from savable_pipeline.run.loader.deciding import Deciding
+from savable_pipeline.run.loader.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 class Acknowledging(Deciding):
     """Base of `SavableLoader`; without `acknowledge=True` its methods raise ValueError."""
 
+    _run: Run
+
     @property
     def _acknowledged(self) -> AcknowledgedRun:
-        run = self.__savable_run__()
+        run = self._run
         if not isinstance(run, AcknowledgedRun):
             raise ValueError("this loader keeps no account of rows in flight: make it with acknowledge=True")
         return run
@@ -81,8 +84,8 @@ class Acknowledging(Deciding):
     def again(self, receipts: Any) -> None:
         """Ask for rows again: their batches come in the next batches that are taken here, before those made ahead.
 
-        Other rows of these batches have -1 there. Such a batch takes no slot, so this rank takes one more than the
-        others: where ranks step together, ask for equally many batches on each.
+        Other rows of these batches have -1 there, and rows that are done by then. Such a batch takes no slot, so this
+        rank takes one more than the others: where ranks step together, ask for equally many batches on each.
 
         Args:
             receipts: As for `done`, of rows that this rank was given.

@@ -1,20 +1,16 @@
 """Receipts: int64 (rows, 2), the slot and the row of each row of a batch, or -1; what a trainer hands back for them.
 
 A trainer mostly hands back, whole, what it was handed. Then its rows are known without torch, which would take more
-time than all else: about 10 µs, in a loop that runs much other code in between.
+time than all else in a loop that runs much other code in between.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.run.state.flights import MOST_ROWS
-from savable_pipeline.stages.batch_samples import Integers
 
 if TYPE_CHECKING:
     import torch
@@ -22,47 +18,61 @@ if TYPE_CHECKING:
 _AHEAD = 1024  # receipts that are made at once: one batch's alone would take ten times as long
 
 
-class Handed(msgspec.Struct, frozen=True, gc=False):
-    """Receipts as the trainer has them; `array` views the same memory, `digest` is of what stood there."""
+class Handed(NamedTuple):
+    """Receipts as the trainer has them: the bytes that stood there, the memory, and where torch has it."""
 
     tensor: torch.Tensor
-    array: Any  # int64 (rows, 2)
-    digest: int
+    raw: bytes
+    memory: bytearray
+    pointer: int
 
     @classmethod
-    def of(cls, batch: int, size: int, rows: int = -1) -> Handed:
-        """Those of a batch of this size; -1 for rows that are not among the bits `rows`."""
+    def of(cls, raw: bytes) -> Handed:
+        """Those with these bytes."""
         import torch
 
-        array: Any = _whole(batch, size)
-        if rows + 1 and rows + 1 != 1 << size:
-            array[[not rows >> row & 1 for row in range(size)]] = -1
-        return cls(torch.from_numpy(array), array, xxh3_64_intdigest(array))
+        memory = bytearray(raw)
+        tensor = torch.frombuffer(memory, dtype=torch.int64).view(-1, 2)
+        return cls(tensor, raw, memory, tensor.data_ptr())
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody has written there."""
-        return xxh3_64_intdigest(self.array) == self.digest
+        """Whether nobody has written there, or moved it to memory that other processes share."""
+        return self.memory == self.raw and self.tensor.data_ptr() == self.pointer
+
+
+def receipts_of(batch: int, size: int, rows: int = -1) -> torch.Tensor:
+    """Those of a batch of this size; -1 for rows that are not among the bits `rows`."""
+    import torch
+
+    found = [(batch, row) if rows >> row & 1 else (-1, -1) for row in range(size)]
+    return torch.tensor(found, dtype=torch.int64).reshape(-1, 2)
 
 
 class NextReceipts:
-    """Makes the receipts of whole batches, those of the next slots too, `step` apart; lets go of them together, too."""
+    """Makes the receipts of whole batches, those of the next slots too, `step` apart."""
 
     def __init__(self, step: int) -> None:
         self._step = step
         self._made: dict[int, Handed] = {}
-        self._taken: list[Handed] = []
         self._size = 0
 
-    def take(self, batch: int, size: int) -> Handed:
-        """Those of a batch, once."""
-        found = self._made.pop(batch, None) if size == self._size else None
-        if found is None:
-            ahead = range(batch, batch + self._step * max(1, min(64, _AHEAD // (size or 1))), self._step)
-            self._made, self._taken, self._size = {each: Handed.of(each, size) for each in ahead}, [], size
-            found = self._made.pop(batch)
-        self._taken.append(found)
-        return found
+    def has(self, batch: int, size: int) -> bool:
+        """Whether those of a batch are made."""
+        return batch in self._made and size == self._size
+
+    def make(self, batch: int, size: int) -> None:
+        """Make those of a batch and of some of the next."""
+        batches = range(batch, batch + self._step * max(1, min(64, _AHEAD // size)), self._step)
+        made = np.empty((len(batches), size, 2), np.int64)
+        made[:, :, 0] = np.array(batches)[:, None]
+        made[:, :, 1] = np.arange(size)
+        self._made = {each: Handed.of(made[at].tobytes()) for at, each in enumerate(batches)}
+        self._size = size
+
+    def take(self, batch: int) -> Handed:
+        """Those of a batch that are made, once."""
+        return self._made.pop(batch)
 
 
 def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
@@ -75,27 +85,14 @@ def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
         listed = listed.reshape(-1, 2)
     if listed.size and (listed.ndim != 2 or listed.shape[1] != 2 or listed.dtype.kind not in "iu"):
         raise ValueError(f"receipts are integers (rows, 2), slot and row of each, not {listed.dtype} {listed.shape}")
-    if len(listed) > 1 and (first := int(listed[0, 0])) >= 0 and np.array_equal(listed, _whole(first, len(listed))):
-        return {first: (1 << len(listed)) - 1}, 0  # the short way
     found: dict[int, int] = {}
     odd = 0
     for batch, row in listed.tolist():
-        before = found.get(batch, 0)
         if batch < 0:
             continue
+        before = found.get(batch, 0)
         if 0 <= row < MOST_ROWS and not before >> row & 1:
             found[batch] = before | 1 << row
         else:
             odd += 1
     return found, odd
-
-
-def _whole(batch: int, size: int) -> Integers:
-    found = _numbered(size).copy()
-    found[:, 0] = batch
-    return found
-
-
-@lru_cache
-def _numbered(size: int) -> Integers:
-    return np.stack([np.zeros(size, np.int64), np.arange(size)], axis=1)

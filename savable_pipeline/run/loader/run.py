@@ -151,7 +151,7 @@ class Run:
 
     @cached_property
     def _sample_ids(self) -> SampleIds:
-        return SampleIds(self.local.last_stage)
+        return SampleIds(self.local.last_stage, pad=self.settings.pad)
 
     def counters(self) -> tuple[dict[str, float], dict[str, str]]:
         """Counters without rates, and names: what the ledger notes from time to time."""

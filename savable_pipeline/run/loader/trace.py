@@ -59,9 +59,13 @@ def source_names(last: Stage) -> dict[int, str]:
 
 
 class SampleIds:
-    """Adds to batches which samples they were made of. `last` is the last stage of any lane of the pipeline."""
+    """Adds to batches which samples they were made of. `last` is the last stage of any lane of the pipeline.
 
-    def __init__(self, last: Stage) -> None:
+    `pad`: whether its batches are filled up, with a key "valid"; else such a key is the encoder's own.
+    """
+
+    def __init__(self, last: Stage, *, pad: bool) -> None:
+        self._pad = pad
         tags = np.array(list(source_names(last)), dtype=np.int64)
         self._numbers = np.argsort(tags)  # of the sources, in the order of their tags
         self._tags = tags[self._numbers]
@@ -81,7 +85,9 @@ class SampleIds:
         ids = self._ids(samples.refs)
         if samples.rows is not None:
             return {**batch, IDS: torch.from_numpy(ids), ROWS: torch.from_numpy(samples.rows)}
-        missing = len(batch["valid"]) - len(ids) if "valid" in batch else 0  # rows that only fill up the batch
+        missing = (
+            len(batch["valid"]) - len(ids) if self._pad and "valid" in batch else 0
+        )  # rows that only fill up the batch
         if missing > 0:
             ids = np.concatenate([ids, np.full((missing, 3), -1)])
         return {**batch, IDS: torch.from_numpy(ids)}
