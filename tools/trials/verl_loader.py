@@ -87,7 +87,7 @@ def leg(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after
     module, own = COMMANDS.get(mode, ("trainer.main_ppo", VERSION_1))
     settings = f"{COMMON} {own}".format(folder, run, mode, epochs)
     modules = "savable_verl,verl_stand_ins" if loader == "ours" else "verl_stand_ins"
-    ray = {"RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0"}
+    ray = {"RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
     paths = os.pathsep.join(map(str, (folder, Path(__file__).parent)))
     environment = {**os.environ, **ray, "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": paths}
     latest = run / "latest_checkpointed_iteration.txt"
