@@ -42,6 +42,7 @@ NOT_RUN = {
     "docs/trainers/torch.md": 1,
     "docs/trainers/torchtitan.md": 1,
     "docs/trainers/trl.md": 4,
+    "docs/trainers/verl.md": 1,
 }
 # Pages that begin in an empty folder and need nothing that they do not make.
 FROM_NOTHING = {"docs/first-day.md"}

@@ -25,6 +25,7 @@ NEEDS = {
     "megatron": "megatron.core",
     "composer": "composer",
 }
+BY_A_TRIAL = {"verl"}  # what its page shows is no script but a module that verl imports
 
 
 def _is_installed(module: str) -> bool:
@@ -45,10 +46,17 @@ def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path:
 
 
 def test_each_page_of_a_trainer_has_its_script_with_a_guard() -> None:
-    pages = [page for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "index"]
+    pages = [page for page in (ROOT / "docs/trainers").glob("*.md") if page.stem not in {"index", *BY_A_TRIAL}]
     assert len(pages) == len(NEEDS) - 1  # TRL's page has two
     for page in pages:
         scripts = [block for block in blocks_of(page) if (block.title or "").startswith("train_")]
         assert len(scripts) == 1 + (page.stem == "trl"), page
         for script in scripts:
             assert re.search(r'^if __name__ == "__main__":\n    main\(\)\n\Z', script.text, re.MULTILINE), script.place
+
+
+def test_the_module_on_the_page_of_verl_is_the_one_that_its_trial_runs() -> None:
+    (module,) = [block for block in blocks_of(ROOT / "docs/trainers/verl.md") if block.title]
+    trial = (ROOT / "tools/trials/verl_loader.py").read_text()
+    assert f'title="{module.title}"' in trial and module.why and "tools/trials/verl_loader.py" in module.why
+    compile(module.text, str(module.title), "exec")

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,3 +126,43 @@ def test_its_decisions_are_replayed_on_two_ranks_without_a_model(mixed: str) -> 
             assert {rank.decide(weights=straight.decided[slot]) for rank in ranks} == {slot}
         found += next(steps_of_ranks(ranks))
     assert list(map(digest, found)) == list(map(digest, straight.batches))
+
+
+class Prompts(sp.TaskEncoder):
+    """As verl's collation makes them: an array of objects, none of them a tensor, beside a tensor."""
+
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"index": sample.json()["id"], "messages": [{"role": "user", "content": f"{rng.random()}"}]}
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        columns = {name: np.fromiter((each[name] for each in items), dtype=object) for name in items[0]}
+        return {"dummy": torch.zeros(len(items), 1), **columns}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_prompts_one_a_batch_come_after_a_resume_until_each_was_done_and_the_length_counts_them(
+    make_shards: Any, num_workers: int
+) -> None:
+    """verl's rollouter asks for `len` prompts less those that were trained on, and for whole ones alone."""
+    shards = str(make_shards([20, 9]))
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, block_size=1), Prompts()), size=1)
+
+    settings = {"seed": 3, "lanes": 1, "rank": 0, "world_size": 1, "acknowledge": True, "num_workers": num_workers}
+    with sp.SavableLoader(pipeline, **settings) as loader, sp.SavableLoader(pipeline, **settings) as resumed:
+        given = [next(loader) for _ in range(12)]
+        trained, open_ones = (
+            [given[place] for place in (7, 0, 3, 11)],
+            [given[place] for place in (1, 2, 4, 5, 6, 8, 9, 10)],
+        )
+        for batch in trained:
+            loader.done(batch["receipts"])
+        resumed.load_state_dict(through_a_file(loader.state_dict()))
+        rest = list(resumed)
+        assert len(rest) == len(resumed) - len(trained) == 25
+        assert all((batch["receipts"] >= 0).all() for batch in rest)
+        assert list(map(digest, rest[:8])) == list(map(digest, open_ones))
+        assert sorted(int(batch["index"][0]) for batch in trained + rest) == list(range(29))

@@ -1,0 +1,180 @@
+"""Tries verl's trainers with the loader of docs/trainers/verl.md, and with their own: killed and resumed.
+
+    python tools/trials/verl_loader.py [--kills 2] [--runs 1] [--epochs 1] [--loader ours|verl] [MODE …]
+
+In an environment of its own: `pip install verl TransferQueue torch torchvision uvicorn fastapi`, and this package. It
+needs neither a GPU nor vLLM. Of verl there runs: its commands, configuration and Ray actors; in `fully_async` and
+`one_step_off` all of the rollouter, message queue and trainers, with advantages, saves and loads; in `sync` and
+`colocate_async`, of version 1, the trainer's loop with saves and loads, its replay buffer, TransferQueue and agent loop
+workers. What stands for the rest is in `verl_stand_ins.py`: generation sleeps, now and then ten times as long, and the
+model's weights are the numbers of the prompts that it was trained on: its last checkpoint says what it has seen.
+
+All processes of a run are killed by SIGKILL at some moment behind a checkpoint. `sync` and `one_step_off` must train on
+the prompts of a run that never stopped, step by step. In the others the order is that in which rollouts end: no prompt
+that the loader gave may be missing, neither trained on nor still in the queue, and none may be trained on once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = 240  # 8 an update; 20 updates end before the prompts do, `fully_async` with them
+
+COMMON = """data.train_files=[{0}/prompts.parquet] data.val_files=[{0}/prompts.parquet] data.shuffle=False
+data.filter_overlong_prompts=False data.dataloader_num_workers=0 trainer.default_local_dir={1} trainer.logger=[console]
+trainer.val_before_train=False trainer.device=cpu trainer.total_epochs={3} actor_rollout_ref.rollout.n=2
+actor_rollout_ref.model.path={0}/model actor_rollout_ref.actor.ppo_mini_batch_size=8 algorithm.adv_estimator=grpo
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1
+actor_rollout_ref.rollout.name=vllm
+ray_kwargs.ray_init.num_cpus=24 +ray_kwargs.ray_init.include_dashboard=False +ray_kwargs.ray_init.address=local"""
+FULLY_ASYNC = """data.train_batch_size=0 data.gen_batch_size=1 actor_rollout_ref.hybrid_engine=False trainer.save_freq=1
+rollout.total_rollout_steps=null rollout.n_gpus_per_node=1 trainer.balance_batch=False
+async_training.staleness_threshold=1 async_training.trigger_parameter_sync_step=2"""
+ONE_STEP_OFF = """data.train_batch_size=8 trainer.total_training_steps=20 trainer.save_freq=2
+trainer.balance_batch=False actor_rollout_ref.hybrid_engine=False rollout.n_gpus_per_node=1
+hydra.searchpath=[pkg://verl.trainer.config]"""
+VERSION_1 = """trainer.v1.trainer_mode={2} data.train_batch_size=8 trainer.total_training_steps=20 trainer.save_freq=2
+actor_rollout_ref.rollout.agent.num_workers=1 transfer_queue.backend.SimpleStorage.num_data_storage_units=1"""
+COMMANDS = {
+    "fully_async": ("experimental.fully_async_policy.fully_async_main", FULLY_ASYNC),
+    "one_step_off": ("experimental.one_step_off_policy.main_ppo", ONE_STEP_OFF),
+}
+IN_ORDER = ("sync", "one_step_off")  # each step's prompts are given, the others' are those that end first
+
+
+def write(folder: Path) -> None:
+    """Prompts as verl prepares them, a tokenizer, and the module of the page."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"number {number}"}],
+            "data_source": "numbers",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "extra_info": {"index": number, "split": "train"},
+        }
+        for number in range(PROMPTS)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+    words = Tokenizer(models.WordLevel({"?": 0, "": 1}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="", eos_token="").save_pretrained(folder / "model")
+    Qwen2Config(architectures=["Qwen2ForCausalLM"], hidden_size=8).save_pretrained(folder / "model")
+    page = (ROOT / "docs/trainers/verl.md").read_text()
+    (module,) = re.findall(r'^```python title="savable_verl.py"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
+    (folder / "savable_verl.py").write_text(module)
+
+
+def leg(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after: float | None) -> None:
+    """Run verl's command, perhaps killed so many seconds behind its next checkpoint."""
+    module, own = COMMANDS.get(mode, ("trainer.main_ppo", VERSION_1))
+    settings = f"{COMMON} {own}".format(folder, run, mode, epochs)
+    modules = "savable_verl,verl_stand_ins" if loader == "ours" else "verl_stand_ins"
+    ray = {"RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+    paths = os.pathsep.join(map(str, (folder, Path(__file__).parent)))
+    environment = {**os.environ, **ray, "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": paths}
+    latest = run / "latest_checkpointed_iteration.txt"
+    before = latest.read_text() if latest.exists() else ""
+    with (folder / f"{run.name}.log").open("a") as log:
+        command = [sys.executable, "-m", f"verl.{module}", *settings.split()]
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
+    if kill_after is not None:
+        while process.poll() is None and not (latest.exists() and latest.read_text() not in ("", before)):
+            time.sleep(0.05)
+        time.sleep(kill_after)
+        if process.poll() is None:
+            all_of_them = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for each in all_of_them:
+                each.kill()
+            psutil.wait_procs(all_of_them, timeout=60)
+            process.wait()
+            return
+    if process.wait():
+        sys.exit(f"verl ended with {process.returncode}:\n{log_end(folder, run)}")
+
+
+def log_end(folder: Path, run: Path) -> str:
+    """The last lines of what verl printed."""
+    return "\n".join((folder / f"{run.name}.log").read_text().splitlines()[-40:])
+
+
+def seen(run: Path) -> list[list[int]]:
+    """The prompts of each update of the model that was saved last."""
+    step = (run / "latest_checkpointed_iteration.txt").read_text()
+    updates: list[list[int]] = json.loads((run / f"global_step_{step}/actor/model.json").read_text())
+    return updates
+
+
+def order_of(folder: Path, loader: str) -> list[int]:
+    """The prompts in the order in which the loader gives them."""
+    if loader == "verl":
+        return list(range(PROMPTS))  # data.shuffle=False
+    sys.path.insert(0, str(folder))
+    config = SimpleNamespace(data=SimpleNamespace(train_files=[str(folder / "prompts.parquet")]))
+    with import_module("savable_verl").make_loader(config, size=1, epochs=1) as prompts:
+        return [int(batch["index"][0]) for batch in prompts]
+
+
+def judged(folder: Path, run: Path, mode: str, order: list[int], epochs: int) -> tuple[str, bool]:
+    """What the last model has seen, in words, and whether that is right."""
+    counts = Counter(itertools.chain(*seen(run)))
+    if mode == "fully_async":  # to the end of the epochs
+        expected = Counter(order * epochs)
+    else:  # as far as the loader has given, less what is still in the queue
+        left = json.loads((run / "left.json").read_text()) if mode == "colocate_async" else []
+        reached = 1 + max(map(order.index, {*counts, *left}))
+        expected = Counter(order[:reached]) - Counter(left)
+    lost, more = (expected - counts).total(), (counts - expected).total()
+    result = f"{expected.total()} prompts to train on, {lost} lost, {more} trained on once more"
+    if mode not in IN_ORDER:
+        return result, not lost and not more
+    exact = seen(run) == seen(folder / f"{mode}-whole")
+    return f"{result}, {'exact' if exact else 'DIFFERS'}", exact
+
+
+def main() -> None:
+    """Run each mode to its end, killed some times, and say what its model has seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="*", default=["sync", "colocate_async", "one_step_off", "fully_async"])
+    parser.add_argument("--loader", choices=("ours", "verl"), default="ours")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=1)
+    given = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write(folder)
+        order = order_of(folder, given.loader)
+        for mode in {*IN_ORDER} & {*given.modes}:
+            leg(folder, folder / f"{mode}-whole", mode, given.loader, given.epochs, None)
+        for mode, number in itertools.product(given.modes, range(given.runs)):
+            run, draw = folder / f"{mode}{number}", random.Random(number)
+            for _ in range(given.kills):
+                leg(folder, run, mode, given.loader, given.epochs, 2 * draw.random())
+            leg(folder, run, mode, given.loader, given.epochs, None)
+            result, right = judged(folder, run, mode, order, given.epochs)
+            print(f"{mode}, {given.loader}: {given.kills} kills, {result}", flush=True)
+            failed |= not right
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
