@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from savable_pipeline.core.wording import listed
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.class_checks import gives
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage
+from savable_pipeline.stages.task_encoder import TaskEncoder
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ def _warnings(last: Stage) -> Iterator[str]:
             f"the pipeline ends with {type(last).__name__}, which yields {gives(type(last))}, so a step takes a single "
             "one: end it with sp.Batcher(..., size=...) for batches"
         )
+    for encoder in {type(found): found for stage in upstream(last) if (found := stage.info.encoder)}.values():
+        yield from _untold_settings(encoder)
     for stage in upstream(last):
         if isinstance(stage, ShuffleBuffer) and isinstance(stage, SampleStage):
             yield from _long_buffer(stage)
@@ -52,6 +56,20 @@ def _warnings(last: Stage) -> Iterator[str]:
             )
 
 
+def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:
+    """A hint about attributes of an encoder that look like settings, which no saved state knows."""
+    if type(encoder).settings is not TaskEncoder.settings:
+        return
+    own = {name: value for name, value in getattr(encoder, "__dict__", {}).items() if not hasattr(TaskEncoder, name)}
+    names = [name for name, value in own.items() if name[0] != "_" and type(value) in (bool, int, float, str)]
+    if names:
+        yield (
+            f"{type(encoder).__name__} has {listed(names)}, of which no saved state knows: a run that is resumed with "
+            "other values gives other batches without a word; return what changes its items from a method settings(), "
+            f'as in {{"{names[0]}": self.{names[0]}}}'
+        )
+
+
 def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:
     """A hint about a buffer that spans many epochs of a lane, as with little data on many lanes."""
     readers = [stage for stage in upstream(buffer) if isinstance(stage, RecordReader)]
@@ -62,7 +80,8 @@ def _long_buffer(buffer: ShuffleBuffer) -> Iterator[str]:
     if spanned < _MANY_EPOCHS:
         return
     fewer, smaller = population // buffer.size, population // lanes
-    fitting = [f"lanes={fewer} or fewer"] * (fewer > 0) + [f"size={smaller} or less"] * (smaller > 0)
+    fitting = [f"lanes={fewer}{' or fewer' * (fewer > 1)}"] * (fewer > 0)
+    fitting += [f"size={smaller}{' or less' * (smaller > 1)}"] * (smaller > 0)
     yield (
         f"ShuffleBuffer(size={buffer.size}): an epoch of {population} samples on {lanes} lanes leaves each lane "
         f"{population / lanes:.3g}, so the buffer mixes those of {spanned:.3g} epochs: a sample may come epochs late, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,3 +150,30 @@ def test_a_loader_in_a_loader_is_refused(make_shards: Any, num_workers: int, epo
     )
     with pytest.raises(TypeError, match=r"iterate over (it|this loader) itself"):
         next(iter(torch.utils.data.DataLoader(own, batch_size=2, num_workers=num_workers)))  # type: ignore[arg-type]
+
+
+class Scaled(NumberEncoder):
+    """Has settings, which its class does not tell of."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.name = scale, "x"
+        self._cache, self.tokenizer, self.one_to_one = 3, None, True
+
+
+class Told(Scaled):
+    def settings(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+
+def test_settings_of_an_encoder_that_no_state_would_know_are_named(
+    make_shards: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = str(make_shards([20]))
+
+    def pipeline(lane: sp.Lane, encoder: sp.TaskEncoder) -> sp.Stage:
+        samples = sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=4)
+        return sp.Batcher(sp.Encode(samples, encoder), size=4)
+
+    (hint,) = said_of(partial(pipeline, encoder=Scaled(0.5)), caplog)
+    assert hint.startswith("WARNING Scaled has name, scale, of which no saved state knows")
+    assert said_of(partial(pipeline, encoder=Told(0.5)), caplog) == []
