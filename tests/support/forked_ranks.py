@@ -16,32 +16,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_FORK = multiprocessing.get_context("fork")
+
 
 def fork_ranks(module: str, world_size: int, *arguments: str) -> list[int | None]:
-    """The exit codes of the ranks."""
+    """The exit codes of the ranks; None for one that did not end, and was killed."""
     main = import_module(module).main
-    store: Any = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("fork")
+    ports = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        context.Process(target=_rank, args=(main, rank, world_size, store.port, arguments))
-        for rank in range(world_size)
+        _FORK.Process(target=_rank, args=(main, rank, world_size, port, arguments))
+        for rank, (port, _) in enumerate(ports)
     ]
     for process in ranks:
         process.start()
+    # Only now: its threads may hold a lock, which a process that is forked meanwhile would wait for without an end.
+    store: Any = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _, told in ports:
+        told.send(store.port)
     for process in ranks:
         process.join(timedelta(minutes=2).total_seconds())
-    return [process.exitcode for process in ranks]
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    return codes
 
 
-def _rank(main: Any, rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> None:
+def _rank(main: Any, rank: int, world_size: int, port: Any, arguments: tuple[str, ...]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.recv()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
     main(*arguments)
 
 
+def _run(module: str, world_size: int, *arguments: str) -> None:
+    codes = fork_ranks(module, world_size, *arguments)
+    if any(code != 0 for code in codes):
+        sys.exit(f"the ranks ended with {codes}")
+
+
 if __name__ == "__main__":
     for world_size in map(int, sys.argv[2].split(",")):
-        codes = fork_ranks(sys.argv[1], world_size, *sys.argv[3:])
-        if any(codes):
-            sys.exit(f"the ranks ended with {codes}")
+        run = _FORK.Process(target=_run, args=(sys.argv[1], world_size, *sys.argv[3:]))
+        run.start()  # in a process of its own: this one stays without threads
+        run.join()
+        if run.exitcode:
+            sys.exit(run.exitcode)

@@ -94,6 +94,9 @@ class FaultyEncoder(NumberEncoder):
         self.at = at
         self.cured = cured
 
+    def settings(self) -> dict[str, Any]:
+        return {}  # the items that it gives are the same
+
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         number = super().encode(sample, rng)
         if number == self.at and not self.cured.exists():
