@@ -241,7 +241,7 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
 
 
 def _times(args: Any) -> int:
-    """How many times the trainer takes each batch: 1, but for TRL's GRPO and what derives from it."""
+    """How many times the trainer takes each batch: 1, but for TRL's GRPO and others with these settings."""
     return (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
 
 

@@ -37,7 +37,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import savable_pipeline as sp  # noqa: E402
-from savable_pipeline.trainers.forms import from_json  # noqa: E402
 from tests.project.pages import blocks_of  # noqa: E402
 from tests.support.shards import write_numbered_shards  # noqa: E402
 from tests.trainers.drive import causal_model  # noqa: E402
@@ -179,7 +178,7 @@ def train(folder: Path) -> None:
         weight_transfer=policy,
         callbacks=[Seen()],
     )
-    made.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    made.train(resume_from_checkpoint=bool(checkpoint))
     told = {name: n for name, n in loader.stats().items() if name.startswith("acknowledged/")}
     print(f"the last leg: {told}")
 
@@ -218,7 +217,9 @@ def in_flight(folder: Path, state: dict[str, Any]) -> list[int]:
 
 def check(folder: Path, checkpoint: Path) -> tuple[int, int, int, int, int]:
     """Prompts in flight, lost and trained twice; what TRL's own position would train twice, and lose."""
-    state = from_json(json.loads((checkpoint / "loader.json").read_text()))
+    from savable_pipeline.trainers.hf_checkpoints import read_state
+
+    state = read_state(checkpoint)
     kept = json.loads((checkpoint / "seen.json").read_text())
     with make_loader(folder) as plain:
         given = [int(prompt) for _ in range(state["slot"]) for prompt in next(plain)["prompt"]]

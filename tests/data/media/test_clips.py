@@ -274,32 +274,29 @@ def test_settings_are_plain_and_a_clip_has_the_size_of_its_arrays() -> None:
     assert 0 < size_of(clip) - (16 * 3 * 64 * 48 + 4 * 2 * RATE) < 1000
 
 
-def test_a_video_that_is_not_sought_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[int] = []
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The times of the frames that were decoded, in ticks."""
+    times: list[int] = []
     frames = Video._frames
 
     def counted(self: Video) -> Any:
         for frame in frames(self):
-            decoded.append(frame.pts)
+            times.append(frame.pts)
             yield frame
 
     monkeypatch.setattr(Video, "_frames", counted)
+    return times
+
+
+def test_a_video_that_is_not_sought_is_decoded_once(decoded: list[int]) -> None:
     source = video(video_bytes(500, fps=25, container="mpeg", codec="mpeg2video", b_frames=0))
     source.frames([0.0, 5.0, 10.0, 15.0])
     assert len(decoded) < 400
 
 
 @pytest.mark.parametrize("b_frames", [0, 2, 4])
-def test_frames_of_a_clip_over_keyframes_are_decoded_once(b_frames: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[int] = []
-    frames = Video._frames
-
-    def counted(self: Video) -> Any:
-        for frame in frames(self):
-            decoded.append(frame.pts)
-            yield frame
-
-    monkeypatch.setattr(Video, "_frames", counted)
+def test_frames_of_a_clip_over_keyframes_are_decoded_once(b_frames: int, decoded: list[int]) -> None:
     source = video(video_bytes(240, fps=24, gop=24, b_frames=b_frames))
     for start in range(12, 36, 2):
         decoded.clear()
