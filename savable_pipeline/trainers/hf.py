@@ -19,7 +19,10 @@ from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.checks import length_of, restarting
 from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_state, take_away
+from savable_pipeline.trainers.model_inputs import model_inputs
 from savable_pipeline.trainers.whole import Whole
+
+__all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
 log = logging.getLogger(__name__)
 

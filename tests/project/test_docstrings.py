@@ -30,7 +30,16 @@ import torch
 import savable_pipeline
 import savable_pipeline.testing
 import task_encoders
-from savable_pipeline.trainers import context_parallel, device, elastic, forms, micro_batches, rescue, whole
+from savable_pipeline.trainers import (
+    context_parallel,
+    device,
+    elastic,
+    forms,
+    micro_batches,
+    model_inputs,
+    rescue,
+    whole,
+)
 from tests.support.example_shards import write_example_shards, write_example_speech, write_numbered_pictures
 
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -48,6 +57,7 @@ def public_names() -> dict[str, Any]:
         (device, ["OnDevice"]),
         (micro_batches, ["rows", "split", "micro_batches"]),
         (context_parallel, ["context_index", "cut_context", "join_context"]),
+        (model_inputs, ["model_inputs"]),
         (elastic, ["complete_state"]),
         (whole, ["Whole"]),
         (rescue, ["rescue"]),

@@ -55,6 +55,16 @@ def test_each_page_of_a_trainer_has_its_script_with_a_guard() -> None:
             assert re.search(r'^if __name__ == "__main__":\n    main\(\)\n\Z', script.text, re.MULTILINE), script.place
 
 
+def test_each_script_with_a_causal_model_gives_it_what_model_inputs_makes() -> None:
+    scripts = [block for page in (ROOT / "docs/trainers").glob("*.md") for block in blocks_of(page) if block.title]
+    causal = {str(block.title): block.text for block in scripts if "ForCausalLM" in block.text}
+    causal.pop("train_grpo.py")  # whose batches are prompts
+    assert set(causal) == {f"train_{name}.py" for name in ("accelerate", "fabric", "hf", "lightning", "sft")}
+    for title, script in causal.items():
+        assert re.search(r"\bmodel_inputs\((super\(\)\.batch|batch)", script), title
+        assert "cross_entropy" not in script and "masked_fill" not in script, f"{title}: labels of its own"
+
+
 def test_the_module_on_the_page_of_verl_is_the_one_that_its_trial_runs() -> None:
     (module,) = [block for block in blocks_of(ROOT / "docs/trainers/verl.md") if block.title]
     trial = (ROOT / "tools/trials/verl_loader.py").read_text()

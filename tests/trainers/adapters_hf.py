@@ -12,7 +12,14 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerState
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import savable_pipeline as sp
@@ -21,6 +28,7 @@ from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import hf
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.hf_checkpoints import newest_whole
+from task_encoders import LanguageModelingEncoder
 from tests.trainers.adapters import Model, make, trainer
 
 __all__ = ["make"]  # a fixture
@@ -124,6 +132,51 @@ def test_hf_a_batch_that_grpo_cuts_into_slices_is_given_for_each_of_them(make: A
         again, ended = run(f"from-{step}", str(tmp_path / f"straight/run/checkpoint-{step}"))
         assert again == expected[step // 6 * 6 :], "from the first slice of the batch that was under way"
         assert ended == 6 * 18 + step % 6
+
+
+# What a causal model learns.
+
+
+def test_hf_the_loss_of_accumulated_packs_is_that_of_their_documents_alone(tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=259, **size)
+    asked = {f"answer {'x' * i} {i}": f"prompt {i}: " for i in range(40)}
+    with sp.ShardWriter(tmp_path / "shards") as writer:
+        for number, (text, prompt) in enumerate(asked.items()):
+            writer.write({"__key__": f"{number}", "txt": text, "json": {"prompt": prompt}})
+
+    class Inputs(LanguageModelingEncoder):
+        def batch(self, items: Any, rng: sp.Rng) -> Any:
+            return hf.model_inputs(super().batch(items, rng), config)
+
+    encoder, steps = Inputs(max_length=128, prompt="json[prompt]"), []
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        items = sp.Encode(sp.TarShardReader(tmp_path / "shards", lane), encoder)
+        return sp.Batcher(sp.OnlinePacker(items, max_length=128), size=2)
+
+    class Notes(hf.SavableTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            steps.append((inputs["input_ids"], float(loss)))
+            return loss
+
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "report_to": [], "learning_rate": 0}
+    arguments = TrainingArguments(str(tmp_path / "run"), ignore_data_skip=True, disable_tqdm=True, **settings)
+    model = LlamaForCausalLM(config)
+    Notes(model, arguments, train_loader=sp.SavableLoader(pipeline, seed=7, lanes=1)).train()
+    summed, targets = 0.0, 0
+    for row in torch.cat([tokens for tokens, _ in steps]).tolist():
+        for written in [part.split(chr(258))[0] for part in "".join(map(chr, row)).split(chr(257))[1:]]:
+            text = next(text for text, prompt in asked.items() if prompt + text == written)
+            ids = torch.tensor([[257, *written.encode(), 258]])
+            labels = ids.clone()
+            labels[:, : -len(text) - 1] = -100
+            with torch.no_grad():
+                summed += (len(text) + 1) * float(model.eval()(input_ids=ids, labels=labels).loss)
+            targets += len(text) + 1
+    assert len(steps) == 2 and targets > 200
+    assert sum(loss for _, loss in steps) == pytest.approx(summed / targets, abs=1e-5)
 
 
 # What is forgotten.

@@ -28,9 +28,9 @@ from tests.trainers.table import CASES, LEFT_OUT  # noqa: E402
 ENVIRONMENTS = {
     "torch": [".", "torch"],
     "fsdp2": [".", "torch"],
-    "accelerate": [".[accelerate]"],
-    "fabric": [".[lightning]"],
-    "lightning": [".[lightning]"],
+    "accelerate": [".[accelerate]", "transformers"],
+    "fabric": [".[lightning]", "transformers"],
+    "lightning": [".[lightning]", "transformers"],
     "hf": [".[hf]"],
     "trl": [".[hf]", "trl"],
     "grpo": [".[hf]", "trl"],

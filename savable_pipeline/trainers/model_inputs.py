@@ -1,0 +1,263 @@
+"""`model_inputs`: a batch of tokens as a causal model of `transformers` takes it.
+
+A label of a batch is the next token; the loss of such a model compares each position with the label behind it:
+
+    batch           tokens     a b c d     labels  b c d -
+    model_inputs    input_ids  a b c d     labels  - b c d
+
+A model of `transformers` finds the documents of a pack by `position_ids` that begin again, if there is no mask, no
+cache of keys (which it makes in training too unless one says `use_cache=False`) and, under flash attention, one row:
+
+    position_ids    0 1 2 3 0 1 0 1 2      three documents
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+_IGNORED = -100
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that look where their mask allows
+_MASKED = {"eager", "sdpa", "flex_attention"}  # attention that gets a mask; that of flash gets borders
+_MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # what a batch may show beside tokens
+
+
+def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
+    """Return the keywords with which to call a causal, or vision-language, model of `transformers` on a batch.
+
+    Labels are in place, for the model's loss to shift: no prompt and no padding is learned, nor rows that fill a batch
+    up (`valid`). The label of a row's last token, which only a document has that was cut at `max_length`, is left out.
+    Documents of a pack do not see each other. Fields that no model takes (`receipts`, counts, your own) are left out.
+
+    Images in text (`Vision`) go to Qwen2-VL and Qwen2.5-VL, and as tiles of one size to LLaVA, InternVL and SmolVLM;
+    videos (`VideoTokens`) to the first two, which need the encoder's `rope=MRope(…)`; the images of
+    `CaptioningEncoder`, if not packed, to GIT.
+
+    Args:
+        batch: A batch of an encoder of `task_encoders`, with `tokens` and `labels`, and with `lengths` or, of packs,
+            `cu_seqlens` and `position_ids`. Of `split` and `micro_batches` too; not of `cut_context`.
+        model_or_config: The model, wrapped or not, or its configuration. Of a configuration alone, the attention is
+            what it says itself: set `attn_implementation` there if the model gets another.
+
+    Returns:
+        `input_ids` and `labels`, int64 (B, T), and what the model needs beside them. Under flash attention, packs are
+        one row of B · T tokens.
+
+    Raises:
+        TypeError: `model_or_config` is neither a model of `transformers` nor a configuration.
+        ValueError: The model would let documents of a pack see each other, does not see what the batch shows, or is no
+            decoder alone; or the batch is none of those above. The message says which.
+
+    Example:
+        ```python
+        import torch
+        from transformers import LlamaConfig
+        from savable_pipeline.trainers.model_inputs import model_inputs
+        batch = {"tokens": torch.tensor([[5, 6]]), "labels": torch.tensor([[6, -100]]), "lengths": torch.tensor([2])}
+        model_inputs(batch, LlamaConfig())["labels"].tolist()   # [[-100, 6]]
+        ```
+    """
+    config = _config_of(model_or_config)
+    missing = {"tokens", "labels"} - {*batch} or {"lengths", "cu_seqlens"}.isdisjoint(batch)
+    if missing:
+        raise ValueError(
+            "model_inputs takes a batch with tokens and labels, and with lengths or (packs) cu_seqlens, as the "
+            f"encoders of task_encoders make it; this one has {', '.join(sorted(batch))}"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{config.model_type} has an encoder: model_inputs is for models that are a decoder alone")
+    seen = _media_inputs(batch, config)
+    labels = batch["labels"]
+    if "valid" in batch:
+        labels = labels.masked_fill(~batch["valid"][:, None], _IGNORED)
+    if "cu_seqlens" in batch:
+        return {**_packed(batch, labels, config), **seen}
+    length = batch["tokens"].shape[1]
+    mask = torch.arange(length, device=labels.device) < batch["lengths"][:, None]
+    made = {"input_ids": batch["tokens"], "labels": _in_place(labels), "attention_mask": mask.long()}
+    if config.model_type in _ROPES:
+        made["position_ids"] = _positions(batch, config)
+    return {**made, **seen}
+
+
+def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:
+    borders, positions = batch["cu_seqlens"], batch["position_ids"]
+    if positions.flatten()[borders[:-1].long()].any():
+        raise ValueError(
+            "position_ids are not 0 where documents begin (cu_seqlens): model_inputs takes whole batches, not the "
+            "parts of cut_context"
+        )
+    if reason := _why_mixed(config):
+        raise ValueError(
+            f"{config.model_type}: {reason}, so that the documents of a pack would see each other. Leave out the "
+            "packer: rows of one document each are for any causal model"
+        )
+    made = {"input_ids": batch["tokens"], "labels": labels, "position_ids": _positions(batch, config)}
+    if flash := "flash" in (_attention(config) or ""):
+        made = {name: value.flatten(-2).unsqueeze(-2) for name, value in made.items()}
+    made |= {"labels": _in_place(made["labels"]), "use_cache": False}
+    if flash and config.get_text_config() is config:  # else the eyes would get them too
+        made |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), borders)
+        made |= dict.fromkeys(("max_length_q", "max_length_k"), int(batch["max_seqlen"]))
+    return made
+
+
+def _in_place(labels: torch.Tensor) -> torch.Tensor:
+    """Labels at their own tokens, of labels that are one ahead."""
+    return torch.nn.functional.pad(labels[:, :-1], (1, 0), value=_IGNORED)
+
+
+def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
+    """int64 (B, T); or (4, B, T) with those in time, height and width behind those in the document."""
+    positions: torch.Tensor = batch["position_ids"]
+    if config.model_type not in _ROPES:
+        return positions
+    places = batch.get("mrope_ids", positions[..., None].expand(-1, -1, 3))
+    return torch.cat([positions[None], places.movedim(-1, 0)])
+
+
+def _config_of(model: Any) -> Any:
+    """The configuration of a model, in whatever wrappers."""
+    inner = model
+    while inner is not None:
+        for found in (inner, getattr(inner, "config", None)):
+            if hasattr(found, "get_text_config"):
+                return found
+        inner = getattr(inner, "module", None)
+    raise TypeError(
+        f"model_inputs takes a model of transformers, or its configuration, not {type(model).__name__}: for a model of "
+        "your own, use the batch as it is; its labels are the next tokens already"
+    )
+
+
+def _attention(config: Any) -> str | None:
+    name: str | None = getattr(config.get_text_config(), "_attn_implementation", None)
+    return name
+
+
+# Documents apart.
+
+
+def _why_mixed(config: Any) -> str | None:
+    """Why this model's documents of a pack see each other; None: they do not."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    text, attention = config.get_text_config(), _attention(config) or "sdpa"
+    decoder = MODEL_MAPPING.get(type(text), None)
+    if decoder is None or (text is not config and config.model_type not in _EYES):
+        return "how it attends is not known here"
+    other = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
+    if getattr(decoder, "_is_stateful", False) or other:
+        return f"it has layers that carry a state over tokens ({', '.join(sorted(other)) or decoder.__name__})"
+    has_borders = "flash" in attention and getattr(decoder, "_supports_attention_backend", False)
+    if attention not in _MASKED and not has_borders:
+        return f"its attention {attention!r} does not learn where documents begin"
+    if _mask_positions(decoder) != {"text_position_ids" if config.model_type in _ROPES else "position_ids"}:
+        return "its masks take no notice of position_ids"
+    return None
+
+
+@cache
+def _mask_positions(decoder: type) -> set[str]:
+    """What a model passes as `position_ids` to the functions that make its masks, by its source.
+
+    Nothing else says it: models that take `position_ids` for their embeddings alone have the same signature.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[decoder.__module__]))):
+        if isinstance(node, ast.Call) and "mask" in ast.unparse(node.func):  # create_causal_mask(position_ids=…)
+            found |= {ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "position_ids"}
+        if isinstance(node, ast.Dict):  # mask_kwargs = {"config": …, "position_ids": …}
+            named = {ast.unparse(key): value for key, value in zip(node.keys, node.values, strict=True) if key}
+            found |= {ast.unparse(named[key]) for key in named if key == "'position_ids'" and "'config'" in named}
+    return found
+
+
+# What is seen.
+
+
+def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for field in _MEDIA:
+        if not len(batch.get(field, ())):
+            continue
+        takes = _EYES.get(config.model_type, {}).get(field)
+        if takes is None or (field == "image" and "cu_seqlens" in batch):
+            able = ", ".join(name for name, fields in _EYES.items() if field in fields) or "none"
+            packed = " of packs" if "cu_seqlens" in batch else ""
+            raise ValueError(
+                f"a batch has {field!r}, which {config.model_type} does not take here{packed} (models that do: "
+                f"{able}). Images in text are those of ChatEncoder and InterleavedEncoder with vision=Vision(…)"
+            )
+        if config.model_type in _ROPES and "mrope_ids" not in batch:
+            rate = getattr(config.vision_config, "tokens_per_second", None)
+            raise ValueError(
+                f"{config.model_type} needs mrope_ids: give the encoder rope=MRope(tokens_per_second={rate})"
+            )
+        made |= takes(batch, config)
+    return made
+
+
+def _merged_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Patches row by row become those of each token together, and as many frames as a video's patch has."""
+    vision, grids, order, first = config.vision_config, batch["grids"], [], 0
+    merge = vision.spatial_merge_size
+    for rows, columns in grids.tolist():
+        numbers = torch.arange(first, first + rows * columns).view(rows // merge, merge, columns // merge, merge)
+        order.append(numbers.transpose(1, 2).flatten())
+        first += rows * columns
+    patches = batch["patches"][torch.cat(order).to(grids.device)]
+    doubled = patches[:, :, None].expand(-1, -1, vision.temporal_patch_size, -1, -1)
+    steps = torch.ones_like(grids[:, :1])
+    return {"pixel_values": _flat(doubled, vision), "image_grid_thw": torch.cat([steps, grids], 1)}
+
+
+def _video_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    videos = _flat(batch["video_patches"], config.vision_config)
+    return {"pixel_values_videos": videos, "video_grid_thw": batch["video_grids"]}
+
+
+def _flat(patches: torch.Tensor, vision: Any) -> torch.Tensor:
+    wanted = (3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    if patches.shape[1:] != wanted:
+        raise ValueError(
+            f"patches of {tuple(patches.shape[1:])}, channels, frames and pixels, where the model has {wanted}"
+        )
+    return patches.flatten(1)
+
+
+def _tiles(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Patches row by row become tiles, float32 (tiles, 3, height, width)."""
+    patches, grids = batch["patches"], batch["grids"]
+    if (grids != grids[0]).any():
+        raise ValueError(
+            f"{config.model_type} takes tiles of one size, not grids of {grids.unique(dim=0).tolist()} patches: give "
+            "Vision the tiles Tiles(side=…), with the model's image size"
+        )
+    rows, columns = grids[0].tolist()
+    split = patches.unflatten(0, (len(grids), rows, columns)).permute(0, 3, 1, 4, 2, 5)
+    return {"pixel_values": split.flatten(4).flatten(2, 3)}
+
+
+def _tiles_of_rows(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The same, as of one row of tiles: SmolVLM counts them by their tokens."""
+    return {name: tiles[None] for name, tiles in _tiles(batch, config).items()}
+
+
+def _whole_images(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    return {"pixel_values": batch["image"]}
+
+
+_ROPES = {"qwen2_vl", "qwen2_5_vl"}  # whose positions are in time, height and width
+_EYES: dict[str, dict[str, Callable[[Mapping[str, Any], Any], dict[str, Any]]]] = {  # what a model takes of `_MEDIA`
+    **{name: {"patches": _merged_patches, "video_patches": _video_patches} for name in sorted(_ROPES)},
+    **{name: {"patches": _tiles} for name in ("llava", "internvl")},
+    "smolvlm": {"patches": _tiles_of_rows},
+    "git": {"image": _whole_images},
+}

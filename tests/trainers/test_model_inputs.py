@@ -1,0 +1,507 @@
+"""The loss of a pack is that of its documents alone, and a model learns the next token: with models of `transformers`.
+
+The documents alone are written out here, by hand, as the models' own documentation asks for them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from savable_pipeline.core.rng import Rng
+from savable_pipeline.trainers.context_parallel import cut_context
+from savable_pipeline.trainers.micro_batches import split
+from savable_pipeline.trainers.model_inputs import model_inputs
+from task_encoders.captioning import CaptioningEncoder
+from task_encoders.chat import ChatEncoder
+from task_encoders.interleaved import InterleavedEncoder
+from task_encoders.language_modeling import LanguageModelingEncoder
+from task_encoders.parts.audio_tokens import AudioTokens
+from task_encoders.parts.image_tiles import NativeSize, Tiles
+from task_encoders.parts.mrope import MRope
+from task_encoders.parts.video_tokens import VideoTokens
+from task_encoders.parts.vision import Vision
+from tests.support.media_files import audio_bytes, video_bytes
+from tests.support.toy_samples import item, png, sample
+
+VOCABULARY, BOS, EOS, IMAGE, VIDEO = 320, 257, 258, 300, 301  # BYTES of the encoders, and two of media
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SMALL, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 256}
+EYES = {**SMALL, "patch_size": 4, "image_size": 16}
+
+
+class Document(NamedTuple):
+    """Token ids; labels in place, -100 where nothing is learned; and what else the model needs for it alone."""
+
+    ids: list[int]
+    labels: list[int]
+    more: dict[str, Any] = {}  # noqa: RUF012
+
+
+def written(*parts: tuple[str | list[int], bool], **more: Any) -> Document:
+    """Bytes and ids between a beginning and an end, each with whether it is learned."""
+    ids, labels = [BOS], [-100]
+    for part, learned in parts:
+        made = list(part.encode()) if isinstance(part, str) else part
+        ids += made
+        labels += made if learned else [-100] * len(made)
+    return Document([*ids, EOS], [*labels, EOS], more)
+
+
+@torch.no_grad()
+def alone(model: Any, documents: Sequence[Document]) -> float:
+    """The mean loss of a target, of the model as it is, on one document after the other."""
+    summed, targets = 0.0, 0
+    for ids, labels, more in documents:
+        wanted = sum(label != -100 for label in labels[1:])
+        summed += wanted * float(model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels]), **more).loss)
+        targets += wanted
+    return summed / targets
+
+
+@torch.no_grad()
+def loss(model: Any, inputs: dict[str, Any]) -> float:
+    return float(model(**inputs).loss)
+
+
+def made(name: str, attention: str = "sdpa", **settings: Any) -> Any:
+    """A causal model of random weights, large enough for its attention to matter; its cache is on, as by default."""
+    import transformers
+
+    model = getattr(transformers, f"{name}ForCausalLM")
+    return rough(model, model.config_class(**{**TEXT, **settings}), attention)
+
+
+def rough(model: Any, config: Any, attention: str = "sdpa") -> Any:
+    torch.manual_seed(1)
+    built = model._from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for weight in built.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return built
+
+
+# Texts.
+
+TEXTS = [("Translate: ", "deux chats"), ("", "a b c d e f g h i j k l"), ("x", "y"), ("Once upon a ", "time, a model")]
+DOCUMENTS = [written((prompt, False), (text, True)) for prompt, text in TEXTS]
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 4},
+    "Gemma3": {"sliding_window": 4, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "StableLm": {},
+    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def text_batch(packs: Sequence[Sequence[int]] | None = ((0, 1), (2, 3)), **settings: Any) -> dict[str, Any]:
+    """`TEXTS` in these packs; None: each a row of its own."""
+    encoder = LanguageModelingEncoder(part="json[text]", prompt="json[prompt]", **settings)
+    items = [item(encoder, sample({"json": {"prompt": prompt, "text": text}})) for prompt, text in TEXTS]
+    rows = items if packs is None else [encoder.pack([items[i] for i in pack], Rng(7)) for pack in packs]
+    return encoder.batch(rows, Rng(7))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pack_of_texts_has_the_loss_of_its_documents_alone(name: str, attention: str) -> None:
+    model = made(name, attention, **MODELS[name])
+    expected = alone(model, DOCUMENTS)
+    for batch in (text_batch(), text_batch(max_length=64), text_batch([[0, 1, 2, 3]]), text_batch(None)):
+        for given in (model, model.config, torch.nn.ModuleDict({"module": model})["module"]):
+            assert loss(model, model_inputs(batch, given)) == pytest.approx(expected, abs=1e-5)
+    packed = text_batch()
+    naive = {"input_ids": packed["tokens"], "labels": model_inputs(packed, model)["labels"]}
+    for more in ({"attention_mask": torch.ones_like(packed["tokens"])}, {}, {"position_ids": packed["position_ids"]}):
+        assert abs(loss(model, {**naive, **more}) - expected) > 1e-3  # the last: its cache hides the positions
+
+
+def test_the_parts_of_a_batch_add_up_to_its_loss() -> None:
+    model, batch = made("Llama"), text_batch(max_length=64)
+    parts = [model_inputs(part, model) for part in split(batch, 2)]
+    targets = [int((part["labels"] != -100).sum()) for part in parts]
+    summed = sum(loss(model, part) * wanted for part, wanted in zip(parts, targets, strict=True))
+    assert summed / sum(targets) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
+
+
+def test_rows_that_fill_a_batch_up_are_not_learned_and_other_fields_are_left_out() -> None:
+    model = made("Llama")
+    valid = torch.tensor([True, False, True, True])
+    batch = {**text_batch(None), "valid": valid, "receipts": torch.ones(4), "url": "x"}
+    inputs = model_inputs(batch, model)
+    assert set(inputs) == {"input_ids", "labels", "attention_mask"}
+    kept = [DOCUMENTS[i] for i in (0, 2, 3)]
+    assert loss(model, inputs) == pytest.approx(alone(model, kept), abs=1e-5)
+
+
+def test_a_document_that_was_cut_learns_the_next_token_inside_a_row_and_not_behind_it() -> None:
+    encoder = LanguageModelingEncoder(max_length=4)
+    first, second, third = encoder.encode(sample({"txt": "abcdefgh"}), Rng(7))
+    assert third["tokens"].tolist() == [104, EOS] or len(third["tokens"]) == 2
+    inputs = model_inputs(encoder.batch([first, second], Rng(7)), made("Llama"))
+    assert inputs["labels"].tolist() == [[-100, 97, 98, 99], [-100, *b"efg"]]
+    wide = LanguageModelingEncoder(max_length=8)
+    inputs = model_inputs(wide.batch([wide.pack([first, third], Rng(7))], Rng(7)), made("Llama"))
+    assert inputs["labels"][0, :5].tolist() == [-100, 97, 98, 99, 100]  # d, behind c, at the place of another document
+
+
+def test_a_pack_of_chats_learns_the_answers_alone() -> None:
+    chats = [[("What?", "A cat."), ("Sure?", "Yes.")], [("Who?", "Me.")]]
+    encoder, documents, items = ChatEncoder(), [], []
+    for turns in chats:
+        said, ids, labels = [], list[int](), list[int]()
+        for question, answer in turns:
+            said += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+            asked = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n".encode()
+            answered = f"{answer}<|im_end|>\n".encode()
+            ids += [*asked, *answered]
+            labels += [*[-100] * len(asked), *answered]
+        documents.append(Document(ids, labels))
+        items.append(item(encoder, sample({"json": {"conversations": said}})))
+    model = made("Llama")
+    for rows in ([encoder.pack(items, Rng(7))], items):
+        inputs = model_inputs(encoder.batch(rows, Rng(7)), model)
+        assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
+
+
+# What a model learns.
+
+
+def test_a_model_learns_the_next_letter_and_the_one_behind_it_where_labels_are_shifted_twice() -> None:
+    letters, encoder = "abcdefghijklmnopqrstuvwxyz", LanguageModelingEncoder(max_length=32)
+    texts = [(letters + letters)[start : start + 10] for start in range(26)]
+    items = [item(encoder, sample({"txt": text})) for text in texts]
+    batch = encoder.batch([encoder.pack(items[i : i + 2], Rng(7)) for i in range(0, 26, 2)], Rng(7))
+
+    def learned(inputs: dict[str, Any]) -> str:
+        model = made("Llama").train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(60):
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            return chr(int(model(input_ids=torch.tensor([[BOS, *b"defghij"]])).logits[0, -1].argmax()))
+
+    assert learned(model_inputs(batch, made("Llama"))) == "k"
+    renamed = {"input_ids": batch["tokens"], "labels": batch["labels"], "position_ids": batch["position_ids"]}
+    assert learned({**renamed, "use_cache": False}) == "l"
+
+
+# Images and videos.
+
+PHOTOS = [np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8) for i in range(3)]
+STORIES = [("seen: ", 0, "one"), ("and ", 1, "another photo"), ("last ", 2, "of all")]
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+
+
+def normal(photo: Any) -> torch.Tensor:
+    """float32 (3, height, width)."""
+    levels = torch.from_numpy(photo).permute(2, 0, 1) / 255
+    return (levels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+
+
+def story(text: str, photo: Any, more: str) -> Any:
+    """A sample of a document with an image in the middle."""
+    return sample({"json": {"texts": [text, None, more], "images": [None, "0.png", None]}, "0.png": png(photo)})
+
+
+def llava() -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    parts = {"text_config": LlamaConfig(**TEXT), "vision_config": CLIPVisionConfig(**EYES, projection_dim=32)}
+    return rough(LlavaForConditionalGeneration, LlavaConfig(**parts, image_token_id=IMAGE, vision_feature_layer=-1))
+
+
+def internvl() -> Any:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
+
+    eyes = InternVLVisionConfig(**{**EYES, "patch_size": [4, 4], "image_size": [16, 16]})
+    parts = {"text_config": Qwen2Config(**TEXT), "vision_config": eyes}
+    return rough(InternVLForConditionalGeneration, InternVLConfig(**parts, image_token_id=IMAGE))
+
+
+def smolvlm() -> Any:
+    from transformers import LlamaConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
+
+    parts = {"text_config": LlamaConfig(**TEXT).to_dict(), "vision_config": EYES}
+    config = SmolVLMConfig(**parts, scale_factor=2, image_token_id=IMAGE, pad_token_id=0)
+    return rough(SmolVLMForConditionalGeneration, config)
+
+
+@pytest.mark.parametrize(("make", "merge"), [(llava, 1), (internvl, 2), (smolvlm, 2)])
+def test_a_pack_of_images_in_tiles_has_the_loss_of_its_documents_alone(make: Any, merge: int) -> None:
+    model = make()
+    tiles = Tiles(4, merge, side=16, max_tiles=1)
+    encoder = InterleavedEncoder(vision=Vision(tiles, IMAGE, mean=MEAN, std=STD))
+    tokens, documents = [IMAGE] * (16 // merge**2), []
+    for text, photo, more in STORIES:
+        pixels = normal(PHOTOS[photo])[None]
+        pixels = pixels[None] if make is smolvlm else pixels
+        documents.append(written((text, True), (tokens, False), (more, True), pixel_values=pixels))
+    items = [item(encoder, story(text, PHOTOS[photo], more)) for text, photo, more in STORIES]
+    expected = alone(model, documents)
+    for rows in (items, [encoder.pack(items[:2], Rng(7)), items[2]]):
+        assert loss(model, model_inputs(encoder.batch(rows, Rng(7)), model)) == pytest.approx(expected, abs=1e-5)
+
+
+def qwen(attention: str = "sdpa") -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    eyes = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 4}
+    eyes |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    special = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 302}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=eyes, **special)
+    return rough(Qwen2_5_VLForConditionalGeneration, config, attention)
+
+
+def kinds(document: Document) -> Document:
+    """With the kinds of tokens by which the model finds positions in time, height and width."""
+    types = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in document.ids]])
+    return document._replace(more={**document.more, "mm_token_type_ids": types})
+
+
+def qwen_stories(model: Any) -> tuple[InterleavedEncoder, list[dict[str, Any]], list[Document]]:
+    """An encoder, items, and their documents by the processor of `transformers`."""
+    from transformers import Qwen2VLImageProcessor
+
+    shapes = [(56, 84), (112, 56), (28, 140)]  # of photos that need not be resized
+    photos = [np.random.default_rng(i).integers(0, 256, (*shape, 3), np.uint8) for i, shape in enumerate(shapes)]
+    sizes = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}
+    processor = Qwen2VLImageProcessor(size=sizes, image_mean=MEAN, image_std=STD)
+    vision = Vision(NativeSize(14, 2, *sizes.values()), IMAGE, mean=MEAN, std=STD)
+    encoder = InterleavedEncoder(vision=vision, rope=MRope(model.config.vision_config.tokens_per_second))
+    items, documents = [], []
+    for (text, number, more), photo in zip(STORIES, photos, strict=True):
+        seen = processor(images=[photo], return_tensors="pt")
+        tokens = [IMAGE] * int(seen["image_grid_thw"].prod() // 4)
+        documents.append(kinds(written((text, True), (tokens, False), (more, True), **seen)))
+        items.append(item(encoder, story(text, photos[number], more)))
+    return encoder, items, documents
+
+
+def test_qwen_gets_the_pixels_and_grids_of_its_processor() -> None:
+    model = qwen()
+    encoder, items, documents = qwen_stories(model)
+    inputs = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
+    for name in ("pixel_values", "image_grid_thw"):
+        theirs = torch.cat([document.more[name] for document in documents])
+        torch.testing.assert_close(inputs[name], theirs, rtol=0, atol=1e-5)
+    assert inputs["position_ids"].shape == (4, *inputs["input_ids"].shape)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_pack_of_qwens_images_has_the_loss_of_its_documents_alone(attention: str) -> None:
+    model = qwen(attention)
+    encoder, items, documents = qwen_stories(model)
+    expected = alone(model, documents)
+    for rows in (items, [encoder.pack(items[:2], Rng(7)), items[2]], [encoder.pack(items, Rng(7))]):
+        inputs = model_inputs(encoder.batch(rows, Rng(7)), model)
+        assert loss(model, inputs) == pytest.approx(expected, abs=1e-5)
+    packed = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
+    for wrong in (packed["position_ids"][1:], packed["position_ids"][0], None):  # not said, not in space, neither
+        assert abs(loss(model, {**packed, "position_ids": wrong}) - expected) > 1e-4
+
+
+def test_qwens_texts_without_images_are_kept_apart_too() -> None:
+    model = qwen()
+    for batch in (text_batch(), text_batch(None)):
+        assert loss(model, model_inputs(batch, model)) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
+
+
+def film_positions(steps: int, rows: int, columns: int, letters: int) -> torch.Tensor:
+    """int64 (3, 1, T) of a beginning, a video of steps a second apart, letters and an end, as the paper has them."""
+    places = [(0, 0, 0)]
+    places += [(1 + 2 * t, 1 + h, 1 + w) for t in range(steps) for h in range(rows // 2) for w in range(columns // 2)]
+    behind = max(map(max, places)) + 1
+    places += [(behind + i,) * 3 for i in range(letters + 1)]
+    return torch.tensor(places).T[:, None]
+
+
+def test_qwens_videos_are_packed_with_images_and_texts() -> None:
+    model = qwen()
+    vision = Vision(NativeSize(14, 2, 28 * 28, 28 * 28 * 64), IMAGE, mean=MEAN, std=STD)
+    video = VideoTokens(VIDEO, min_pixels=28 * 28, max_pixels=28 * 28 * 4, mean=MEAN, std=STD)
+    encoder = InterleavedEncoder(vision=vision, video=video, rope=MRope(2))
+    items, documents = [], []
+    for seconds, text in ((2, "short"), (3, "a longer film")):
+        lists = {"texts": [None, text], "images": [None, None], "videos": ["0.mp4", None]}
+        parts = {"json": lists, "0.mp4": video_bytes(seconds * 12, fps=12, size=(56, 56), noise=60)}
+        one = item(encoder, sample(parts))
+        pixels = one["video_patches"].float() / 255
+        for channel in range(3):
+            pixels[:, channel] = (pixels[:, channel] - MEAN[channel]) / STD[channel]
+        more = {"pixel_values_videos": pixels.flatten(1), "video_grid_thw": one["video_grids"]}
+        tokens = [VIDEO] * int(one["video_grids"].prod() // 4)
+        more["position_ids"] = film_positions(*one["video_grids"][0].tolist(), len(text))
+        documents.append(written((tokens, False), (text, True), **more))
+        items.append(one)
+    inputs = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
+    assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
+
+
+def test_images_of_captions_go_to_git() -> None:
+    from transformers import GitConfig, GitForCausalLM
+
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = GitConfig(vision_config={**EYES}, **size, vocab_size=VOCABULARY, max_position_embeddings=64)
+    model = rough(GitForCausalLM, config, "eager")
+    encoder = CaptioningEncoder(image_size=16, augment=False, mean=MEAN, std=STD)
+    items = [item(encoder, sample({"png": png(photo), "txt": f"photo {i}" * i})) for i, photo in enumerate(PHOTOS, 1)]
+    captions = [f"photo {i}" * i for i in (1, 2, 3)]
+    pairs = zip(captions, PHOTOS, strict=True)
+    documents = [written((text, True), pixel_values=normal(photo)[None]) for text, photo in pairs]
+    inputs = model_inputs(encoder.batch(items, Rng(7)), model)
+    assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
+    with pytest.raises(ValueError, match="'image', which git does not take here of packs"):
+        model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
+    with pytest.raises(ValueError, match=r"'image', which llama does not take here \(models that do: git\)"):
+        model_inputs(encoder.batch(items, Rng(7)), made("Llama"))
+
+
+# Flash attention, by a stand-in for its kernels that knows nothing but their borders.
+
+
+def plain_flash(q: Any, k: Any, v: Any, *, causal: bool = False, softmax_scale: Any = None, **_: Any) -> Any:
+    """(B, T, heads, width) as `flash_attn_func`."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    seen = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
+    return seen.transpose(1, 2)
+
+
+def varlen_flash(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, **more: Any) -> Any:
+    """(tokens, heads, width) as `flash_attn_varlen_func`."""
+    assert int(cu_seqlens_q.diff().max()) == int(more["max_seqlen_q"]) and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert int(cu_seqlens_q[-1]) == len(q)
+    spans = pairwise(cu_seqlens_q)
+    return torch.cat([plain_flash(q[None, a:b], k[None, a:b], v[None, a:b], **more)[0] for a, b in spans])
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_flash_attention_utils as utils
+
+    def arguments(*, is_causal: bool, softmax_scale: Any, query_length: int, **more: Any) -> dict[str, Any]:
+        lengths = {name: more[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in more}
+        return {"causal": is_causal and query_length > 1, "softmax_scale": softmax_scale, **lengths}
+
+    kernels = (plain_flash, varlen_flash, None, utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *_, **__: (kernels, (arguments, None)))
+
+
+def with_flash(model: Any) -> Any:
+    """The same model, as if it had been loaded with flash attention."""
+    for part in model.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+def test_flash_attention_keeps_texts_apart_in_any_rows(flash: None) -> None:
+    expected, model = alone(made("Llama"), DOCUMENTS), with_flash(made("Llama"))
+    for packs in ([[0, 1], [2, 3]], [[0, 1, 2, 3]], None):
+        inputs = model_inputs(text_batch(packs), model)
+        assert loss(model, inputs) == pytest.approx(expected, abs=1e-5)
+    del inputs["attention_mask"]
+    inputs = {**model_inputs(text_batch(), model), **dict.fromkeys(("cu_seq_lens_q", "max_length_q"))}
+    assert loss(model, inputs) == pytest.approx(expected, abs=1e-5), "models that pass position_ids on alone"
+
+
+def test_flash_attention_keeps_qwens_images_apart_and_leaves_its_eyes_alone(flash: None) -> None:
+    encoder, items, documents = qwen_stories(qwen())
+    expected, model = alone(qwen(), documents), with_flash(qwen())
+    for rows in ([encoder.pack(items[:2], Rng(7)), items[2]], items):
+        inputs = model_inputs(encoder.batch(rows, Rng(7)), model)
+        assert loss(model, inputs) == pytest.approx(expected, abs=1e-5)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "why"),
+    [
+        ("Mamba", {}, "carry a state over tokens"),
+        ("RecurrentGemma", {}, "carry a state over tokens"),
+        ("Lfm2", {"layer_types": ["conv"] * 32}, r"carry a state over tokens \(conv\)"),
+        ("Bloom", {}, "its masks take no notice of position_ids"),
+        ("OPT", {}, "its masks take no notice of position_ids"),
+        ("GptOss", {}, "its masks take no notice of position_ids"),
+        ("Bert", {"is_decoder": True}, "its masks take no notice of position_ids"),
+        ("Qwen3VL", {}, "how it attends is not known here"),
+    ],
+)
+def test_packs_are_refused_for_a_model_that_would_mix_their_documents(name: str, settings: Any, why: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**settings)
+    with pytest.raises(ValueError, match=f"{config.model_type}: .*{why}.*Leave out the packer"):
+        model_inputs(text_batch(), config)
+    assert "attention_mask" in model_inputs(text_batch(None), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("Bloom", {"n_layer": 2, "n_head": 4}), ("Mamba", {"state_size": 4}), ("OPT", {"word_embed_proj_dim": 32})],
+)
+def test_rows_of_one_document_are_for_any_causal_model(name: str, settings: Any) -> None:
+    model = made(name, "eager", **settings)
+    assert loss(model, model_inputs(text_batch(None), model)) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
+
+
+def test_packs_are_refused_where_the_attention_gets_no_mask() -> None:
+    model = made("Llama")
+    model.config._attn_implementation = "own_kernel"
+    with pytest.raises(ValueError, match="attention 'own_kernel' does not learn where documents begin"):
+        model_inputs(text_batch(), model)
+
+
+def test_what_is_no_batch_of_tokens_or_no_model_is_named() -> None:
+    model = made("Llama")
+    batch = text_batch()
+    with pytest.raises(ValueError, match=r"this one has labels, tokens$"):
+        model_inputs({name: batch[name] for name in ("tokens", "labels")}, model)
+    with pytest.raises(TypeError, match="not Linear: for a model of your own, use the batch as it is"):
+        model_inputs(batch, torch.nn.Linear(1, 1))
+    whole = text_batch([[0, 1, 2, 3]], multiple=4)
+    with pytest.raises(ValueError, match="not the parts of cut_context"):
+        model_inputs(cut_context(whole, 1, 2), model)
+
+    from transformers import T5Config
+
+    with pytest.raises(ValueError, match="t5 has an encoder"):
+        model_inputs(batch, T5Config())
+
+
+def test_images_and_sounds_that_a_model_does_not_take_are_named() -> None:
+    vision = Vision(NativeSize(4, 2, 64, 1024), IMAGE)
+    encoder = InterleavedEncoder(vision=vision, audio=AudioTokens(305))
+    seen = encoder.batch([item(encoder, story("a", PHOTOS[0], "b"))], Rng(7))
+    with pytest.raises(ValueError, match=r"'patches', which llama does not take here .models that do: qwen"):
+        model_inputs(seen, made("Llama"))
+    with pytest.raises(ValueError, match=r"give the encoder rope=MRope\(tokens_per_second=2\)"):
+        model_inputs(seen, qwen())
+    with pytest.raises(ValueError, match=r"patches of \(3, 2, 4, 4\).*the model has \(3, 2, 14, 14\)"):
+        model_inputs({**seen, "mrope_ids": torch.zeros(1, 3)}, qwen())
+    two = [item(encoder, story("a", photo, "b")) for photo in (PHOTOS[0], PHOTOS[0][:8])]
+    with pytest.raises(ValueError, match="internvl takes tiles of one size"):
+        model_inputs(encoder.batch(two, Rng(7)), internvl())
+    document = {"texts": [None, "b"], "images": [None, None], "audios": ["0.wav", None]}
+    heard = item(encoder, sample({"json": document, "0.wav": audio_bytes(1)}))
+    with pytest.raises(ValueError, match=r"'audio_mels', which llama does not take here .models that do: none"):
+        model_inputs(encoder.batch([heard], Rng(7)), made("Llama"))
+
+
+def test_importing_it_imports_no_transformers() -> None:
+    program = "import sys, savable_pipeline.trainers.model_inputs as own; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
