@@ -116,7 +116,7 @@ def test_a_pack_of_texts_has_the_loss_of_its_documents_alone(name: str, attentio
     model = made(name, attention, **MODELS[name])
     expected = alone(model, DOCUMENTS)
     for batch in (text_batch(), text_batch(max_length=64), text_batch([[0, 1, 2, 3]]), text_batch(None)):
-        for given in (model, model.config, torch.nn.ModuleDict({"module": model})["module"]):
+        for given in (model, model.config, torch.nn.DataParallel(model)):
             assert loss(model, model_inputs(batch, given)) == pytest.approx(expected, abs=1e-5)
     packed = text_batch()
     naive = {"input_ids": packed["tokens"], "labels": model_inputs(packed, model)["labels"]}
@@ -145,7 +145,7 @@ def test_rows_that_fill_a_batch_up_are_not_learned_and_other_fields_are_left_out
 def test_a_document_that_was_cut_learns_the_next_token_inside_a_row_and_not_behind_it() -> None:
     encoder = LanguageModelingEncoder(max_length=4)
     first, second, third = encoder.encode(sample({"txt": "abcdefgh"}), Rng(7))
-    assert third["tokens"].tolist() == [104, EOS] or len(third["tokens"]) == 2
+    assert third["tokens"].tolist() == [*b"h", EOS]
     inputs = model_inputs(encoder.batch([first, second], Rng(7)), made("Llama"))
     assert inputs["labels"].tolist() == [[-100, 97, 98, 99], [-100, *b"efg"]]
     wide = LanguageModelingEncoder(max_length=8)
