@@ -8,13 +8,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.trainers.context_parallel import cut_context
@@ -30,6 +28,7 @@ from task_encoders.parts.mrope import MRope
 from task_encoders.parts.video_tokens import VideoTokens
 from task_encoders.parts.vision import Vision
 from tests.support.media_files import audio_bytes, video_bytes
+from tests.support.toy_flash import use_plain_flash
 from tests.support.toy_samples import item, png, sample
 
 VOCABULARY, BOS, EOS, IMAGE, VIDEO = 320, 257, 258, 300, 301  # BYTES of the encoders, and two of media
@@ -144,7 +143,8 @@ def test_rows_that_fill_a_batch_up_are_not_learned_and_other_fields_are_left_out
 
 def test_a_document_that_was_cut_learns_the_next_token_inside_a_row_and_not_behind_it() -> None:
     encoder = LanguageModelingEncoder(max_length=4)
-    first, second, third = encoder.encode(sample({"txt": "abcdefgh"}), Rng(7))
+    pieces: Any = encoder.encode(sample({"txt": "abcdefgh"}), Rng(7))
+    first, second, third = pieces
     assert third["tokens"].tolist() == [*b"h", EOS]
     inputs = model_inputs(encoder.batch([first, second], Rng(7)), made("Llama"))
     assert inputs["labels"].tolist() == [[-100, 97, 98, 99], [-100, *b"efg"]]
@@ -224,7 +224,7 @@ def llava() -> Any:
 def internvl() -> Any:
     from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
 
-    eyes = InternVLVisionConfig(**{**EYES, "patch_size": [4, 4], "image_size": [16, 16]})
+    eyes: Any = InternVLVisionConfig(**{**EYES, "patch_size": [4, 4], "image_size": [16, 16]})
     parts = {"text_config": Qwen2Config(**TEXT), "vision_config": eyes}
     return rough(InternVLForConditionalGeneration, InternVLConfig(**parts, image_token_id=IMAGE))
 
@@ -253,15 +253,19 @@ def test_a_pack_of_images_in_tiles_has_the_loss_of_its_documents_alone(make: Any
         assert loss(model, model_inputs(encoder.batch(rows, Rng(7)), model)) == pytest.approx(expected, abs=1e-5)
 
 
-def qwen(attention: str = "sdpa") -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+def qwen(attention: str = "sdpa", name: str = "Qwen2_5_VL") -> Any:
+    import transformers
 
-    eyes = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 4}
-    eyes |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    eyes: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 14}
+    if name == "Qwen2_5_VL":
+        eyes |= {"out_hidden_size": 32, "intermediate_size": 32, "window_size": 56, "fullatt_block_indexes": [1]}
+        eyes["tokens_per_second"] = 2
+    else:
+        eyes |= {"embed_dim": 32, "mlp_ratio": 1}
     text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
     special = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 302}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=eyes, **special)
-    return rough(Qwen2_5_VLForConditionalGeneration, config, attention)
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=eyes, **special)
+    return rough(getattr(transformers, f"{name}ForConditionalGeneration"), config, attention)
 
 
 def kinds(document: Document) -> Document:
@@ -279,7 +283,8 @@ def qwen_stories(model: Any) -> tuple[InterleavedEncoder, list[dict[str, Any]], 
     sizes = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}
     processor = Qwen2VLImageProcessor(size=sizes, image_mean=MEAN, image_std=STD)
     vision = Vision(NativeSize(14, 2, *sizes.values()), IMAGE, mean=MEAN, std=STD)
-    encoder = InterleavedEncoder(vision=vision, rope=MRope(model.config.vision_config.tokens_per_second))
+    rate = getattr(model.config.vision_config, "tokens_per_second", None)
+    encoder = InterleavedEncoder(vision=vision, rope=MRope(rate))
     items, documents = [], []
     for (text, number, more), photo in zip(STORIES, photos, strict=True):
         seen = processor(images=[photo], return_tensors="pt")
@@ -299,16 +304,16 @@ def test_qwen_gets_the_pixels_and_grids_of_its_processor() -> None:
     assert inputs["position_ids"].shape == (4, *inputs["input_ids"].shape)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_pack_of_qwens_images_has_the_loss_of_its_documents_alone(attention: str) -> None:
-    model = qwen(attention)
+@pytest.mark.parametrize("made_so", [("sdpa",), ("eager",), ("sdpa", "Qwen2VL")])
+def test_a_pack_of_qwens_images_has_the_loss_of_its_documents_alone(made_so: tuple[str, ...]) -> None:
+    model = qwen(*made_so)
     encoder, items, documents = qwen_stories(model)
     expected = alone(model, documents)
     for rows in (items, [encoder.pack(items[:2], Rng(7)), items[2]], [encoder.pack(items, Rng(7))]):
         inputs = model_inputs(encoder.batch(rows, Rng(7)), model)
         assert loss(model, inputs) == pytest.approx(expected, abs=1e-5)
     packed = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
-    for wrong in (packed["position_ids"][1:], packed["position_ids"][0], None):  # not said, not in space, neither
+    for wrong in (packed["position_ids"][1:], packed["position_ids"][0]):  # not in the document, not in space
         assert abs(loss(model, {**packed, "position_ids": wrong}) - expected) > 1e-4
 
 
@@ -318,8 +323,9 @@ def test_qwens_texts_without_images_are_kept_apart_too() -> None:
         assert loss(model, model_inputs(batch, model)) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
 
 
-def film_positions(steps: int, rows: int, columns: int, letters: int) -> torch.Tensor:
+def film_positions(grid: torch.Tensor, letters: int) -> torch.Tensor:
     """int64 (3, 1, T) of a beginning, a video of steps a second apart, letters and an end, as the paper has them."""
+    steps, rows, columns = grid.tolist()
     places = [(0, 0, 0)]
     places += [(1 + 2 * t, 1 + h, 1 + w) for t in range(steps) for h in range(rows // 2) for w in range(columns // 2)]
     behind = max(map(max, places)) + 1
@@ -327,7 +333,7 @@ def film_positions(steps: int, rows: int, columns: int, letters: int) -> torch.T
     return torch.tensor(places).T[:, None]
 
 
-def test_qwens_videos_are_packed_with_images_and_texts() -> None:
+def test_a_pack_of_qwens_videos_has_the_loss_of_its_documents_alone() -> None:
     model = qwen()
     vision = Vision(NativeSize(14, 2, 28 * 28, 28 * 28 * 64), IMAGE, mean=MEAN, std=STD)
     video = VideoTokens(VIDEO, min_pixels=28 * 28, max_pixels=28 * 28 * 4, mean=MEAN, std=STD)
@@ -342,7 +348,7 @@ def test_qwens_videos_are_packed_with_images_and_texts() -> None:
             pixels[:, channel] = (pixels[:, channel] - MEAN[channel]) / STD[channel]
         more = {"pixel_values_videos": pixels.flatten(1), "video_grid_thw": one["video_grids"]}
         tokens = [VIDEO] * int(one["video_grids"].prod() // 4)
-        more["position_ids"] = film_positions(*one["video_grids"][0].tolist(), len(text))
+        more["position_ids"] = film_positions(one["video_grids"][0], len(text))
         documents.append(written((tokens, False), (text, True), **more))
         items.append(one)
     inputs = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
@@ -352,8 +358,7 @@ def test_qwens_videos_are_packed_with_images_and_texts() -> None:
 def test_images_of_captions_go_to_git() -> None:
     from transformers import GitConfig, GitForCausalLM
 
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    config = GitConfig(vision_config={**EYES}, **size, vocab_size=VOCABULARY, max_position_embeddings=64)
+    config = GitConfig(vision_config={**EYES}, **SMALL, vocab_size=VOCABULARY, max_position_embeddings=64)
     model = rough(GitForCausalLM, config, "eager")
     encoder = CaptioningEncoder(image_size=16, augment=False, mean=MEAN, std=STD)
     items = [item(encoder, sample({"png": png(photo), "txt": f"photo {i}" * i})) for i, photo in enumerate(PHOTOS, 1)]
@@ -371,32 +376,9 @@ def test_images_of_captions_go_to_git() -> None:
 # Flash attention, by a stand-in for its kernels that knows nothing but their borders.
 
 
-def plain_flash(q: Any, k: Any, v: Any, *, causal: bool = False, softmax_scale: Any = None, **_: Any) -> Any:
-    """(B, T, heads, width) as `flash_attn_func`."""
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-    seen = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
-    return seen.transpose(1, 2)
-
-
-def varlen_flash(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, **more: Any) -> Any:
-    """(tokens, heads, width) as `flash_attn_varlen_func`."""
-    assert int(cu_seqlens_q.diff().max()) == int(more["max_seqlen_q"]) and torch.equal(cu_seqlens_q, cu_seqlens_k)
-    assert int(cu_seqlens_q[-1]) == len(q)
-    spans = pairwise(cu_seqlens_q)
-    return torch.cat([plain_flash(q[None, a:b], k[None, a:b], v[None, a:b], **more)[0] for a, b in spans])
-
-
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import modeling_flash_attention_utils as utils
-
-    def arguments(*, is_causal: bool, softmax_scale: Any, query_length: int, **more: Any) -> dict[str, Any]:
-        lengths = {name: more[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in more}
-        return {"causal": is_causal and query_length > 1, "softmax_scale": softmax_scale, **lengths}
-
-    kernels = (plain_flash, varlen_flash, None, utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *_, **__: (kernels, (arguments, None)))
+    use_plain_flash(monkeypatch)
 
 
 def with_flash(model: Any) -> Any:
