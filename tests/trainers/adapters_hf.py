@@ -12,7 +12,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import savable_pipeline as sp
@@ -98,6 +98,59 @@ def test_hf_a_folder_is_begun_when_the_state_is_at_hand(make: Any, tmp_path: Pat
     with pytest.raises(sp.SavableError, match="something else took batches"):
         manager.execute_jit_checkpoint()
     assert not folder.exists()
+
+
+# A run that has ended.
+
+
+class Weights(TrainerCallback):  # type: ignore[misc]
+    """The weights that a run has at its end, with the checkpoint loaded."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.found = digest([part.detach() for part in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "kind,settings",
+    [
+        ("endless", {}),
+        ("counted", {"max_steps": 20, "save_steps": 10}),
+        ("counted", {"max_steps": -1, "num_train_epochs": 2, "save_steps": 12}),
+        ("packed", {"max_steps": 20, "save_strategy": "epoch"}),
+        ("endless", {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_hf_a_run_that_has_ended_trains_no_more_however_often_it_is_started(
+    make: Any, tmp_path: Path, kind: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = Weights()
+    ended = trainer(make, tmp_path, make(kind), **settings)
+    ended.add_callback(weights)
+    ended.train()
+    step, slot = ended.state.global_step, ended._batches.state_dict()["slot"]
+    checkpoints = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    for _ in range(3):
+        again = trainer(make, tmp_path, make(kind), **settings)
+        again.add_callback(after := Weights())
+        assert again.train(resume_from_checkpoint=True).global_step == step
+        assert (after.found, again._batches.state_dict()["slot"]) == (weights.found, slot)
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == checkpoints
+    assert caplog.text.count(f"has ended, at step {step} of {step}") == 3
+    further = trainer(make, tmp_path, make(kind), **{**settings, "max_steps": step + 2})
+    assert further.train(resume_from_checkpoint=True).global_step == step + 2
+
+
+def test_hf_a_run_that_has_ended_still_loads_its_best_model(make: Any, tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first one
+    settings = {"eval_strategy": "steps", "eval_steps": 2, **best}
+
+    def run(resume: bool | None = None) -> bytes:
+        made = trainer(make, tmp_path, evaluation=make(on_iter="restart", tail="pad"), **settings)
+        made.train(resume_from_checkpoint=resume)
+        made.save_model(str(tmp_path / "loaded"))
+        return (tmp_path / "loaded/model.safetensors").read_bytes()
+
+    assert run() == run(resume=True) == (tmp_path / "run/checkpoint-2/model.safetensors").read_bytes()
 
 
 # What takes each batch several times.
