@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from savable_pipeline.trainers.hf_checkpoints import begin, newest_whole, read_s
 from savable_pipeline.trainers.whole import Whole
 
 log = logging.getLogger(__name__)
+
+_OF_SFT = ("max_length", "packing", "padding_free", "completion_only_loss", "assistant_only_loss")
 
 
 class SavableData:
@@ -70,6 +73,7 @@ class SavableData:
             )
             self._counter = counter
             self.add_callback(counter)  # type: ignore[attr-defined]
+            _warn_of_unused(self.args)
 
     def get_train_dataloader(self) -> Any:
         """Return the batches to train on."""
@@ -273,6 +277,22 @@ def _evaluated(given: Any) -> SavableLoader | None:
     """The given loader, if it is a `SavableLoader`. Raises ValueError for one that does not restart each evaluation."""
     found = restarting(given)
     return found if isinstance(found, SavableLoader) else None
+
+
+def _warn_of_unused(args: Any) -> None:
+    """Warn of settings of batches that are not the defaults, but have no effect on those of a loader."""
+    names = _OF_SFT if hasattr(args, "completion_only_loss") else ()  # as TRL's SFTConfig has
+    if not hasattr(args, "steps_per_generation"):  # TRL's GRPO cuts a batch into parts of this size
+        names = ("per_device_train_batch_size", *names)
+    defaults = {field.name: field.default for field in fields(args)}
+    given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name, None) != defaults.get(name)]
+    if given:
+        log.warning(
+            "%s ha%s no effect: the pipeline makes the batches, with their rows, lengths, packs and what their labels "
+            "leave out",
+            ", ".join(given),
+            "ve" if len(given) > 1 else "s",
+        )
 
 
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:

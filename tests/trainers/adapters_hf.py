@@ -6,13 +6,14 @@ Run in a process that has imported the trainers (`drive.py`).
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import savable_pipeline as sp
@@ -205,6 +206,37 @@ def test_hf_early_stopping_keeps_its_patience_if_told_to_and_its_loss_is_named_o
     assert forgets not in caplog.text
     assert run("forgotten", 14, True) == 12
     assert caplog.text.count(forgets) == 1
+
+
+# What the pipeline decides.
+
+
+@dataclass
+class SFTSettings(TrainingArguments):  # type: ignore[misc]
+    """What TRL's `SFTConfig` adds."""
+
+    max_length: int | None = 1024
+    completion_only_loss: bool | None = None
+
+
+def test_hf_settings_of_batches_that_have_no_effect_are_named_once(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def named(**settings: Any) -> list[str]:
+        caplog.clear()
+        quiet = {"ignore_data_skip": True, "max_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+        loader = settings.pop("loader", make())
+        made = hf.SavableTrainer(Model(), SFTSettings(str(tmp_path), **quiet, **settings), train_loader=loader)
+        if loader is not None:
+            made.train()
+        return [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+
+    (found,) = named(per_device_train_batch_size=2, max_length=64, completion_only_loss=True)
+    assert "per_device_train_batch_size=2, max_length=64, completion_only_loss=True have no effect" in found
+    assert "the pipeline makes the batches" in found
+    (found,) = named(max_length=None)
+    assert found.startswith("max_length=None has no effect")
+    assert named() == named(per_device_train_batch_size=8) == named(max_length=64, loader=None) == []
 
 
 # What is evaluated.
