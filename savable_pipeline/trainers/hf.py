@@ -288,10 +288,9 @@ def _warn_of_unused(args: Any) -> None:
     given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name, None) != defaults.get(name)]
     if given:
         log.warning(
-            "%s ha%s no effect: the pipeline makes the batches, with their rows, lengths, packs and what their labels "
+            "without effect: %s. The pipeline makes the batches, with their rows, lengths, packs and what their labels "
             "leave out",
             ", ".join(given),
-            "ve" if len(given) > 1 else "s",
         )
 
 
@@ -335,8 +334,8 @@ def _check_steps(waiting: int, steps: int) -> None:
 
 
 def _last_step(args: Any, batches: Whole, times: int, saved: dict[str, Any]) -> int:
-    """`max_steps` for `num_train_epochs` of a run begun on another number of ranks, whose trainer `saved` its state: the
-    trainer counts all steps as its own.
+    """`max_steps` for `num_train_epochs` of a run begun on another number of ranks, whose trainer `saved` its state: it
+    counts all steps as its own.
 
     3 epochs of 18 slots, begun by one rank, are 8 steps of one slot and 23 of two: 31, where the trainer would stop at
     27. On the same number of ranks as before, it is `args.max_steps`.

@@ -203,7 +203,9 @@ def test_accelerate_saves_between_two_steps_of_the_optimizer_alone(make: Any, tm
             optimizer.step()
             optimizer.zero_grad()
         if step % 3:
-            with pytest.raises(sp.SavableError, match=r"gradients of \d of 3 batches .* save where accelerator\.sync_gradients is True"):
+            with pytest.raises(
+                sp.SavableError, match=r"gradients of \d of 3 batches .* save where accelerator\.sync_gradients is True"
+            ):
                 accelerator.save_state(str(tmp_path / f"{step}"))
         else:
             accelerator.save_state(str(tmp_path / f"{step}"))

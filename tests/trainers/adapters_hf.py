@@ -229,13 +229,13 @@ def test_hf_settings_of_batches_that_have_no_effect_are_named_once(
         made = hf.SavableTrainer(Model(), SFTSettings(str(tmp_path), **quiet, **settings), train_loader=loader)
         if loader is not None:
             made.train()
-        return [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
 
     (found,) = named(per_device_train_batch_size=2, max_length=64, completion_only_loss=True)
-    assert "per_device_train_batch_size=2, max_length=64, completion_only_loss=True have no effect" in found
-    assert "the pipeline makes the batches" in found
+    assert "per_device_train_batch_size=2, max_length=64, completion_only_loss=True. " in found
+    assert "The pipeline makes the batches" in found
     (found,) = named(max_length=None)
-    assert found.startswith("max_length=None has no effect")
+    assert found.startswith("without effect: max_length=None. ")
     assert named() == named(per_device_train_batch_size=8) == named(max_length=64, loader=None) == []
 
 

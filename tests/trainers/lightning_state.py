@@ -151,7 +151,9 @@ def test_a_run_goes_on_behind_the_epoch_of_its_last_checkpoint(make: Any, tmp_pa
     assert resumed.weights == straight.weights
 
 
-@pytest.mark.parametrize("kind,part", [("endless", 3), ("counted", 3), ("packed", 3), ("counted", 0.25), ("counted", 1.0)])
+@pytest.mark.parametrize(
+    "kind,part", [("endless", 3), ("counted", 3), ("packed", 3), ("counted", 0.25), ("counted", 1.0)]
+)
 def test_a_run_that_overfits_sees_the_same_batches_in_each_epoch_and_behind_each_checkpoint(
     make: Any, tmp_path: Path, kind: str, part: float
 ) -> None:

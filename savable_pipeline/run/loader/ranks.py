@@ -221,9 +221,9 @@ def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
     digest, other, there, seed_there = first.split()
     if seed_there != str(seed):
         raise ValueError(
-            f"rank {ranks.rank} has seed={seed}, but rank {other} has seed={seed_there}: give all ranks one seed. It sets "
-            "the order that they share, so that with several some samples would come twice and some never; random "
-            "numbers differ from sample to sample, and so from rank to rank, all the same"
+            f"rank {ranks.rank} has seed={seed}, but rank {other} has seed={seed_there}: give all ranks one seed. It "
+            "sets the order that they share, so that with several some samples would come twice and some never; "
+            "random numbers differ from sample to sample, and so from rank to rank, all the same"
         )
     if digest != _digest(data):
         raise CheckpointMismatchError(

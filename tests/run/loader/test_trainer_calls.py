@@ -81,7 +81,7 @@ def test_torchs_data_loader_around_a_loader_is_told_that_it_is_one(make: Any, wr
     loader = make()
     with pytest.raises(TypeError, match="length of this loader is not known"):
         len(wrap(loader))
-    with pytest.raises(TypeError, match="^a SavableLoader has no items by number: it takes the place of torch's DataL"):
+    with pytest.raises(TypeError, match=r"^a SavableLoader has no items by number: it takes the place of torch"):
         next(iter(DataLoader(wrap(loader), **settings)))
 
 
