@@ -7,6 +7,7 @@ from functools import partial
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
+from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.whole import Whole
 
@@ -22,7 +23,8 @@ def prepare(accelerator: Accelerator, loader: SavableLoader) -> Whole:
         loader: Made after the `Accelerator`, which starts torch.distributed.
 
     Returns:
-        The batches to train on, already registered for checkpointing.
+        The batches to train on, already registered for checkpointing. `save_state` raises `SavableError` between two
+        steps of the optimizer, where the gradients of some batches would be lost.
 
     Example:
         ```python
@@ -42,7 +44,24 @@ def prepare(accelerator: Accelerator, loader: SavableLoader) -> Whole:
         len(next(iter(batches)))  # 4
         ```
     """
-    place = partial(send_to_device, device=accelerator.device, non_blocking=True)
-    whole = Whole(loader, place=place)
+    whole = _BetweenSteps(accelerator, loader)
     accelerator.register_for_checkpointing(whole)
     return whole
+
+
+class _BetweenSteps(Whole):
+    """Saves only where no gradients wait in `accelerator.accumulate`, which its checkpoints do not contain."""
+
+    def __init__(self, accelerator: Accelerator, loader: SavableLoader) -> None:
+        super().__init__(loader, place=partial(send_to_device, device=accelerator.device, non_blocking=True))
+        self._accelerator = accelerator
+
+    def check(self) -> None:
+        """Raise `SavableError` also if the optimizer has taken only part of a step's batches."""
+        super().check()
+        steps = self._accelerator.gradient_accumulation_steps
+        if done := self._accelerator.step % steps:
+            raise SavableError(
+                f"the gradients of {done} of {steps} batches wait for the optimizer's step, and Accelerate's "
+                "checkpoints do not contain them: save where accelerator.sync_gradients is True"
+            )

@@ -9,10 +9,12 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from savable_pipeline.run.loader.position import MAX_LAG
@@ -25,6 +27,8 @@ from savable_pipeline.trainers.whole import Whole
 __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
 log = logging.getLogger(__name__)
+
+_OF_SFT = ("max_length", "packing", "padding_free", "completion_only_loss", "assistant_only_loss")
 
 
 class SavableData:
@@ -60,6 +64,7 @@ class SavableData:
                 "say in TrainingArguments(label_names=[…]) which fields of a batch are labels"
             )
         self._batches: Whole | None = None
+        self._steps_done = 0  # of the checkpoint that `train` continues from
         if train_loader is not None:
             counter = _Counter(_times(self.args))
             self._batches = counter.batches = Whole(
@@ -71,12 +76,33 @@ class SavableData:
             )
             self._counter = counter
             self.add_callback(counter)  # type: ignore[attr-defined]
+            _warn_of_unused(self.args)
 
     def get_train_dataloader(self) -> Any:
         """Return the batches to train on."""
         if self._batches is None:
             return super().get_train_dataloader()  # type: ignore[misc]
         return self._batches if self._counter.times == 1 else _Repeated(self._batches, self.args)
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the numbers of epochs and steps to train, first and last: no epoch where the run has ended.
+
+        The trainer compares its steps with the last one only after a step.
+
+        Args:
+            *args: As for the trainer.
+            **kwargs: As for the trainer.
+        """
+        epochs, *rest, max_steps = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
+        if self._batches is not None and self._steps_done >= max_steps:
+            log.warning(
+                "the run that is resumed has ended, at step %d of %d, and trains no more: raise max_steps or "
+                "num_train_epochs to train further",
+                self._steps_done,
+                max_steps,
+            )
+            epochs = 0
+        return epochs, *rest, max_steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of one step of the optimizer, which are fetched before any is trained on.
@@ -144,13 +170,15 @@ class SavableData:
             folder = newest_whole(Path(self.args.output_dir)) if found is True else Path(found)
             if folder is not None:
                 self._batches.load_state_dict(read_state(folder))
-                self.args.max_steps = _last_step(self.args, self._batches, self._counter.times, folder)
+                saved = json.loads((folder / TRAINER_STATE_NAME).read_bytes())
+                self._steps_done = saved["global_step"]
+                self.args.max_steps = _last_step(self.args, self._batches, self._counter.times, saved)
                 _warn_of_forgotten(self.args, self.callback_handler.callbacks)  # type: ignore[attr-defined]
                 found = str(folder)
         try:
             return super().train(found, *args, **kwargs)  # type: ignore[misc]
         finally:
-            self.args.max_steps = max_steps
+            self.args.max_steps, self._steps_done = max_steps, 0
 
 
 class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
@@ -254,6 +282,21 @@ def _evaluated(given: Any) -> SavableLoader | None:
     return found if isinstance(found, SavableLoader) else None
 
 
+def _warn_of_unused(args: Any) -> None:
+    """Warn of settings of batches that are not the defaults, but have no effect on those of a loader."""
+    names = _OF_SFT if hasattr(args, "completion_only_loss") else ()  # as TRL's SFTConfig has
+    if not hasattr(args, "steps_per_generation"):  # TRL's GRPO cuts a batch into parts of this size
+        names = ("per_device_train_batch_size", *names)
+    defaults = {field.name: field.default for field in fields(args)}
+    given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name, None) != defaults.get(name)]
+    if given:
+        log.warning(
+            "without effect: %s. The pipeline makes the batches, with their rows, lengths, packs and what their labels "
+            "leave out",
+            ", ".join(given),
+        )
+
+
 def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
     """Warn of callbacks whose counts a checkpoint holds, but the trainer restores only on request."""
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
@@ -293,18 +336,16 @@ def _check_steps(waiting: int, steps: int) -> None:
         )
 
 
-def _last_step(args: Any, batches: Whole, times: int, folder: Path) -> int:
-    """`max_steps` for `num_train_epochs` of a run begun on another number of ranks: the trainer counts all steps as its
-    own.
+def _last_step(args: Any, batches: Whole, times: int, saved: dict[str, Any]) -> int:
+    """`max_steps` for `num_train_epochs` of a run begun on another number of ranks, whose trainer `saved` its state: it
+    counts all steps as its own.
 
     3 epochs of 18 slots, begun by one rank, are 8 steps of one slot and 23 of two: 31, where the trainer would stop at
     27. On the same number of ranks as before, it is `args.max_steps`.
     """
-    trainer_state = folder / "trainer_state.json"
-    given = batches.given_of_epoch if args.max_steps <= 0 and trainer_state.exists() else None
+    given = batches.given_of_epoch if args.max_steps <= 0 else None
     if given is None:
         return int(args.max_steps)
-    saved = json.loads(trainer_state.read_bytes())
     of_epoch = math.ceil(times * len(batches) / args.gradient_accumulation_steps)
     in_all = math.ceil(args.num_train_epochs * of_epoch)
     if saved["max_steps"] == in_all and times == 1:

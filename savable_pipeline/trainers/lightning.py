@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from savable_pipeline.errors import StateError
-from savable_pipeline.run.loader.position import MAX_LAG
+from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.checks import each, length_of, restarting
 from savable_pipeline.trainers.lightning_step import PutOff, Step
@@ -130,8 +130,16 @@ class _Batches(Whole):
         super().__init__(loader, trained=lambda: step.trained, begun=lambda: step.begun, most_ahead=ahead)
         self._of_epoch = trainer.fit_loop.epoch_loop.batch_progress.current
         self._whole_epochs = trainer.limit_train_batches == 1.0
+        self._start = Position.start(0, self._run.ranks, self._run.settings.lanes, pad=self._run.settings.pad)
         self._taking = False
         self.put_off = PutOff(lambda: self._taking or step.in_training)
+
+    def _begin(self, begun: int) -> None:
+        if self.trainer.overfit_batches and not self._of_epoch.ready:  # each epoch has the first batches again
+            self.give_back()
+            self._run.return_to(self._start)
+            self._mark()
+        super()._begin(begun)
 
     def _next(self) -> Any:
         self.step.look()

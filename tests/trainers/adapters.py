@@ -191,6 +191,28 @@ def test_accelerate_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_
         accelerator.save_state(str(tmp_path / "saved"))
 
 
+def test_accelerate_saves_between_two_steps_of_the_optimizer_alone(make: Any, tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = with_accelerate.prepare(accelerator, make("endless"))
+    accelerator.save_state(str(tmp_path / "0"))
+    for step, batch in zip(range(1, 7), batches, strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch["x"]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 3:
+            with pytest.raises(
+                sp.SavableError, match=r"gradients of \d of 3 batches .* save where accelerator\.sync_gradients is True"
+            ):
+                accelerator.save_state(str(tmp_path / f"{step}"))
+        else:
+            accelerator.save_state(str(tmp_path / f"{step}"))
+    accelerator.load_state(str(tmp_path / "3"))
+    assert batches.state_dict()["slot"] == 3
+
+
 def test_accelerate_skips_nothing(make: Any) -> None:
     batches = with_accelerate.prepare(accelerate.Accelerator(cpu=True), make())
     for loader in (batches, make(), OnDevice(make(), "cpu")):

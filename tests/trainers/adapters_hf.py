@@ -6,6 +6,7 @@ Run in a process that has imported the trainers (`drive.py`).
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainerState,
     TrainingArguments,
 )
@@ -106,6 +108,59 @@ def test_hf_a_folder_is_begun_when_the_state_is_at_hand(make: Any, tmp_path: Pat
     with pytest.raises(sp.SavableError, match="something else took batches"):
         manager.execute_jit_checkpoint()
     assert not folder.exists()
+
+
+# A run that has ended.
+
+
+class Weights(TrainerCallback):  # type: ignore[misc]
+    """The weights that a run has at its end, with the checkpoint loaded."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.found = digest([part.detach() for part in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "kind,settings",
+    [
+        ("endless", {}),
+        ("counted", {"max_steps": 20, "save_steps": 10}),
+        ("counted", {"max_steps": -1, "num_train_epochs": 2, "save_steps": 12}),
+        ("packed", {"max_steps": 20, "save_strategy": "epoch"}),
+        ("endless", {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_hf_a_run_that_has_ended_trains_no_more_however_often_it_is_started(
+    make: Any, tmp_path: Path, kind: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = Weights()
+    ended = trainer(make, tmp_path, make(kind), **settings)
+    ended.add_callback(weights)
+    ended.train()
+    step, slot = ended.state.global_step, ended._batches.state_dict()["slot"]
+    checkpoints = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    for _ in range(3):
+        again = trainer(make, tmp_path, make(kind), **settings)
+        again.add_callback(after := Weights())
+        assert again.train(resume_from_checkpoint=True).global_step == step
+        assert (after.found, again._batches.state_dict()["slot"]) == (weights.found, slot)
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == checkpoints
+    assert caplog.text.count(f"has ended, at step {step} of {step}") == 3
+    further = trainer(make, tmp_path, make(kind), **{**settings, "max_steps": step + 2})
+    assert further.train(resume_from_checkpoint=True).global_step == step + 2
+
+
+def test_hf_a_run_that_has_ended_still_loads_its_best_model(make: Any, tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first one
+    settings = {"eval_strategy": "steps", "eval_steps": 2, **best}
+
+    def run(resume: bool | None = None) -> bytes:
+        made = trainer(make, tmp_path, evaluation=make(on_iter="restart", tail="pad"), **settings)
+        made.train(resume_from_checkpoint=resume)
+        made.save_model(str(tmp_path / "loaded"))
+        return (tmp_path / "loaded/model.safetensors").read_bytes()
+
+    assert run() == run(resume=True) == (tmp_path / "run/checkpoint-2/model.safetensors").read_bytes()
 
 
 # What takes each batch several times.
@@ -205,6 +260,37 @@ def test_hf_early_stopping_keeps_its_patience_if_told_to_and_its_loss_is_named_o
     assert forgets not in caplog.text
     assert run("forgotten", 14, True) == 12
     assert caplog.text.count(forgets) == 1
+
+
+# What the pipeline decides.
+
+
+@dataclass
+class SFTSettings(TrainingArguments):  # type: ignore[misc]
+    """What TRL's `SFTConfig` adds."""
+
+    max_length: int | None = 1024
+    completion_only_loss: bool | None = None
+
+
+def test_hf_settings_of_batches_that_have_no_effect_are_named_once(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def named(**settings: Any) -> list[str]:
+        caplog.clear()
+        quiet = {"ignore_data_skip": True, "max_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+        loader = settings.pop("loader", make())
+        made = hf.SavableTrainer(Model(), SFTSettings(str(tmp_path), **quiet, **settings), train_loader=loader)
+        if loader is not None:
+            made.train()
+        return [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+
+    (found,) = named(per_device_train_batch_size=2, max_length=64, completion_only_loss=True)
+    assert "per_device_train_batch_size=2, max_length=64, completion_only_loss=True. " in found
+    assert "The pipeline makes the batches" in found
+    (found,) = named(max_length=None)
+    assert found.startswith("without effect: max_length=None. ")
+    assert named() == named(per_device_train_batch_size=8) == named(max_length=64, loader=None) == []
 
 
 # What is evaluated.

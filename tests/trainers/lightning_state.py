@@ -151,6 +151,29 @@ def test_a_run_goes_on_behind_the_epoch_of_its_last_checkpoint(make: Any, tmp_pa
     assert resumed.weights == straight.weights
 
 
+@pytest.mark.parametrize(
+    "kind,part", [("endless", 3), ("counted", 3), ("packed", 3), ("counted", 0.25), ("counted", 1.0)]
+)
+def test_a_run_that_overfits_sees_the_same_batches_in_each_epoch_and_behind_each_checkpoint(
+    make: Any, tmp_path: Path, kind: str, part: float
+) -> None:
+    def run(name: str, resume: Path | None = None, epochs: int = 3) -> Module:
+        saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        ends = ModelCheckpoint(tmp_path / name, filename="end", save_on_train_epoch_end=True)
+        made = trainer(tmp_path, saver, ends, max_epochs=epochs, overfit_batches=part, limit_val_batches=2)
+        return fit(made, SavableDataModule(make(kind), val=make(on_iter="restart")), resume=resume)
+
+    of_epoch = part if part == 3 else int(EPOCH * part)
+    straight = run("straight")
+    assert straight.seen == straight.seen[:of_epoch] * 3
+    for step in (of_epoch - 1, of_epoch, of_epoch + 1):
+        resumed = run(f"{step}", tmp_path / f"straight/step={step}.ckpt")
+        assert resumed.seen == straight.seen[step:], step
+        assert resumed.weights == straight.weights
+    run("one", epochs=1)
+    assert run("two", tmp_path / "one/end.ckpt").seen == straight.seen[of_epoch:]
+
+
 def test_a_run_that_was_stopped_early_goes_on_behind_its_last_epoch(make: Any, tmp_path: Path) -> None:
     def run(patience: int, resume: Path | None = None) -> Module:
         stop = EarlyStopping("score", patience=patience)

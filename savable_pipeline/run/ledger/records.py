@@ -148,7 +148,14 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag=5):
     decisions: Decisions
 
 
-Record: TypeAlias = Start | Batch | LaneAt | Numbers | Acknowledged | Decided
+class Saved(msgspec.Struct, array_like=True, frozen=True, tag=6):
+    """A state was saved that continues at this slot, and the run went on after it."""
+
+    epoch: int
+    slot: int
+
+
+Record: TypeAlias = Start | Batch | LaneAt | Numbers | Acknowledged | Decided | Saved
 _decode = msgspec.msgpack.Decoder(Record).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -255,8 +262,8 @@ class LedgerWriter:
         """Write the state of each lane again with its next batch."""
         self._since.clear()
 
-    def note(self, record: Numbers | Acknowledged | Batch | Decided) -> None:
-        """Write counters, what was acknowledged or decided, or a batch given again. Raises `SavableError`."""
+    def note(self, record: Numbers | Acknowledged | Batch | Decided | Saved) -> None:
+        """Write counters, what was acknowledged, decided or saved, or a batch given again. Raises `SavableError`."""
         self._write(record)
 
     def _write(self, record: Record) -> None:

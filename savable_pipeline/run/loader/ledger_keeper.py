@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.decisions import NOTHING_DECIDED
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
+from savable_pipeline.run.ledger.forgotten import check_not_forgotten
 from savable_pipeline.run.ledger.records import (
     FORMAT,
     Acknowledged,
@@ -21,6 +23,7 @@ from savable_pipeline.run.ledger.records import (
     LedgerSource,
     LedgerWriter,
     Numbers,
+    Saved,
     Start,
 )
 from savable_pipeline.run.loader.position import Position
@@ -54,6 +57,8 @@ class LedgerKeeper:
         self._begun = self._due = 0.0
         self._last = (0, 0)  # epoch and slot given last
         self._decided = 0, NOTHING_DECIDED  # the epoch, and what was decided, that lanes have their states of
+        self._fresh = True  # no state has been loaded, nothing skipped
+        self._saved: Saved | None = None  # that the run has not gone on after, yet
 
     def given(self, at: Position, delivery: Delivery, last: Stage, fingerprint: bytes) -> None:
         """Write that the batch of the position's next slot is given. `last` is the last stage of any lane.
@@ -72,6 +77,7 @@ class LedgerKeeper:
             self._decided = at.epoch, at.decisions
             writer.forget_lanes()
             writer.note(Decided(at.decisions))
+        self._note_saved(writer)
         samples = BatchSamples.of(delivery.samples)
         writer.given(at.epoch, at.own_slot, lane, at.lanes[lane].state, samples, cost)
 
@@ -87,6 +93,16 @@ class LedgerKeeper:
         assert self._writer is not None
         self._writer.note(Acknowledged(kind, reason, {batch: mask_bytes(mask) for batch, mask in rows.items()}))
 
+    def saved(self, at: Position) -> None:
+        """Record, with the next batch, that the state of this position was saved: a run killed meanwhile has none."""
+        if (at.epoch, at.slot) > (0, 0):
+            self._saved = Saved(at.epoch, at.slot)
+
+    def _note_saved(self, writer: LedgerWriter) -> None:
+        if self._saved is not None:
+            writer.note(self._saved)
+            self._saved = None
+
     @property
     def is_open(self) -> bool:
         """Whether this start of the run has a file."""
@@ -100,6 +116,7 @@ class LedgerKeeper:
 
         Raises `SavableError` if it cannot be written.
         """
+        self._fresh = False
         self._open(at, last, fingerprint)
 
     def _open(self, at: Position, last: Stage, fingerprint: bytes) -> LedgerWriter:
@@ -117,9 +134,9 @@ class LedgerKeeper:
         place = (at.lane_count, self._seed, at.epoch, at.slot)
         start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, at.growth)
         if not ranks.can_talk:
-            return LedgerWriter(self._folder, start)
+            return self._writer_of(start)
         try:
-            writer, fault = LedgerWriter(self._folder, start), ""
+            writer, fault = self._writer_of(start, looks=ranks.rank == 0), ""
         except SavableError as error:
             writer, fault = None, str(error)
         faults = {rank: found for rank, found in enumerate(ranks.gather(fault)) if found}
@@ -129,12 +146,20 @@ class LedgerKeeper:
             writer.discard()
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
 
+    def _writer_of(self, start: Start, *, looks: bool = True) -> LedgerWriter:
+        """This rank's file. Raises `SavableError` where a state was forgotten, if this rank looks for one."""
+        if self._fresh and looks:
+            check_not_forgotten(self._folder, start)
+        return LedgerWriter(self._folder, start)
+
     def close(self) -> None:
         """Close the file; the next batch continues it, without asking the other ranks."""
         if self._writer is None:
             return
         try:
             self._note(self._writer)
+            if sys.exception() is None:  # else the state may not have been written
+                self._note_saved(self._writer)
         except SavableError as error:
             log.warning("the last counters of this start are missing in the ledger: %s", error)
         self._writer.close()
@@ -143,7 +168,7 @@ class LedgerKeeper:
     def begin_anew(self) -> None:
         """Close the file: what follows does not continue from its records."""
         self.close()
-        self._writer, self._decided = None, (0, NOTHING_DECIDED)
+        self._writer, self._decided, self._fresh = None, (0, NOTHING_DECIDED), False
 
 
 def _sources(last: Stage) -> list[LedgerSource]:

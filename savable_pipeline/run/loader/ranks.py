@@ -203,21 +203,28 @@ def find_ranks(
 
 
 def check_same_data(ranks: Ranks, found: FingerprintHere) -> None:
-    """Raise `CheckpointMismatchError` if an earlier rank of the same run reads other shards, or excludes others.
+    """Check that an earlier rank of the same run has this seed, reads these shards, and excludes the same samples.
 
     Ranks of an endless run do not communicate, so that one which opened the folder later, when a shard had been added,
-    would deal its lanes otherwise unnoticed. The first rank that comes writes what it reads into the store of
-    torch.distributed, and each other rank compares: none waits for another.
+    or permutes it by a seed of its own, would deal its lanes otherwise unnoticed. The first rank that comes writes what
+    it reads into the store of torch.distributed, and each other rank compares: none waits for another.
 
-    Runs are told apart by stages, seed and lanes, the last names of their folders, and how many such a rank began in
-    its group. Raises what torch.distributed does where its store does not answer.
+    Runs are told apart by stages and lanes, the last names of their folders, and how many such a rank began in its
+    group. Raises ValueError for another seed, `CheckpointMismatchError` for other data, and what torch.distributed does
+    where its store does not answer.
     """
     names = sorted(PurePosixPath(address).name for address in found.addresses.values())
-    key = _digest([found.fields[name] for name in ("stages", "seed", "lanes")] + names)
+    key = _digest([found.fields[name] for name in ("stages", "lanes")] + names)
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
-    shards = sum(count(found.fields[name]) for name in found.shards)
-    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards}")
-    digest, other, there = first.split()
+    shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
+    first = ranks.first_said(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.rank} {shards} {seed}")
+    digest, other, there, seed_there = first.split()
+    if seed_there != str(seed):
+        raise ValueError(
+            f"rank {ranks.rank} has seed={seed}, but rank {other} has seed={seed_there}: give all ranks one seed. It "
+            "sets the order that they share, so that with several some samples would come twice and some never; "
+            "random numbers differ from sample to sample, and so from rank to rank, all the same"
+        )
     if digest != _digest(data):
         raise CheckpointMismatchError(
             f"rank {ranks.rank} found other shards than rank {other}, or another list to exclude or table of media: "

@@ -265,6 +265,8 @@ class Run:
         """The state dict at a position where this run was, or `lag` batches before."""
         before = position.before(lag)
         self.prefetcher.verify_given()
+        if self._ledger is not None:
+            self._ledger.saved(before)
         return self.states.flat(before)
 
     def global_state(

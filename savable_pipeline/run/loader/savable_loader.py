@@ -14,7 +14,14 @@ from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, source_names
-from savable_pipeline.run.loader.trainer_calls import caller, refuse_dataset, refuse_trainer, warn_unsaved
+from savable_pipeline.run.loader.trainer_calls import (
+    caller,
+    refuse_dataset,
+    refuse_items,
+    refuse_samplers,
+    refuse_trainer,
+    warn_unsaved,
+)
 from savable_pipeline.stages.pipeline import Pipeline, data_path
 
 if TYPE_CHECKING:
@@ -138,18 +145,15 @@ class SavableLoader(Acknowledging):
         """
         length = self._run.length()
         if length is None:
+            refuse_samplers(caller(), caller(up=1))
             raise TypeError(
                 "the length of this loader is not known: it is for a finite pipeline (epochs=1) without packing whose "
-                "encoder sets one_to_one = True, or with epoch_slots=; for torch's DataLoader: iterate over this "
-                "loader itself"
+                "encoder sets one_to_one = True, or with epoch_slots="
             )
         return length
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(
-            "a SavableLoader has no items by number: it takes the place of torch's DataLoader, so iterate over it "
-            "itself; for torchdata's StatefulDataLoader there is sp.StatefulDataset"
-        )
+        refuse_items()
 
     def __bool__(self) -> bool:
         return True  # whether its length is known or not

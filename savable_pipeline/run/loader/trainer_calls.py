@@ -101,6 +101,20 @@ def refuse_dataset() -> NoReturn:
     )
 
 
+def refuse_items() -> NoReturn:
+    """Raise TypeError: code that takes a loader's items by number takes it for a dataset."""
+    raise TypeError(
+        "a SavableLoader has no items by number: it takes the place of torch's DataLoader, so iterate over it itself; "
+        "for torchdata's StatefulDataLoader there is sp.StatefulDataset"
+    )
+
+
+def refuse_samplers(*callers: str) -> None:
+    """Raise TypeError if one of these modules, which ask for a length, is of torch's DataLoader."""
+    if any(caller.startswith("torch.utils.data.") for caller in callers):
+        refuse_items()
+
+
 def caller(up: int = 0) -> str:
     """The module that called the function which calls this, or the one `up` frames above it; "" if there is none.
 

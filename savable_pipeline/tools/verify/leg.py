@@ -138,7 +138,7 @@ class LegProcess:
         return Done()
 
     def _begin(self, order: Begin) -> Begun:
-        settings = load_target(order.target, seed=order.seed, lanes=order.lanes)
+        settings = replace(load_target(order.target, seed=order.seed, lanes=order.lanes), ledger=None)  # the run's own
         if order.workers is not None:
             settings = replace(settings, num_workers=order.workers)
         run = self._run = Run(settings)

@@ -277,7 +277,7 @@ def test_a_setting_of_an_encoder_that_is_called_shards_is_none_of_what_ranks_rea
     with sp.SavableLoader(lambda lane: _encoded(folder, lane), seed=1, lanes=2) as loader:
         told: list[str] = []
         check_same_data(_Alone(told), run_of(loader).states.fingerprint)  # type: ignore[arg-type]
-    assert told[0].split()[1:] == ["0", "1"], "the rank, and one shard"
+    assert told[0].split()[1:] == ["0", "1", "1"], "the rank, one shard, and the seed"
 
 
 def _encoded(folder: str, lane: sp.Lane) -> sp.Stage:

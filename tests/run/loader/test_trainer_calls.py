@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 import savable_pipeline as sp
 from savable_pipeline.trainers.device import OnDevice
@@ -72,6 +73,16 @@ def test_a_state_that_is_whole_is_given(make: Any, module: str) -> None:
 def test_a_loader_is_not_copied_and_says_what_to_do(make: Any, copied: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: .*give a function that makes it"):
         copied(make())
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, Whole, lambda loader: OnDevice(loader, "cpu")])
+@pytest.mark.parametrize("settings", [{}, {"shuffle": True}, {"batch_size": None}])
+def test_torchs_data_loader_around_a_loader_is_told_that_it_is_one(make: Any, wrap: Any, settings: Any) -> None:
+    loader = make()
+    with pytest.raises(TypeError, match="length of this loader is not known"):
+        len(wrap(loader))
+    with pytest.raises(TypeError, match=r"^a SavableLoader has no items by number: it takes the place of torch"):
+        next(iter(DataLoader(wrap(loader), **settings)))
 
 
 # Trainers that save nothing of it.

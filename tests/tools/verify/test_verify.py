@@ -46,6 +46,7 @@ def test_a_good_loader_passes_and_it_is_said_what_was_compared(folder: Path) -> 
     )
     progress = [line for line in done.stderr.splitlines() if line.startswith("comparing")]
     assert (progress[0], progress[-1]) == ("comparing: 0 of 10 batches", "comparing: 10 of 10 batches")
+    assert [path.name for path in folder.iterdir()] == ["shards"], "nothing is written into the ledger of the run"
 
 
 @pytest.mark.parametrize("mistake", ["reads_the_clock", "iterates_a_set", "unseeded_numpy", "unseeded_python"])

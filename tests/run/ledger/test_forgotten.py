@@ -1,0 +1,174 @@
+"""A loader that begins at slot 0, where the ledger has this run's batches already: its state was not loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.ledger.reader import LedgerFiles
+from savable_pipeline.trainers.whole import Whole
+from tests.run.ledger.test_ledger import folder, loader, meeting, next_of_each, shards
+from tests.support.streams import take
+from tests.support.toy_pipelines import toy_pipeline
+
+__all__ = ["folder", "meeting", "shards"]  # fixtures
+
+
+@pytest.fixture
+def make(shards: str, folder: Path) -> Callable[..., sp.SavableLoader]:
+    return partial(loader, partial(toy_pipeline, shards), folder)
+
+
+def expect_forgotten(own: sp.SavableLoader, saved_at: int, last: int) -> None:
+    with pytest.raises(
+        sp.SavableError,
+        match=rf"batches up to slot {last} of epoch 0.* saved at slot {saved_at} of epoch 0, but .* no state loaded: "
+        r".*Load the state before the first batch, or give a new run another ledger=",
+    ):
+        next(own)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "no state loaded" in record.getMessage()]
+
+
+@pytest.mark.parametrize("save", [sp.SavableLoader.state_dict, sp.SavableLoader.global_state_dict])
+def test_a_state_that_was_saved_and_not_loaded_is_an_error(make: Any, folder: Path, save: Any) -> None:
+    own = make()
+    take(own, 3)
+    save(own)
+    take(own, 1)
+    state = save(own)
+    take(own, 3)
+    again = make()
+    for _ in range(2):
+        expect_forgotten(again, 4, 6)
+    assert len(list(folder.iterdir())) == 1
+    again.load_state_dict(state)
+    take(again, 3)
+    assert [given.batch.slot for given in LedgerFiles(folder).batches() if not given.lost] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_of_all_starts_the_last_slot_and_the_last_state_are_named(make: Any) -> None:
+    own = make()
+    take(own, 5)
+    state = own.state_dict()
+    take(own, 4)
+    own = make()
+    own.load_state_dict(state)
+    take(own, 1)
+    expect_forgotten(make(), 5, 8)
+
+
+def test_what_a_trainer_saved_counts(make: Any) -> None:
+    batches = Whole(make())
+    ahead = iter(batches)
+    next(ahead), next(ahead)
+    batches.state_dict()
+    next(ahead)
+    expect_forgotten(make(), 2, 2)
+
+
+def test_where_no_state_was_saved_it_is_a_warning(make: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = make()
+    own.state_dict()  # of the start, which needs no loading
+    take(own, 4)
+    assert warned(caplog) == []
+    again = make()
+    take(again, 2)
+    (told,) = warned(caplog)
+    assert f"{folder} has this run's batches up to slot 3 of epoch 0, and" in told and "begins at slot 0" in told
+    again.close()
+    take(again, 1)
+    assert len(warned(caplog)) == 1
+
+
+KILLED = """
+import os, signal, sys
+from functools import partial
+import savable_pipeline as sp
+from tests.support.toy_pipelines import toy_pipeline
+
+own = sp.SavableLoader(partial(toy_pipeline, sys.argv[1]), seed=3, lanes=12, ledger=sys.argv[2])
+next(own), next(own)
+own.state_dict()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_was_killed_while_it_saved_for_the_first_time_may_begin_again(
+    make: Any, shards: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = subprocess.run([sys.executable, "-c", KILLED, shards, str(folder)], env={**os.environ})
+    assert run.returncode == -signal.SIGKILL
+    take(make(), 1)
+    assert len(warned(caplog)) == 1
+
+
+def test_a_state_that_was_saved_last_of_all_counts_where_the_loader_was_closed(make: Any) -> None:
+    with make() as own:
+        take(own, 2)
+        own.state_dict()
+    expect_forgotten(make(), 2, 1)
+
+
+def test_a_save_that_failed_does_not_count(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSError, match="full"), make() as own:
+        take(own, 2)
+        own.state_dict()
+        raise OSError("the disk is full")
+    take(make(), 1)
+    assert len(warned(caplog)) == 1
+
+
+def test_who_loads_skips_or_goes_back_has_not_forgotten_it(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    own = make()
+    start = own.state_dict()
+    take(own, 2)
+    own.state_dict()
+    take(own, 2)
+    own.load_state_dict(start)
+    take(own, 1)
+    loaded, skipped = make(), make()
+    loaded.load_state_dict(start)
+    take(loaded, 1)
+    skipped.skip(4)
+    take(skipped, 1)
+    assert warned(caplog) == []
+
+
+@pytest.mark.usefixtures("meeting")
+def test_ranks_that_talk_raise_together_and_are_told_once(
+    make: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = [make(rank=rank, world_size=2) for rank in range(2)]
+    next_of_each(first)
+    with caplog.at_level(logging.WARNING):
+        assert next_of_each([make(rank=rank, world_size=2) for rank in range(2)]) == ["slot 0", "slot 1"]
+    assert len(warned(caplog)) == 1
+    for own in first:
+        own.state_dict()
+    next_of_each(first)
+    files = len(list(folder.iterdir()))
+    one, other = next_of_each([make(rank=rank, world_size=2) for rank in range(2)])
+    assert one == other and one.startswith("rank 0: ") and "saved at slot 2 of epoch 0" in one and "rank 1" not in one
+    assert len(list(folder.iterdir())) == files
+
+
+def test_another_runs_ledger_is_refused_as_such(make: Any, shards: str, folder: Path) -> None:
+    own = make()
+    take(own, 2)
+    own.state_dict()
+    take(own, 1)
+    with pytest.raises(sp.SavableError, match="has the ledger of a run with seed=3"):
+        next(sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12, ledger=folder))
