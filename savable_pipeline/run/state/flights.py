@@ -32,12 +32,16 @@ _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,
 
 
 class Flight(msgspec.Struct, gc=False):
-    """A batch in flight: its ref, or that in MessagePack, its number of rows, and those that are done."""
+    """A batch in flight: its ref, or that in MessagePack, its number of rows, and those that are done.
+
+    `size`: its rows with those that fill it up, where batches are padded; else 0.
+    """
 
     batch: int
     ref: ItemRef | msgspec.Raw
     rows: int
     done: int = 0
+    size: int = 0
 
     @property
     def open(self) -> int:
@@ -55,6 +59,7 @@ class _EpochFlights(msgspec.Struct, array_like=True):
     rounds: list[SavedCount]
     refs: list[msgspec.Raw]
     done: list[bytes]  # little-endian; empty if no batch has a row that is done
+    sizes: list[SavedCount] = []  # empty where batches are not padded
 
 
 class _LaneFlights(msgspec.Struct):
@@ -87,7 +92,9 @@ def packed_flights(lane: int, flights: Sequence[Flight], lanes: int) -> bytes:
         done = [each.done for each in of_epoch]
         rounds = [(each.batch - first) // lanes for each in of_epoch]
         refs: list[Any] = [each.ref for each in of_epoch]
-        found.append(_EpochFlights(epoch, rounds, refs, [mask_bytes(mask) for mask in done] if any(done) else []))
+        masks = [mask_bytes(mask) for mask in done] if any(done) else []
+        sizes = [each.size for each in of_epoch]
+        found.append(_EpochFlights(epoch, rounds, refs, masks, sizes if any(sizes) else []))
     return pack_state(_LaneFlights(lane, found))
 
 
@@ -111,14 +118,16 @@ def _read(name: str, lane: int, raw: bytes, lanes: int, place: int) -> list[Flig
     saved = unpack_state(raw, _LaneFlights, name)
     flights: list[Flight] = []
     for each in saved.epochs:
-        done = each.done or [b""] * len(each.refs)
-        for number, ref, mask in zip(each.rounds, each.refs, done, strict=True):
+        done, sizes = each.done or [b""] * len(each.refs), each.sizes or [0] * len(each.refs)
+        for number, ref, mask, size in zip(each.rounds, each.refs, done, sizes, strict=True):
             batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
-            flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"))
+            flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"), size)
             before = flights[-1].batch if flights else -1
             is_given = before < batch < place and number * lanes + lane <= SLOTS
-            if not is_given or flight.done >> flight.rows or not flight.open:
-                raise ValueError(f"round {number} of epoch {each.epoch} has {flight.rows} rows, done {flight.done:#x}")
+            is_filled = not size or flight.rows <= size <= MOST_ROWS
+            if not is_given or flight.done >> flight.rows or not flight.open or not is_filled:
+                rows = f"{flight.rows} rows of {size}, done {flight.done:#x}"
+                raise ValueError(f"round {number} of epoch {each.epoch} has {rows}")
             flights.append(flight)
     if saved.lane != lane or lane >= lanes:
         raise ValueError(f"{len(flights)} batches of lane {saved.lane}")
