@@ -329,6 +329,26 @@ def test_open_rows_of_an_epoch_stay_in_the_state_and_come_first_in_the_next(shar
         assert list(map(bare, taken[:2])) == list(map(bare, given[-2:])) and len(taken) == len(resumed) + 2
 
 
+def test_a_trainer_of_one_pass_that_was_killed_after_its_last_batch_learns_how_many_rows_come_again(
+    shards: str,
+) -> None:
+    pipeline = partial(counted_pipeline, shards, size=4)
+    with loader(pipeline) as own, loader(pipeline) as resumed:
+        given = list(own)
+        for batch in given[:-3]:
+            own.done(batch["receipts"])
+        own.done(given[-1]["receipts"][:1])
+        rows = [row for batch in given[-3:] for row in listed(batch)][: -len(given[-1]["receipts"])]
+        rows += listed(given[-1])[1:]
+        resumed.load_state_dict(own.state_dict())
+        assert resumed.in_flight() == (len(rows), tuple(rows[0])) == (own.in_flight().rows, tuple(rows[0]))
+        assert resumed.stats()["in_flight"] == len(rows)
+        came = []
+        while len(came) < len(rows):
+            came += [row for row in listed(next(resumed)) if row[0] >= 0]
+        assert came == rows and resumed.in_flight().rows == len(rows)
+
+
 # Acknowledging.
 
 

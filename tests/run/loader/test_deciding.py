@@ -506,7 +506,9 @@ def test_an_excluded_sample_in_flight_is_closed_and_comes_no_more(
         assert left_of([next(last) for _ in expected], set()) == expected
 
 
-def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_do(shards: Path, tmp_path: Path) -> None:
+def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_do(
+    shards: Path, tmp_path: Path
+) -> None:
     how: dict[str, Any] = {"max_length": None, "settings": {"acknowledge": True, "ledger": tmp_path}}
     with loader(shards, **how) as one:
         first = next(one)
