@@ -11,11 +11,11 @@ from typing import Any
 
 from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.ref import TAG_SHIFT, tag_of
+from savable_pipeline.data.dataset.ref import TAG_SHIFT
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.capabilities import ref_alone
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.stage import BatchStage, Stage
 from savable_pipeline.stages.stage_info import StageInfo

@@ -338,8 +338,7 @@ def test_a_trainer_of_one_pass_that_was_killed_after_its_last_batch_learns_how_m
         for batch in given[:-3]:
             own.done(batch["receipts"])
         own.done(given[-1]["receipts"][:1])
-        rows = [row for batch in given[-3:] for row in listed(batch)][: -len(given[-1]["receipts"])]
-        rows += listed(given[-1])[1:]
+        rows = [*listed(given[-3]), *listed(given[-2]), *listed(given[-1])[1:]]
         resumed.load_state_dict(own.state_dict())
         assert resumed.in_flight() == (len(rows), tuple(rows[0])) == (own.in_flight().rows, tuple(rows[0]))
         assert resumed.stats()["in_flight"] == len(rows)
