@@ -30,6 +30,7 @@ from savable_pipeline.run.loader.receipts import receipts_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import (
+    ACKNOWLEDGE,
     EPOCH_SHIFT,
     SLOTS,
     Flight,
@@ -198,7 +199,8 @@ class AcknowledgedRun(DecidingRun):
             raise ValueError("lag must be 0 with acknowledge=True: its state has each row that is not acknowledged")
         state = super().state_at(position)
         self._write_noted()
-        return state | self.table.state(position.batches, place_of(position.epoch, position.slot))
+        place = place_of(position.epoch, position.slot)
+        return state | ACKNOWLEDGE | self.table.state(position.batches, place, state)
 
     def global_state(
         self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0

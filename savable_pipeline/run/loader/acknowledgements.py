@@ -22,6 +22,8 @@ from savable_pipeline.run.engine.messages import MadeOf
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.receipts import Handed, NextReceipts, receipts_of, rows_of
 from savable_pipeline.run.state.flights import SLOTS, Flight, flights_name, packed_acks, packed_flights
+from savable_pipeline.run.state.lane_state import checksum
+from savable_pipeline.run.state.state_dict import lane_name
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +62,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.flights: dict[int, Outstanding] = {}
-        self.packed: bytes | None = None
+        self.packed: tuple[bytes, bytes] | None = None  # with the checksum of the lane's state
 
 
 class Acknowledgements:
@@ -278,21 +280,28 @@ class Acknowledgements:
             named = {"/".join(filter(None, ("acknowledged", *name))): rows for name, rows in self._counts.items()}
         return named | {"in_flight": self.in_flight().rows}
 
-    def state(self, batches: int, place: int) -> dict[str, bytes]:
-        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`."""
+    def state(self, batches: int, place: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
+        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`.
+
+        `saved`: the lanes' states, by name.
+        """
         with self._lock:
-            found = {flights_name(number): self._packed(number, lane, batches) for number, lane in self._lanes.items()}
+            found = {
+                flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
+                for number, lane in self._lanes.items()
+            }
             acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < place}
         return found | packed_acks(self._ranks.rank, acks)
 
-    def _packed(self, number: int, lane: _Lane, batches: int) -> bytes:
+    def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
             given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return packed_flights(number, given, self._lane_count)
-        if lane.packed is None:
-            lane.packed = packed_flights(number, list(lane.flights.values()), self._lane_count)
-        return lane.packed
+            return packed_flights(number, given, self._lane_count, saved_with)
+        if lane.packed is None or lane.packed[0] != saved_with:
+            packed = packed_flights(number, list(lane.flights.values()), self._lane_count, saved_with)
+            lane.packed = saved_with, packed
+        return lane.packed[1]
 
     def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
         """Let go of rows that other ranks have acknowledged, and of acknowledgements that their ranks know now.

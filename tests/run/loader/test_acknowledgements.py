@@ -790,7 +790,9 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
             batch, other = next(own), next(plain)
             own.done(batch["receipts"])
             assert bare(batch) == bare(other) and "receipts" not in other
-        lanes = {name: value for name, value in own.state_dict().items() if not name.startswith("flight_")}
+        lanes = {
+            name: value for name, value in own.state_dict().items() if "flight_" not in name and name != "acknowledge"
+        }
         assert lanes == plain.state_dict() and not _open(own.state_dict())
         plain.load_state_dict(own.state_dict())
         assert not [name for name in plain.stats() if "acknowledged" in name or "in_flight" in name]
@@ -875,6 +877,7 @@ def forged(state: dict[str, Any], change: Any) -> dict[str, Any]:
 
     class Plain(msgspec.Struct):
         lane: Any
+        saved_with: Any
         epochs: Any
 
     name = next(name for name in state if name.startswith("flight_"))
@@ -933,6 +936,55 @@ def test_a_forged_ref_that_names_no_sample_is_an_error_of_ours_when_its_batch_is
         own.load_state_dict(forged(own.state_dict(), change("refs", ref, at=0)))
         with pytest.raises(SavableError):
             next(own)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_state_without_an_entry_of_rows_in_flight_or_with_that_of_another_save_is_refused(
+    shards: str, merged: bool
+) -> None:
+    def saved() -> dict[str, Any]:
+        states = [rank.state_dict() for rank in ranks]
+        return sp.merge_states(states) if merged else states[1]
+
+    pipeline = partial(counted_pipeline, shards)
+    ranks = ranks_of(pipeline, 2)
+    for _ in range(4):
+        taken(ranks)
+    ranks[0].done([(1, 0)])  # of the other rank
+    old = saved()
+    for _ in range(4):
+        taken(ranks)
+    state = saved()
+    fresh = loader(pipeline, **({} if merged else {"rank": 1, "world_size": 2}))
+    plain = loader(pipeline, acknowledge=False, **({} if merged else {"rank": 1, "world_size": 2}))
+    for name in (name for name in state if name.startswith("flight_")):
+        without = {key: value for key, value in state.items() if key != name}
+        for refusing, wrong, says in [
+            (fresh, without, f"but no {name}"),
+            (plain, without, f"but no {name}"),
+            (fresh, {**state, name: old[name]}, f"{name} was saved with another"),
+            (plain, {**state, name: old[name]}, f"{name} was saved with another"),
+        ]:
+            with pytest.raises(CheckpointMismatchError, match=says):
+                refusing.load_state_dict(wrong)
+            if merged:
+                with pytest.raises(CheckpointMismatchError, match=says):
+                    sp.merge_states([{**wrong, "acks_00000": ranks[0].state_dict()["acks_00000"]}])
+    fresh.load_state_dict(state)
+    assert fresh.in_flight().rows == 16 * (1 + merged) - (merged and 1)
+    fresh.load_state_dict(old)  # a whole one
+    bare_of_flights = {name: value for name, value in state.items() if name.startswith(("lane_", "acks_"))}
+    with pytest.raises(StateError, match="acknowledge"):
+        fresh.load_state_dict({**state, **bare_of_flights, "acknowledge": "yes"})
+    assert fresh.in_flight().rows == 8 * (1 + merged) - (merged and 1)
+
+
+def test_a_plain_state_in_an_acknowledging_loader_begins_with_nothing_in_flight(shards: str) -> None:
+    pipeline = partial(counted_pipeline, shards)
+    with loader(pipeline, acknowledge=False) as plain, loader(pipeline) as own:
+        next(plain)
+        own.load_state_dict(plain.state_dict())
+        assert own.in_flight() == (0, None) and bare(next(own)) == bare(next(plain))
 
 
 # Workers.

@@ -457,7 +457,7 @@ def test_rows_in_flight_of_which_nothing_is_excluded_are_given_again_as_they_wer
 
 
 def left_of(given: list[Any], gone: set[str]) -> list[Any]:
-    """What is left of batches without these keys: of each row its receipt, and its keys with what was drawn for them."""
+    """What is left of batches without these keys: of each row its receipt, and its keys with their drawn numbers."""
     found = []
     for batch in given:
         rows = []
@@ -517,7 +517,7 @@ def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_
         one.again(first["receipts"])
         assert next(one)["receipts"].tolist() == [[0, 1]]
         one.done(one.receipts())
-    seen = {key: found for key, found in sp.Ledger(tmp_path).seen([gone, kept]).items()}
+    seen = sp.Ledger(tmp_path).seen([gone, kept])
     assert [(each.again, each.outcome) for each in seen[gone] or ()] == [(False, "dropped: can no longer be made")]
     assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "given again"), (True, "trained")]
 
