@@ -8,7 +8,7 @@ A batch of packs    ref (7, (3, (12, 0, 0), (15, 0, 0)),       refs [[12, 0, 0],
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -53,6 +53,13 @@ class BatchSamples(msgspec.Struct, frozen=True):
         if not len(refs) or all(len(row) == 1 for row in rows):
             return cls(refs)
         return cls(refs, np.repeat(np.arange(len(rows)), [len(row) for row in rows]))
+
+    def in_rows(self, numbers: Sequence[int]) -> BatchSamples:
+        """The same items, where the rows of the batch have these numbers."""
+        if list(numbers) == list(range(len(numbers))):
+            return self
+        rows = np.array(numbers, np.int64)
+        return BatchSamples(self.refs, rows if self.rows is None else rows[self.rows])
 
     def by_row(self) -> list[list[ItemRef]]:
         """The refs of the items of each row."""

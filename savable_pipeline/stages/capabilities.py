@@ -109,10 +109,13 @@ class LosesParts(Protocol):
 
 
 class FetchesRows(Protocol):
-    """Makes batches again with each row in its place."""
+    """Makes batches again without the rows that can no longer be made, and knows which these are."""
 
-    def fetch_rows(self, ref: ItemRef) -> tuple[Any, tuple[int, ...]]:
-        """Make the batch again, and return the rows that can no longer be made, which something else fills."""
+    def fetch_rows(self, ref: ItemRef, size: int) -> tuple[Any, tuple[int, ...]]:
+        """Make the batch again, and return the rows that are left out; a `Skip` if that is each of them.
+
+        `size`: the rows that it had when it was filled up; 0 if it was not.
+        """
 
 
 def map_sources(stage: Stage, change: Callable[[Stage], Stage]) -> None:
@@ -148,12 +151,12 @@ def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
     return count_of(stage.source, lane, epoch) if getattr(stage, "one_for_one", False) else None
 
 
-def fetch_rows(stage: Stage, ref: ItemRef) -> tuple[Any, tuple[int, ...]]:
-    """Make a batch again, and return its rows that can no longer be made, in whose place something else stands."""
+def fetch_rows(stage: Stage, ref: ItemRef, size: int) -> tuple[Any, tuple[int, ...]]:
+    """Make a batch again, and return its rows that can no longer be made, which are left out of it."""
     if hasattr(stage, "fetch_rows"):
-        return cast(FetchesRows, stage).fetch_rows(ref)
+        return cast(FetchesRows, stage).fetch_rows(ref, size)
     if stage.__class__.fetch is Stage.fetch:
-        return fetch_rows(stage.source, ref)
+        return fetch_rows(stage.source, ref, size)
     return stage.fetch(ref), ()
 
 

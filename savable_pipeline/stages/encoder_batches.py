@@ -11,11 +11,11 @@ from typing import Any
 
 from savable_pipeline.core.item_difference import DifferingItemsError
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.ref import TAG_SHIFT, tag_of
+from savable_pipeline.data.dataset.ref import TAG_SHIFT
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.capabilities import ref_alone
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.stage import BatchStage, Stage
 from savable_pipeline.stages.stage_info import StageInfo
@@ -57,37 +57,20 @@ class EncoderBatches(BatchStage):
         return replace(super().describe(), encoder=self._calls.encoder)
 
     def fetch(self, ref: ItemRef) -> Any:
-        """Make the batch with this ref again, without the items that can no longer be made."""
-        items = [item for item in map(self.source.fetch, ref[1:]) if type(item) is not Skip]
-        return self._again(items, ref[0])
+        """Make the batch with this ref again, without the items that can no longer be made; a `Skip` if none can."""
+        return self.fetch_rows(ref)[0]
 
-    def fetch_rows(self, ref: ItemRef) -> tuple[Any, tuple[int, ...]]:
-        """Make the batch again with every row in its place, and return the rows whose item can no longer be made.
-
-        Another item stands there; where batches are padded, such a row is not valid.
-        """
-        items = [self._fetched(part) for part in ref[1:]]
+    def fetch_rows(self, ref: ItemRef, size: int = 0) -> tuple[Any, tuple[int, ...]]:
+        """The same, and the rows that are left out; filled up to `size` rows, if batches are padded."""
+        number, *parts = ref
+        items = [self.source.fetch(part) for part in parts]
         lost = tuple([row for row, item in enumerate(items) if type(item) is Skip])
-        if lost:
-            instead = next((item for item in items if type(item) is not Skip), None) or self._any_item()
-            items = [instead if type(item) is Skip else item for item in items]
-        batch = self._again(items, ref[0])
-        if lost and self.lane.pad:
-            batch["valid"][list(lost)] = False
-        return batch, lost
-
-    def _fetched(self, ref: ItemRef) -> Any:
-        """The item of the source, or a pack, with this ref; a `Skip` if its reader is no longer upstream."""
-        known = all(tag_of(index) in self.info.tags for index in sample_indices(ref))
-        return self.source.fetch(ref) if known else Skip("source removed")
-
-    def _again(self, items: list[Any], number: int) -> Any:
-        """The lane's batch `number`, made of these items, and filled up as it was where batches are padded."""
-        if not (self.lane.pad and items):
-            return self._calls.combined(items, number, self.info)
-        size = max(len(items), self._rows_of(items[0]))
-        filled = items + items[:1] * (size - len(items))
-        return self._marked(self._calls.combined(filled, number, self.info), len(items), size)
+        left = [item for item in items if type(item) is not Skip]
+        if not (left and self.lane.pad):
+            return self._calls.combined(left, number, self.info) if left else items[0], lost
+        size = size or max(len(left), self._rows_of(left[0]))
+        filled = left + left[:1] * (size - len(left))
+        return self._marked(self._calls.combined(filled, number, self.info), len(left), size), lost
 
     def _combined(self, items: list[Any], refs: list[ItemRef]) -> Any:
         """The next batch, of the items with these refs. Raises `EncodeError`, which names samples."""

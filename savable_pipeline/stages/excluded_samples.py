@@ -16,7 +16,7 @@ from savable_pipeline.core.lane import Lane, latest_shared
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.exclude_file import ExcludeFile
 from savable_pipeline.data.dataset.ref import tag_of, untagged
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import ItemRef, without
 
 REASON = "excluded"
 
@@ -43,19 +43,8 @@ class ExcludedSamples:
         return untagged(index) in self.numbers.get(tag_of(index), ())
 
     def left_of(self, ref: ItemRef) -> ItemRef | None:
-        """The ref of an item or a pack without these samples; None if nothing is left.
-
-        The ref of a user's own stage, of another form than in item_ref.py, is left whole or not at all.
-        """
-        inner = [part for part in ref if isinstance(part, tuple)]
-        if not inner:
-            return None if ref[0] in self else ref
-        left = [self.left_of(part) for part in inner]
-        if left == inner:
-            return ref
-        is_pack = not isinstance(ref[0], tuple) and len(inner) == len(ref) - 1
-        kept = [part for part in left if part is not None]
-        return (ref[0], *kept) if is_pack and kept else None
+        """The ref of an item or a pack without these samples; None if nothing is left."""
+        return without(ref, self.__contains__)
 
 
 NOTHING_EXCLUDED = ExcludedSamples()

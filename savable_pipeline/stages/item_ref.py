@@ -8,7 +8,7 @@ batch     (number, ItemRef, …)         the number of the batch in its lane, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from savable_pipeline.errors import CheckpointMismatchError
@@ -42,6 +42,28 @@ def left_sizes(sizes: Sequence[SizeT], ref: ItemRef, left: ItemRef) -> tuple[Siz
     if left == ref or len(sizes) != len(ref) - 1:
         return tuple(sizes)
     return tuple(size for part, size in zip(ref[1:], sizes, strict=True) if part in left[1:])
+
+
+def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
+    """The ref of an item or a pack without the samples whose index `is_gone`; None if nothing is left.
+
+    The ref of a user's own stage, of another form than in the table above, is left whole or not at all.
+    """
+    inner = [part for part in ref if isinstance(part, tuple)]
+    if not inner:
+        return None if is_gone(ref[0]) else ref
+    left = [without(part, is_gone) for part in inner]
+    if left == inner:
+        return ref
+    is_pack = not isinstance(ref[0], tuple) and len(inner) == len(ref) - 1
+    kept = [part for part in left if part is not None]
+    return (ref[0], *kept) if is_pack and kept else None
+
+
+def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
+    """The number of a batch, alone in a tuple, and the refs of its rows; a user's own batch may have no number."""
+    numbered = bool(ref) and type(ref[0]) is int
+    return ref[:numbered], ref[numbered:]
 
 
 def sample_indices(ref: ItemRef) -> Iterator[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from savable_pipeline.core.lane import Lane
+from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.stages.excluded_samples import NOTHING_EXCLUDED, ExcludedSamples
+from savable_pipeline.stages.item_ref import ItemRef, without
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
@@ -34,6 +36,10 @@ class StageInfo:
     """Whether the stage may give some of these: no `Encode`, or `Batcher` of samples, has left them out yet."""
     deferred: bool = False
     """Whether `take(n, deferred=True)` returns elements not made yet, with the sizes that the encoder declares."""
+
+    def left_of(self, ref: ItemRef) -> ItemRef | None:
+        """The ref of an item or a pack without excluded samples, and those of sources that are no longer upstream."""
+        return without(ref, lambda index: tag_of(index) not in self.tags or index in self.excluded)
 
     def key(self, purpose: str) -> int:
         """The 64-bit key of the stage's random numbers for `purpose`; no other stage of the lane has the same key."""

@@ -21,7 +21,7 @@ from savable_pipeline.run.loader.fresh_lanes import drawing_by, fresh_lane
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.fingerprint import are_of_one_run, subset_order_of, unpack_fingerprint
-from savable_pipeline.run.state.flights import refuse_flights
+from savable_pipeline.run.state.flights import refuse_flights, without_flights
 from savable_pipeline.run.state.state_dict import (
     batches_before,
     check_flat,
@@ -101,7 +101,7 @@ def complete_state(
         raise CheckpointMismatchError(
             f"the last state is of before this was decided, or of an earlier epoch: {decided}. Give a later one"
         )
-    return {**state, **_passed_over(loader, missing, last, growth, state["epoch"], state["slot"])}
+    return {**without_flights(state), **_passed_over(loader, missing, last, growth, state["epoch"], state["slot"])}
 
 
 def _passed_over(

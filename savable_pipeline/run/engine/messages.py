@@ -15,7 +15,7 @@ from savable_pipeline.core.user_frames import from_user_code
 from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import ItemRef, batch_rows
 from savable_pipeline.stages.pipeline import Pipeline
 
 STARTED = 0  # the ticket of a worker's first message
@@ -108,28 +108,28 @@ def _unpickled(raw: bytes) -> Exception | None:
 class MadeOf(msgspec.Struct, frozen=True):
     """The ref of a batch, from a worker in MessagePack, and its number of rows.
 
-    `lost`: rows of a batch made again that can no longer be made.
+    `kept`: of a batch made again, the rows that are in it, as they were numbered; a filler has none.
     """
 
     rows: int
     ref: ItemRef | msgspec.Raw
-    lost: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, ref: ItemRef, stage: str, lost: tuple[int, ...] = ()) -> MadeOf:
+    def of(cls, ref: ItemRef, stage: str, kept: tuple[int, ...] = ()) -> MadeOf:
         """Of the ref of a batch that this stage made. Raises `SavableError` if it does not show the batch's rows."""
-        numbered = bool(ref) and type(ref[0]) is int  # a user's own batch may have no number
-        if len(ref) > numbered and not type(ref[numbered]) is type(ref[-1]) is tuple:
+        _, rows = batch_rows(ref)
+        if rows and not type(rows[0]) is type(rows[-1]) is tuple:
             raise SavableError(
                 f"acknowledge=True needs the rows of a batch, which the ref of {stage} does not show: {ref!r}; make it "
                 "(number of the batch, ref of each row)"
             )
-        return cls(len(ref) - numbered, ref, lost)
+        return cls(len(rows), ref, kept)
 
     @property
     def sent(self) -> MadeOf:
         """As a worker sends it: bytes pickle fast, nested tuples do not."""
-        return MadeOf(self.rows, msgspec.Raw(msgspec.msgpack.encode(self.ref)), self.lost)
+        return MadeOf(self.rows, msgspec.Raw(msgspec.msgpack.encode(self.ref)), self.kept)
 
 
 class Delivery(msgspec.Struct, frozen=True):

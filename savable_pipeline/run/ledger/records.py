@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ class LedgerSource(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """The first record: which rank began, and where. `number`, a time in ns, is that of all ranks, or its own."""
+    """The first record: which rank began, and where. `number`, of `next_number`, is that of all ranks, or its own."""
 
     format: int
     number: int
@@ -294,6 +295,18 @@ class LedgerWriter:
         """Close the file and remove it: it has no record that counts."""
         self.close()
         self._path.unlink(missing_ok=True)
+
+
+def next_number(folder: Path) -> int:
+    """The number of a start that begins now: the time in ns, or more where a start in the folder has a later one.
+
+    So starts are in their order though the clocks of their nodes differ. What cannot be listed has none.
+    """
+    numbers = [time.time_ns()]
+    with contextlib.suppress(OSError):
+        names = [path.name.partition("-rank-") for path in folder.glob(f"*{SUFFIX}")]
+        numbers += [int(number) + 1 for number, is_start, _ in names if is_start and number.isdecimal()]
+    return max(numbers)
 
 
 def _refuse_other_runs(folder: Path, start: Start) -> None:

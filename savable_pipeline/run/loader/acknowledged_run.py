@@ -15,10 +15,12 @@ from msgspec import UNSET, msgpack
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
+from savable_pipeline.core.weights import Weight
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.remaking import Remake
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding
+from savable_pipeline.run.loader.decided import Excluded
 from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.epoch_end import Voting
 from savable_pipeline.run.loader.pin_memory import pinned
@@ -28,6 +30,7 @@ from savable_pipeline.run.loader.receipts import receipts_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.trace import Trace, traced_rows
 from savable_pipeline.run.state.flights import (
+    ACKNOWLEDGE,
     EPOCH_SHIFT,
     SLOTS,
     Flight,
@@ -36,8 +39,10 @@ from savable_pipeline.run.state.flights import (
     without_flights,
 )
 from savable_pipeline.run.state.lane_state import LaneState
+from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, merge_states
 from savable_pipeline.stages.batch_samples import BatchSamples
+from savable_pipeline.stages.item_ref import as_ref, batch_rows
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +112,26 @@ class AcknowledgedRun(DecidingRun):
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes)
         lane.growth, lane.subset_order = at.growth or UNSET, at.subset_order or UNSET
-        return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"").packed
+        lane.decisions = at.decisions or UNSET
+        return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
+
+    def _lost(self, flight: Flight) -> int:
+        """The open rows of a batch in flight of which nothing is left: it is excluded, or its source is gone."""
+        left_of = self.local.last_stage.info.left_of
+        _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
+        return sum(1 << row for row, ref in enumerate(rows) if left_of(ref) is None) & flight.open
+
+    def decide(
+        self,
+        weights: Mapping[str, Weight] | None = None,
+        exclude: Iterable[Excluded] | None = None,
+        max_length: int | None = None,
+    ) -> int:
+        """See `Deciding.decide`. Rows in flight of which all is excluded are closed."""
+        place = super().decide(weights, exclude, max_length)
+        self.table.settle(self.position.batches)
+        self.table.lose(self._lost)
+        return place
 
     def _prepare(self, delivery: Delivery, after: Position, started: float) -> Any:
         """The batch of the next slot as the trainer gets it, with its receipts."""
@@ -117,7 +141,7 @@ class AcknowledgedRun(DecidingRun):
             self._wait(made_of.rows, delivery)
         with self._writing:
             batch = super()._prepare(delivery, after, started)
-        size = _size(batch, made_of.rows) if settings.pad else made_of.rows
+        size = _size(batch, made_of.rows) if settings.pad else 0
         receipts = self.table.give(at.batches, at.epoch << EPOCH_SHIFT | at.own_slot, made_of, size)
         if self._ledger is not None:
             self._write_noted()
@@ -132,29 +156,30 @@ class AcknowledgedRun(DecidingRun):
             raise
 
     def _prepare_again(self, delivery: Delivery, started: float) -> Any:
-        """A batch that was made again as the trainer gets it; a filler's rows are not valid."""
+        """A batch that was made again as the trainer gets it; the rows of one without any are not valid."""
         flight, made_of, batch = self.table.waiting[0], delivery.made_of, delivery.batch
         assert made_of is not None
+        kept = made_of.kept
         if self.settings.max_in_flight is not None:
             self._wait((flight.to_come & flight.open).bit_count())
-        samples = BatchSamples.of(delivery.samples) if flight.rows else BatchSamples.of(())
+        samples = BatchSamples.of(delivery.samples if kept else ())
         if self.settings.ids:
             batch = self._sample_ids.added(batch, BatchSamples.of(delivery.samples))
         if self.settings.pin_memory:
             batch = pinned(batch)
         size = _size(batch, made_of.rows) if self.settings.pad else made_of.rows
-        if not flight.rows and isinstance(batch, dict):
+        if not kept and isinstance(batch, dict):
             batch = {VALID: _none_of(size), **batch}  # unless it has such a key, of the encoder
         number = self.position.batches
-        rows = self.table.give_again(number, made_of.lost)
+        rows = self.table.give_again(number, kept)
         if self._ledger is not None and flight.rows:
             with self._writing:
                 at, last = self.position, self.local.last_stage
-                self._ledger.given_again(at, flight.batch, samples, rows, last, self.states.packed)
+                self._ledger.given_again(at, flight.batch, samples.in_rows(kept), rows, last, self.states.packed)
         self._write_noted()
         self.stats.add(time.perf_counter() - started, replace(delivery, samples=()))
         self._last_again = number + 1, flight.batch, samples
-        return self._with_receipts(batch, receipts_of(flight.batch, size, rows))
+        return self._with_receipts(batch, receipts_of(flight.batch, size, rows, kept))
 
     def _with_receipts(self, batch: Any, found: torch.Tensor) -> Any:
         """The batch with its receipts, which become those of the batch given last."""
@@ -174,7 +199,8 @@ class AcknowledgedRun(DecidingRun):
             raise ValueError("lag must be 0 with acknowledge=True: its state has each row that is not acknowledged")
         state = super().state_at(position)
         self._write_noted()
-        return state | self.table.state(position.batches, place_of(position.epoch, position.slot))
+        place = place_of(position.epoch, position.slot)
+        return state | ACKNOWLEDGE | self.table.state(position.batches, place, state)
 
     def global_state(
         self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0
@@ -197,13 +223,15 @@ class AcknowledgedRun(DecidingRun):
         flights = read_flights(state)
         self._write_noted()
         super().load_state_dict(without_flights(state), allow)
+        with restoring("the state"):
+            lost = {each.batch: self._lost(each) for of_lane in flights.values() for each in of_lane}
         counts = [0] * self.ranks.world_size
         for lane, of_lane in flights.items():
-            counts[lane % self.ranks.world_size] += len(of_lane)
+            counts[lane % self.ranks.world_size] += sum(each.open != lost[each.batch] for each in of_lane)
         own = [flight for lane in self.position.lanes for flight in flights.get(lane, ())]
         self._forget_given()
         self._is_agreed = len(lane_numbers(state)) == self.settings.lanes
-        self.table.load(sorted(own, key=_batch_of), max(counts) if self._is_agreed else 0)
+        self.table.load(sorted(own, key=_batch_of), max(counts) if self._is_agreed else 0, lost)
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`: of a batch given again, as of any other."""

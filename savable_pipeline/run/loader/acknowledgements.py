@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -22,6 +22,8 @@ from savable_pipeline.run.engine.messages import MadeOf
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.receipts import Handed, NextReceipts, receipts_of, rows_of
 from savable_pipeline.run.state.flights import SLOTS, Flight, flights_name, packed_acks, packed_flights
+from savable_pipeline.run.state.lane_state import checksum
+from savable_pipeline.run.state.state_dict import lane_name
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +34,7 @@ _CANNOT_BE_MADE = "can no longer be made"
 
 
 class InFlight(NamedTuple):
-    """How many rows are given and not acknowledged, and the receipt (slot, row) of the oldest; None without any."""
+    """How many rows are not acknowledged, and the receipt (slot, row) of the oldest; None without any."""
 
     rows: int
     oldest: tuple[int, int] | None
@@ -60,7 +62,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.flights: dict[int, Outstanding] = {}
-        self.packed: bytes | None = None
+        self.packed: tuple[bytes, bytes] | None = None  # with the checksum of the lane's state
 
 
 class Acknowledgements:
@@ -77,18 +79,27 @@ class Acknowledgements:
         self._young: list[Outstanding] = []  # given since receipts were made last
         self.load([], 0)
 
-    def load(self, flights: Iterable[Flight], coming: int) -> None:
-        """Begin with these batches, which come first; fillers follow until there are `coming`."""
-        loaded = [Outstanding(each.batch, each.ref, each.rows, each.done, to_come=each.open) for each in flights]
+    def load(self, flights: Iterable[Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
+        """Begin with these batches, which come first, without the rows that are `lost`.
+
+        A batch that has lost all of its rows does not come; fillers follow until there are `coming`.
+        """
+        loaded = [
+            Outstanding(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in flights
+        ]
         with self._lock:
             self._lanes = {lane: _Lane() for lane in self._ranks.lanes(self._lane_count)}
             for flight in loaded:
                 self._lanes[self._number_of(flight.batch)].flights[flight.batch] = flight
             self._handed: dict[int, Outstanding] = {}  # by the id of their receipts
             self._out = 0  # rows given and not acknowledged
-            self.waiting = deque(loaded)  # to come again, in this order; other threads add to it
+            self.waiting = deque(  # to come again, in this order; other threads add to it
+                flight for flight in loaded if flight.open != lost.get(flight.batch, 0)
+            )
             self._elsewhere: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
             self._last: tuple[int, Outstanding, int] | None = None  # given, as which, with these rows
+            for flight in loaded:
+                self._lose(flight, lost.get(flight.batch, 0))
         self.fill_up(coming)
 
     def _number_of(self, batch: int) -> int:
@@ -113,6 +124,19 @@ class Acknowledgements:
             del lane.flights[batch]
             if key in self._handed:
                 del self._handed[key]
+
+    def lose(self, lost: Callable[[Flight], int]) -> None:
+        """Close the open rows that are `lost`, which `lost` says of each batch: they count as dropped."""
+        with self._lock:
+            for flight in [flight for lane in self._lanes.values() for flight in lane.flights.values()]:
+                self._lose(flight, lost(flight))
+            if self._is_awaited:
+                self._freed.notify_all()
+
+    def _lose(self, flight: Outstanding, rows: int) -> None:
+        if rows:
+            self._change(flight, flight.done | rows, flight.to_come)
+            self._note(flight.batch, rows, "dropped", _CANNOT_BE_MADE)
 
     # Giving.
 
@@ -144,19 +168,19 @@ class Acknowledgements:
                         "has acknowledged is known at the next global_state_dict() only"
                     )
 
-    def give(self, number: int, batch: int, made_of: MadeOf, size: int) -> torch.Tensor:
-        """Note that a new batch of `size` rows is given, after `number` others. Returns its receipts."""
+    def give(self, number: int, batch: int, made_of: MadeOf, size: int = 0) -> torch.Tensor:
+        """Note that a new batch, filled up to `size` rows, is given, after `number` others. Returns its receipts."""
         rows, lane = made_of.rows, self._lanes[(batch & SLOTS) % self._lane_count]
         if not rows:
-            return receipts_of(batch, size, 0)
-        if size != rows:
+            return receipts_of(batch, size)
+        if size > rows:
             handed = Handed.of(receipts_of(batch, size, (1 << rows) - 1).numpy().tobytes())
         else:
-            if not self._receipts.has(batch, size):
-                self._receipts.make(batch, size)
+            if not self._receipts.has(batch, rows):
+                self._receipts.make(batch, rows)
                 self._pack_young()
             handed = self._receipts.take(batch)
-        flight = Outstanding(batch, made_of.ref, rows, 0, number, 0, handed)
+        flight = Outstanding(batch, made_of.ref, rows, 0, size, number, 0, handed)
         self._young.append(flight)
         key, last = id(handed.tensor), (number, flight, (1 << rows) - 1)
         with self._lock:  # nothing is called here
@@ -171,13 +195,11 @@ class Acknowledgements:
                 flight.pack()
         self._young = []
 
-    def give_again(self, number: int, lost: Iterable[int]) -> int:
-        """Note that the first of the waiting batches is given, without its `lost` rows. Returns its rows that come."""
+    def give_again(self, number: int, kept: Iterable[int]) -> int:
+        """Note that the first of the waiting batches is given, with the rows `kept`. Returns its rows that come."""
         with self._lock:
             flight = self.waiting[0]
-            if gone := sum(1 << row for row in lost) & flight.open:
-                self._change(flight, flight.done | gone, flight.to_come)
-                self._note(flight.batch, gone, "dropped", _CANNOT_BE_MADE)
+            self._lose(flight, flight.open & ~sum(1 << row for row in kept))
             rows = flight.to_come & flight.open
             self._counts["given_again", ""] += rows.bit_count()
             self._last = number, flight, rows
@@ -245,34 +267,41 @@ class Acknowledgements:
     # Looking and saving.
 
     def in_flight(self) -> InFlight:
-        """What is given and not acknowledged here."""
+        """What is not acknowledged here: given, or to come again."""
         with self._lock:
-            out = {batch: flight.out for lane in self._lanes.values() for batch, flight in lane.flights.items()}
-            oldest = min((batch for batch, rows in out.items() if rows), default=None)
-            first = None if oldest is None else (oldest, (out[oldest] & -out[oldest]).bit_length() - 1)
-            return InFlight(self._out, first)
+            rows = {batch: flight.open for lane in self._lanes.values() for batch, flight in lane.flights.items()}
+        oldest = min(rows, default=None)
+        first = None if oldest is None else (oldest, (rows[oldest] & -rows[oldest]).bit_length() - 1)
+        return InFlight(sum(map(int.bit_count, rows.values())), first)
 
     def numbers(self) -> dict[str, int]:
         """Counters of rows, and how many are in flight."""
         with self._lock:
             named = {"/".join(filter(None, ("acknowledged", *name))): rows for name, rows in self._counts.items()}
-            return named | {"in_flight": self._out}
+        return named | {"in_flight": self.in_flight().rows}
 
-    def state(self, batches: int, place: int) -> dict[str, bytes]:
-        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`."""
+    def state(self, batches: int, place: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
+        """The entries of a state dict after `batches` were given, where the next slot, with its epoch, is `place`.
+
+        `saved`: the lanes' states, by name.
+        """
         with self._lock:
-            found = {flights_name(number): self._packed(number, lane, batches) for number, lane in self._lanes.items()}
+            found = {
+                flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
+                for number, lane in self._lanes.items()
+            }
             acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < place}
         return found | packed_acks(self._ranks.rank, acks)
 
-    def _packed(self, number: int, lane: _Lane, batches: int) -> bytes:
+    def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
             given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return packed_flights(number, given, self._lane_count)
-        if lane.packed is None:
-            lane.packed = packed_flights(number, list(lane.flights.values()), self._lane_count)
-        return lane.packed
+            return packed_flights(number, given, self._lane_count, saved_with)
+        if lane.packed is None or lane.packed[0] != saved_with:
+            packed = packed_flights(number, list(lane.flights.values()), self._lane_count, saved_with)
+            lane.packed = saved_with, packed
+        return lane.packed[1]
 
     def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
         """Let go of rows that other ranks have acknowledged, and of acknowledgements that their ranks know now.

@@ -98,6 +98,8 @@ class Acknowledging(Deciding):
     def in_flight(self) -> InFlight:
         """Return how many rows this rank was given and has not acknowledged, and the oldest.
 
+        Rows that will come again count, too: right after `load_state_dict` they are all that do.
+
         Returns:
             `rows`, and `oldest`, the receipt of one; None without any.
 

@@ -60,7 +60,7 @@ class Deciding:
             weights: The weight of each source of a `Blend`, named as in `sources`; instead of a `Schedule`, too.
                 Samples drawn before stay in buffers.
             exclude: Keys of samples, or pairs of a source and a key, that are given no more: as with `exclude=` of a
-                reader, they leave buffers and open packs, too.
+                reader, they leave buffers and open packs, too, and rows in flight, which are closed.
             max_length: Of packs that the `OnlinePacker` begins, at most its own. Open packs keep theirs, and an item
                 that was held and is longer has a pack to itself.
 

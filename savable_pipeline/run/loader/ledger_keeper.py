@@ -25,6 +25,7 @@ from savable_pipeline.run.ledger.records import (
     Numbers,
     Saved,
     Start,
+    next_number,
 )
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS, mask_bytes
@@ -129,8 +130,9 @@ class LedgerKeeper:
     def _begin_file(self, at: Position, sources: list[LedgerSource], fingerprint: bytes) -> LedgerWriter:
         """This rank's file, once all ranks that can communicate have theirs."""
         ranks = at.ranks
-        now = time.time_ns()
-        number = ranks.agree(now, smallest=True) if ranks.can_talk else now
+        number = next_number(self._folder)
+        if ranks.can_talk:
+            number = ranks.agree(number, smallest=False)
         place = (at.lane_count, self._seed, at.epoch, at.slot)
         start = Start(FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, at.growth)
         if not ranks.can_talk:

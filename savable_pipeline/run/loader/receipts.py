@@ -6,6 +6,7 @@ time than all else in a loop that runs much other code in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,11 +42,16 @@ class Handed(NamedTuple):
         return self.memory == self.raw and self.tensor.data_ptr() == self.pointer
 
 
-def receipts_of(batch: int, size: int, rows: int = -1) -> torch.Tensor:
-    """Those of a batch of this size; -1 for rows that are not among the bits `rows`."""
+def receipts_of(batch: int, size: int, rows: int = 0, kept: Sequence[int] | None = None) -> torch.Tensor:
+    """Those of a batch of this size; -1 for rows that are not among the bits `rows`.
+
+    `kept`: the numbers of the rows that are in it, before those that only fill it up; by default all from 0 on.
+    """
     import torch
 
-    found = [(batch, row) if rows >> row & 1 else (-1, -1) for row in range(size)]
+    numbers = range(size) if kept is None else kept
+    found = [(batch, row) if rows >> row & 1 else (-1, -1) for row in numbers]
+    found += [(-1, -1)] * (size - len(found))
     return torch.tensor(found, dtype=torch.int64).reshape(-1, 2)
 
 

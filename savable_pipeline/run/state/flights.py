@@ -1,6 +1,8 @@
 """Batches in flight, as a state keeps them: given, with rows that nobody has acknowledged yet.
 
-    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them;
+    "acknowledge"    1: it was saved with acknowledge=True, so that each of its lanes has the next entry, too
+    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them; and
+                     the checksum of "lane_00042", with which it was saved;
                      there also without any: torch.distributed.checkpoint loads only keys that it is asked for
     "acks_00003"     what rank 3 has acknowledged of other ranks' rows: by batch, its rows
 
@@ -21,23 +23,28 @@ import msgspec
 
 from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.run.state.lane_state import pack_state, unpack_state
+from savable_pipeline.run.state.lane_state import checksum, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.stages.item_ref import ItemRef
 
 EPOCH_SHIFT = 40
 SLOTS = (1 << EPOCH_SHIFT) - 1
 MOST_ROWS = 1 << 20  # of a batch
+ACKNOWLEDGE = {"acknowledge": 1}  # in a state that was saved so
 _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,18}")
 
 
 class Flight(msgspec.Struct, gc=False):
-    """A batch in flight: its ref, or that in MessagePack, its number of rows, and those that are done."""
+    """A batch in flight: its ref, or that in MessagePack, its number of rows, and those that are done.
+
+    `size`: its rows with those that fill it up, where batches are padded; else 0.
+    """
 
     batch: int
     ref: ItemRef | msgspec.Raw
     rows: int
     done: int = 0
+    size: int = 0
 
     @property
     def open(self) -> int:
@@ -55,10 +62,12 @@ class _EpochFlights(msgspec.Struct, array_like=True):
     rounds: list[SavedCount]
     refs: list[msgspec.Raw]
     done: list[bytes]  # little-endian; empty if no batch has a row that is done
+    sizes: list[SavedCount] = []  # empty where batches are not padded
 
 
 class _LaneFlights(msgspec.Struct):
     lane: SavedCount
+    saved_with: bytes  # the checksum of the lane's state
     epochs: list[_EpochFlights]
 
 
@@ -76,8 +85,8 @@ def acks_name(rank: int) -> str:
     return f"acks_{rank:05d}"
 
 
-def packed_flights(lane: int, flights: Sequence[Flight], lanes: int) -> bytes:
-    """A lane's batches in flight, ascending, in a run with this many lanes."""
+def packed_flights(lane: int, flights: Sequence[Flight], lanes: int, saved_with: bytes) -> bytes:
+    """A lane's batches in flight, ascending, in a run with this many lanes, and the checksum of the lane's state."""
     found: list[_EpochFlights] = []
     while flights:
         epoch = flights[0].batch >> EPOCH_SHIFT
@@ -87,8 +96,10 @@ def packed_flights(lane: int, flights: Sequence[Flight], lanes: int) -> bytes:
         done = [each.done for each in of_epoch]
         rounds = [(each.batch - first) // lanes for each in of_epoch]
         refs: list[Any] = [each.ref for each in of_epoch]
-        found.append(_EpochFlights(epoch, rounds, refs, [mask_bytes(mask) for mask in done] if any(done) else []))
-    return pack_state(_LaneFlights(lane, found))
+        masks = [mask_bytes(mask) for mask in done] if any(done) else []
+        sizes = [each.size for each in of_epoch]
+        found.append(_EpochFlights(epoch, rounds, refs, masks, sizes if any(sizes) else []))
+    return pack_state(_LaneFlights(lane, saved_with, found))
 
 
 def mask_bytes(mask: int) -> bytes:
@@ -97,32 +108,54 @@ def mask_bytes(mask: int) -> bytes:
 
 
 def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
-    """The batches in flight in a flat dict, by lane. Raises `StateError` for any that is damaged or not yet given."""
+    """The batches in flight in a flat dict, by lane. Raises `StateError` for any that is damaged or not yet given.
+
+    Raises `CheckpointMismatchError` for a lane without its entry, if the state was saved with `acknowledge`, and for an
+    entry of another save.
+    """
     found = {}
     place = state["epoch"] << EPOCH_SHIFT | state["slot"]
+    lanes = [name for name in state if name.startswith("lane_")] if state.keys() & ACKNOWLEDGE.keys() else []
+    if missing := [name for name in lanes if name.replace("lane", "flight") not in state]:
+        raise CheckpointMismatchError(
+            f"the state was saved with acknowledge=True and has {missing[0]}, but no "
+            f"{missing[0].replace('lane', 'flight')}: its rows in flight would be lost; load all entries of the "
+            "checkpoint, or use another copy"
+        )
     for name, raw in state.items():
         if number := _FLIGHT.fullmatch(name):
             with restoring(name):
-                found[int(number[1])] = _read(name, int(number[1]), raw, state["lanes"], place)
+                found[int(number[1])] = _read(name, int(number[1]), raw, state, place)
     return found
 
 
-def _read(name: str, lane: int, raw: bytes, lanes: int, place: int) -> list[Flight]:
-    saved = unpack_state(raw, _LaneFlights, name)
+def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], place: int) -> list[Flight]:
+    saved, lanes = unpack_state(raw, _LaneFlights, name), state["lanes"]
+    if saved.saved_with != _checksum(state, lane):
+        raise CheckpointMismatchError(
+            f"{name} was saved with another lane_{lane:05d} than the one here: take both from one save of the run"
+        )
     flights: list[Flight] = []
     for each in saved.epochs:
-        done = each.done or [b""] * len(each.refs)
-        for number, ref, mask in zip(each.rounds, each.refs, done, strict=True):
+        done, sizes = each.done or [b""] * len(each.refs), each.sizes or [0] * len(each.refs)
+        for number, ref, mask, size in zip(each.rounds, each.refs, done, sizes, strict=True):
             batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
-            flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"))
+            flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"), size)
             before = flights[-1].batch if flights else -1
             is_given = before < batch < place and number * lanes + lane <= SLOTS
-            if not is_given or flight.done >> flight.rows or not flight.open:
-                raise ValueError(f"round {number} of epoch {each.epoch} has {flight.rows} rows, done {flight.done:#x}")
+            is_filled = not size or flight.rows <= size <= MOST_ROWS
+            if not is_given or flight.done >> flight.rows or not flight.open or not is_filled:
+                rows = f"{flight.rows} rows of {size}, done {flight.done:#x}"
+                raise ValueError(f"round {number} of epoch {each.epoch} has {rows}")
             flights.append(flight)
     if saved.lane != lane or lane >= lanes:
         raise ValueError(f"{len(flights)} batches of lane {saved.lane}")
     return flights
+
+
+def _checksum(state: Mapping[str, Any], lane: int) -> bytes:
+    """That of a lane's state in a flat dict."""
+    return checksum(state.get(f"lane_{lane:05d}"))
 
 
 def _rows_of(ref: msgspec.Raw) -> int:
@@ -168,8 +201,8 @@ def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in state.items() if not _is_of_flights(name)}
 
 
-def _is_of_flights(name: Any) -> bool:
-    return isinstance(name, str) and bool(_FLIGHT.fullmatch(name) or _ACKS.fullmatch(name))
+def _is_of_flights(name: str) -> bool:
+    return bool(name in ACKNOWLEDGE or _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name))
 
 
 def refuse_flights(state: Mapping[str, Any]) -> None:
@@ -191,7 +224,7 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
     if not acks:
         return state
     flights, lanes = read_flights(state), state["lanes"]
-    kept = without_flights(state)
+    kept = without_flights(state) | {name: state[name] for name in ACKNOWLEDGE if name in state}
     by_batch = {flight.batch: flight for of_lane in flights.values() for flight in of_lane}
     for name, raw in acks.items():
         rows = _rows_in(name, raw)
@@ -202,4 +235,7 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
         if rows:
             kept[name] = _packed_rows(rows)
     left = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
-    return kept | {flights_name(lane): packed_flights(lane, of_lane, lanes) for lane, of_lane in left.items()}
+    return kept | {
+        flights_name(lane): packed_flights(lane, of_lane, lanes, _checksum(state, lane))
+        for lane, of_lane in left.items()
+    }

@@ -79,6 +79,11 @@ def pack_state(state: msgspec.Struct) -> bytes:
     return _MAGIC + VERSION.to_bytes(2, "little") + xxh3_64_intdigest(body).to_bytes(8, "little") + body
 
 
+def checksum(packed: Any) -> bytes:
+    """The checksum in what `pack_state` returned; of anything else, no such one."""
+    return bytes(packed[6:_HEAD]) if isinstance(packed, bytes | bytearray) else b""
+
+
 def unpack_state(raw: bytes, kind: type[T], name: str) -> T:
     """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or of another version."""
     if not isinstance(raw, bytes | bytearray):

@@ -75,6 +75,8 @@ def _check_flat(state: Mapping[str, Any]) -> None:
     numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
     if numbers:
         raise StateError(f"the state's {numbers[0]} is {reprlib.repr(state[numbers[0]])}, not a count")
+    if (named := state.get("acknowledge", 1)) != 1 or type(named) is not int:
+        raise StateError(f"the state's acknowledge is {reprlib.repr(named)}, not 1; use another copy of the checkpoint")
     if not state["lanes"]:
         raise StateError("the state is of a run with no lanes")
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -144,6 +145,31 @@ def test_what_is_skipped_after_a_resume_no_longer_counts(shards: str, folder: Pa
     ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, slot) for slot in (0, 1, 2, 3, 4, 8, 9)]
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [5, 6, 7, 8, 9]
+
+
+def test_a_start_on_a_node_whose_clock_is_a_day_behind_comes_after_the_others_all_the_same(
+    shards: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2 ranks that cannot talk; each later start is killed before the next, on a node that is farther behind."""
+    states: list[Any] = []
+    now, behind = time.time_ns, 0
+    monkeypatch.setattr(time, "time_ns", lambda: now() - behind)
+    for start, steps in enumerate([6, 4, 2]):
+        behind = start * 86_400 * 10**9
+        ranks = [loader(partial(toy_pipeline, shards), folder, rank=rank, world_size=2) for rank in range(2)]
+        for own in ranks * bool(states):
+            own.load_state_dict(states[2 * start])
+        for _ in range(steps):
+            states += [sp.merge_states([own.state_dict() for own in ranks])] * (not start)
+            for own in ranks:
+                next(own)
+    ledger = LedgerFiles(folder)  # the last start is from slot 8 on
+    assert sorted(kept(ledger)) == [(0, slot) for slot in range(12)]
+    assert [sum(given.lost for given in ledger.batches() if given.start is each) for each in ledger.starts] == [
+        *(4, 4),
+        *(2, 2),
+        *(0, 0),
+    ]
 
 
 def write_starts(folder: Path, *starts: tuple[int, int, int]) -> None:
@@ -293,18 +319,16 @@ class Meeting:
         self._barrier.wait()
         return found
 
-    def smallest(self, ranks: Ranks, value: int, *, smallest: bool) -> int:
-        assert smallest
-        return int(min(self.said(ranks, value)))
+    def largest(self, ranks: Ranks, value: int, *, smallest: bool) -> int:
+        assert not smallest
+        return int(max(self.said(ranks, value)))
 
 
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting()
     monkeypatch.setattr(Ranks, "can_talk", True)
-    monkeypatch.setattr(
-        Ranks, "agree", lambda ranks, value, smallest: meeting.smallest(ranks, value, smallest=smallest)
-    )
+    monkeypatch.setattr(Ranks, "agree", lambda ranks, value, smallest: meeting.largest(ranks, value, smallest=smallest))
     monkeypatch.setattr(Ranks, "gather", lambda ranks, value: meeting.said(ranks, value))
 
 
@@ -333,6 +357,20 @@ def test_a_rank_that_cannot_write_stops_all_ranks_once(shards: str, folder: Path
     (tmp_path / "file").unlink()
     assert next_of_each(ranks) == ["slot 0", "slot 1"]
     assert len({LedgerFiles(at).starts[0].number for at in folders}) == 1
+
+
+@pytest.mark.usefixtures("meeting")
+def test_ranks_that_can_talk_write_the_largest_of_the_numbers_after_those_that_each_finds(
+    shards: str, folder: Path, tmp_path: Path
+) -> None:
+    folders = [folder, tmp_path / "other"]
+    tomorrow = time.time_ns() + 86_400 * 10**9
+    folders[1].mkdir()
+    (folders[1] / f"{tomorrow:020d}-rank-00000.ledger").touch()  # a crash has left it empty
+    (folders[1] / "note.ledger").touch()
+    ranks = [loader(partial(toy_pipeline, shards), at, rank=rank, world_size=2) for rank, at in enumerate(folders)]
+    assert next_of_each(ranks) == ["slot 0", "slot 1"]
+    assert [LedgerFiles(at).starts[0].number for at in folders] == [tomorrow + 1] * 2
 
 
 @pytest.mark.usefixtures("meeting")

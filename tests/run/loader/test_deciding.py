@@ -439,11 +439,11 @@ def test_settings_given_after_it_win_with_a_warning(shards: Path, caplog: pytest
         assert sp_decisions(other) == decided
 
 
-def test_rows_in_flight_are_given_again_as_they_were(shards: Path) -> None:
+def test_rows_in_flight_of_which_nothing_is_excluded_are_given_again_as_they_were(shards: Path) -> None:
     settings = {"acknowledge": True}
     with loader(shards, settings=settings) as one:
         given = [next(one) for _ in range(4)]
-        one.decide(exclude=[f"s{number:06d}" for number in range(20)], max_length=8)
+        one.decide(weights={"a": 1, "b": 5, "text": 1}, max_length=8)
         next(one)
         one.done(one.receipts())
         state, following = one.state_dict(), next(one)
@@ -454,6 +454,72 @@ def test_rows_in_flight_are_given_again_as_they_were(shards: Path) -> None:
             assert {**again, "receipts": None} == {**batch, "receipts": None}
             assert torch.equal(again["receipts"], batch["receipts"])
         assert next(other)["items"] == following["items"]
+
+
+def left_of(given: list[Any], gone: set[str]) -> list[Any]:
+    """What is left of batches without these keys: of each row its receipt, and its keys with their drawn numbers."""
+    found = []
+    for batch in given:
+        rows = []
+        for receipt, item in zip(batch["receipts"].tolist(), batch["items"], strict=True):
+            pairs = [pair for pair in zip(item["id"], item["drawn"], strict=True) if pair[0] not in gone]
+            rows += [(receipt, pairs)] if pairs and receipt[0] >= 0 else []
+        found += [rows] if rows else []
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("when", ["after a resume", "asked for again", "before the save"])
+def test_an_excluded_sample_in_flight_is_closed_and_comes_no_more(
+    shards: Path, packed: bool, num_workers: int, when: str
+) -> None:
+    how: dict[str, Any] = {"max_length": 16 if packed else None}
+    settings = {"acknowledge": True, "num_workers": num_workers}
+    with loader(shards, **how, settings=settings) as one, loader(shards, **how, settings=settings) as other:
+        given = [next(one) for _ in range(6)]
+        gone = {given[0]["items"][0]["id"][0], *sources_of(given[3])}
+        expected = left_of(given, gone)
+        if when == "asked for again":
+            for batch in given:
+                one.again(batch["receipts"])
+        closing = one
+        if when != "before the save":
+            state = one.state_dict()
+        if when == "after a resume":
+            closing = other
+            closing.load_state_dict(state)
+        assert closing.decide(exclude=sorted(gone)) == 6
+        rows = [row for batch in expected for row in batch]
+        assert closing.in_flight().rows == len(rows)
+        assert closing.stats()["acknowledged/dropped/can no longer be made"] == 12 - len(rows) > 1
+        if when == "before the save":
+            other.load_state_dict(one.state_dict())
+            closing = other
+            assert closing.in_flight().rows == len(rows)
+        came = left_of([next(closing) for _ in given], set())  # a batch with nothing left takes no turn: then a new one
+        assert [batch for batch in came if batch[0][0][0] < 6] == expected
+        assert not gone & {key for batch in came for _, pairs in batch for key, _ in pairs}
+        state = closing.state_dict()
+    with loader(shards, **how, settings=settings) as last:
+        last.load_state_dict(state)
+        assert left_of([next(last) for _ in expected], set()) == expected
+
+
+def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_do(
+    shards: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"max_length": None, "settings": {"acknowledge": True, "ledger": tmp_path}}
+    with loader(shards, **how) as one:
+        first = next(one)
+        (gone,), (kept,) = (row["id"] for row in first["items"])
+        one.decide(exclude=[gone])
+        one.again(first["receipts"])
+        assert next(one)["receipts"].tolist() == [[0, 1]]
+        one.done(one.receipts())
+    seen = sp.Ledger(tmp_path).seen([gone, kept])
+    assert [(each.again, each.outcome) for each in seen[gone] or ()] == [(False, "dropped: can no longer be made")]
+    assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "given again"), (True, "trained")]
 
 
 def test_many_keys_take_eight_bytes_each_in_a_lane_and_tiny_weights_are_bounded() -> None:

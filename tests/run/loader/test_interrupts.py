@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from numpy._core import _internal
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader import epoch_end, own_process, run, savable_loader
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.signals import SignalAt, got
 from tests.support.toy_faults import packed_numbers
 from tests.support.toy_numbers import counted_pipeline
+from tests.support.toy_pipelines import toy_pipeline
 
 
 @pytest.mark.landing
@@ -48,3 +52,20 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
         assert digest(next(own)) == expected[before + count], at
         own.close()
     assert at > 100
+
+
+def test_ctrl_c_where_numpy_compares_is_ctrl_c_when_a_state_within_a_fan_out_is_restored(make_shards: Any) -> None:
+    """In a comparison of structured arrays numpy makes a TypeError of it, which has lost its cause."""
+    pipeline = partial(toy_pipeline, str(make_shards([30, 30])), pack=None, skip=0)
+    with sp.SavableLoader(pipeline, seed=3, lanes=1) as own:
+        state = own.state_dict()
+        while "'part': 0" in str(unpack_state(state["lane_00000"], LaneState, "").stages or "'part': 0"):
+            next(own)
+            state = own.state_dict()
+    for at in range(1, 200):
+        with sp.SavableLoader(pipeline, seed=3, lanes=1) as resumed:
+            resumed.load_state_dict(state)
+            signal = SignalAt(at, [_internal])
+            assert got(resumed, 1, signal) == (signal.left > 0)  # it raises nothing but KeyboardInterrupt
+        if signal.left > 0:
+            break
