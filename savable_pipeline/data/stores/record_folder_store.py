@@ -15,7 +15,13 @@ import numpy as np
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.decompressed import NEEDED, DamagedError, decompressed, needed_package
+from savable_pipeline.data.stores.decompressed import (
+    NEEDED,
+    UNPACKED_BYTES,
+    DamagedError,
+    decompressed,
+    needed_package,
+)
 from savable_pipeline.data.stores.file_kinds import INDEX
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
@@ -48,7 +54,8 @@ class RecordFolderStore(GroupedStore):
     """The records of a folder with an index.json; a store of a kind of folders says which in `kind`.
 
     `key` names the field that holds the key of a record, which each must have; else it is `FILE:ROW`. What is unpacked
-    is kept in `blocks`. Raises `ShardError`, and ValueError where a package is missing that it needs.
+    is kept in `blocks`, at once at most `unpacked_bytes`. Raises `ShardError`, and ValueError where a package is
+    missing that it needs.
     """
 
     kind: ClassVar[RecordKind]
@@ -60,9 +67,10 @@ class RecordFolderStore(GroupedStore):
         *,
         key: str | None = None,
         blocks: DecodedBlocks[Any] | None = None,
+        unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         super().__init__(found, blocks)
-        self.key_column = key
+        self.key_column, self._most = key, unpacked_bytes
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, RecordLayout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
@@ -156,7 +164,7 @@ class RecordFolderStore(GroupedStore):
         raw, what, offsets = read(begin, end - begin), layout.what, layout.offsets
         try:
             if what == WHOLE:
-                raw = decompressed(raw, layout.packed, self.most_decoded, layout.content)
+                raw = decompressed(raw, layout.packed, self._most, layout.content)
                 what, _, offsets = layout_in(Stretch.of(raw), ListedFile("", expected, b""), self.kind.chunked)
                 if what == ROWS:
                     raw = raw[int(offsets[0]) : int(offsets[1])]
@@ -165,7 +173,7 @@ class RecordFolderStore(GroupedStore):
             rows = (
                 RecordBlock(raw, offsets, 0, self._schema(layout))
                 if what == RECORDS
-                else table_of(raw, expected, self.most_decoded)
+                else table_of(raw, expected, self._most)
             )
         except ValueError as error:
             raise ShardError(
@@ -210,7 +218,7 @@ class RecordFolderStore(GroupedStore):
 
     def _unpacked(self, data: bytes, kind: str, size: int | None = None) -> bytes:
         try:
-            return decompressed(data, kind, self.most_decoded, size)
+            return decompressed(data, kind, self._most, size)
         except DamagedError as error:
             raise RecordError(f"damaged record: {error}") from error
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Unpack
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
 
@@ -29,7 +30,9 @@ class RecordFolderReader(RecordReader):
     ) -> None:
         self.files, self.key = os.fspath(folder), key
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
-        opening = partial(dataset_of, partial(open_store, self.kind, self.files, key=key, blocks=blocks))
+        most = settings.get("unpacked_bytes", UNPACKED_BYTES)
+        store = partial(open_store, self.kind, self.files, key=key, blocks=blocks, unpacked_bytes=most)
+        opening = partial(dataset_of, store)
         super().__init__(ReaderData(type(self).__name__, self.files, opening, (key, cache_bytes)), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
@@ -52,7 +55,7 @@ class MdsReader(RecordFolderReader):
         cache_bytes: The most bytes of unpacked shards, for all readers of a process with this value. A compressed shard
             is unpacked whole, and is one row group: see `sp.ParquetReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or a package that the compression needs is missing.
@@ -92,7 +95,7 @@ class LitDataReader(RecordFolderReader):
             compressed chunk or batch, or a chunk with rows of Arrow, is unpacked whole, and is one row group: see
             `sp.ParquetReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or a package that the chunks need is missing.
