@@ -33,6 +33,7 @@ def read_records(path: Path | str, key_field: str | None, unpacked_bytes: int) -
             for each in (shard, later) if number == 0 else (later,):
                 if each is not None:
                     store.prefetch(np.arange(dataset.firsts[each], dataset.firsts[each + 1]))
+            store.validate(shard)
             for row in range(store.entries[shard].samples):
                 _add(found, store, shard, row, number, key_field, seen)
                 number += 1
