@@ -18,7 +18,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """
     aside = path.with_name(f"{path.name}.tmp" if sync else f"{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
+        with open(aside, "wb", opener=_no_link) as file:
             yield file
             if sync:
                 file.flush()
@@ -28,6 +28,10 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # else what a link of this name leads to would be overwritten
 
 
 def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> None:

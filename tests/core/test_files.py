@@ -36,7 +36,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert user_cache() is None
     with pytest.raises(ValueError, match="this user has no home folder; give cache=, or set SAVABLE_CACHE"):
         cache_folder(None)
-    assert cache_folder(tmp_path) == tmp_path
+    assert cache_folder(tmp_path) == tmp_path / str(os.geteuid())
 
 
 def test_a_line_that_a_full_disk_has_cut_is_a_warning_and_tears_no_other(

@@ -54,7 +54,7 @@ class NumberDataset:
 
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
     """A function that makes the reader of a lane, over shards of these sizes."""
-    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, None, None): NumberDataset(sizes)}
+    shared: dict[Any, Any] = {("dataset", "numbers", "raise", None, 1 << 30, None, None): NumberDataset(sizes)}
     return lambda lane: sp.TarShardReader("numbers", sp.Lane(lane, lanes, seed, shared=shared), **settings)
 
 

@@ -24,6 +24,7 @@ from savable_pipeline.data.shards.energon_metadata import FieldMap, read_field_m
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Selection, Subset, without_ending
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 
@@ -42,6 +43,7 @@ class Dataset:
 
     `source` names it in refs. `on_error` and `quarantine` are for the stages that read it: what to do about a fault,
     and the file that lists what was skipped. `faults` are those of the whole, such as a folder that cannot be listed.
+    `unpacked_bytes` are the most that a compressed part may become.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Dataset:
         on_error: OnError = "raise",
         quarantine: str | os.PathLike[str] | None = None,
         faults: Iterable[tuple[str, str]] = (),
+        unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
-        self.store = store
+        self.store, self.unpacked_bytes = store, unpacked_bytes
         self.source = derive_key("source", source)
         self.on_error = on_error
         self._faults = list(faults)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,35 +23,27 @@ from savable_pipeline.data.shards.part_types import (
     open_image,
     part_type,
 )
-
-LARGEST_NPZ = 1 << 32  # bytes of all arrays of an `npz`
-LARGEST_PACKED = 1 << 30  # bytes that a compressed part decompresses to
+from savable_pipeline.data.stores.decompressed import MORE, UNPACKED_BYTES, DamagedError, decompressed
 
 
-def unpacked(extension: str, data: bytes) -> bytes:
+def unpacked(extension: str, data: bytes, most: int) -> bytes:
     """The content of a part whose extension ends in `gz`, such as "txt.gz"; any other part as it is.
 
-    Raises ValueError for damage, and for more than `LARGEST_PACKED`.
+    Raises ValueError for damage, and for more than `most` bytes.
     """
     if extension[-2:].lower() != "gz" or part_type(extension) != "gz":  # of each part that is decoded: at once
         return data
-    found = bytearray()
-    while data:
-        stream = zlib.decompressobj(wbits=31)
-        try:
-            found += stream.decompress(data, LARGEST_PACKED + 1 - len(found))
-        except zlib.error as error:
-            raise ValueError(f"the part {extension} cannot be decompressed: {error}") from error
-        if len(found) > LARGEST_PACKED:
-            raise ValueError(f"the part {extension} decompresses to more than {LARGEST_PACKED:,} bytes")
-        if not stream.eof:
-            raise ValueError(f"the part {extension} ends within its compressed data: it was cut")
-        data = stream.unused_data.lstrip(b"\0")  # padding, or another file behind it
-    return bytes(found)
+    try:
+        return decompressed(data, "gz", most)
+    except DamagedError as error:
+        raise ValueError(f"the part {extension} cannot be decompressed: {error}") from error
 
 
-def decoded_part(extension: str, data: bytes) -> Any:
-    """A part by the last word of its extension: of "seg.png" an image. Raises what the decoders raise."""
+def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES) -> Any:
+    """A part by the last word of its extension: of "seg.png" an image. Raises what the decoders raise.
+
+    What is compressed may become `most` bytes.
+    """
     kind = part_type(extension)
     if kind in JSON_PARTS:
         return decoded_json(data)
@@ -64,7 +55,7 @@ def decoded_part(extension: str, data: bytes) -> Any:
         return np.array(converted(opened, "RGB", "white")) if pixels is None else pixels
     if kind == "npy":
         return _array(data)
-    return _arrays(data) if kind == "npz" else data
+    return _arrays(data, most) if kind == "npz" else data
 
 
 def _array(data: bytes) -> NDArray[Any]:
@@ -86,12 +77,16 @@ def _array(data: bytes) -> NDArray[Any]:
     return (flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)).copy(order="K")
 
 
-def _arrays(data: bytes) -> Mapping[str, NDArray[Any]]:
-    """The arrays of an `npz` file, by name. Raises ValueError if they are larger than `LARGEST_NPZ` together."""
+def _arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
+    """The arrays of an `npz` file, by name. Raises ValueError if what is compressed in it becomes more than `most`."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         inside = [each for each in archive.infolist() if each.filename.endswith(".npy")]
-        if (total := sum(each.file_size for each in inside)) > LARGEST_NPZ:
-            raise ValueError(f"an npz file of {total:,} bytes of arrays; at most {LARGEST_NPZ:,} are read")
+        stored = [each for each in inside if each.compress_type == zipfile.ZIP_STORED]
+        deflated = [each for each in inside if each.compress_type == zipfile.ZIP_DEFLATED]
+        if len(stored) + len(deflated) < len(inside) or sum(each.file_size for each in stored) > len(data):
+            raise ValueError("an npz file that NumPy does not write: of another compression, or of arrays that overlap")
+        if (total := sum(each.file_size for each in deflated)) > most:
+            raise ValueError(f"an npz file of {total:,} bytes of compressed arrays; at most {most:,} are read: {MORE}")
         return {each.filename.removesuffix(".npy"): _array(_inflated(archive, each)) for each in inside}
 
 

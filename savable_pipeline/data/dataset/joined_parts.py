@@ -54,6 +54,10 @@ class JoinedParts(msgspec.Struct, eq=False):
     def quarantine(self) -> Quarantine | None:
         return self.own.quarantine
 
+    @property
+    def unpacked_bytes(self) -> int:
+        return self.own.unpacked_bytes
+
     def key(self, shard: int, row: int) -> str:
         return self.own.key(shard, row)
 

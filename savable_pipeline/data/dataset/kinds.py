@@ -24,6 +24,7 @@ from savable_pipeline.data.shards.paths import Shards, Unlistable, is_remote, ra
 from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.unfinished import unfinished
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.file_kinds import stored_behind, stored_in
 from savable_pipeline.data.stores.indexed_files import IndexedFiles, open_indexed
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -72,12 +73,13 @@ def open_any(
     cache: str | os.PathLike[str] | None = None,
     cache_size: int | None = None,
     partial: bool = False,
+    unpacked_bytes: int = UNPACKED_BYTES,
     **settings: Any,
 ) -> Dataset:
     """The dataset of the files that a user names, of whichever kind; `settings` are those of its store, or None.
 
-    `partial` is that of `ColumnarStore`. Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of
-    this kind do not have.
+    `partial` is that of `ColumnarStore`, `unpacked_bytes` that of all readers. Raises `ShardError`, `RemoteError`,
+    and ValueError for a setting that files of this kind do not have.
     """
     kind = STORES[kind_of(files)]
     given = {name: value for name, value in settings.items() if value is not None}
@@ -88,11 +90,13 @@ def open_any(
 
     if "ranges" in given:
         kind = _ranged(kind)
+    if "unpacked_bytes" in kind.settings:
+        given["unpacked_bytes"] = unpacked_bytes
 
     def open_it(tolerant: bool, unlistable: Unlistable) -> RecordStore:
         return seen(_indexed(kind, files, tolerant, unlistable, cache, cache_size), partial=partial, **given)
 
-    return dataset_of(open_it, on_error=on_error)
+    return dataset_of(open_it, on_error=on_error, unpacked_bytes=unpacked_bytes)
 
 
 def dataset_of(
@@ -101,6 +105,7 @@ def dataset_of(
     source: str = "",
     on_error: OnError = "raise",
     quarantine: str | os.PathLike[str] | None = None,
+    unpacked_bytes: int = UNPACKED_BYTES,
 ) -> Dataset:
     """The dataset of the store that `open_store` opens. Raises what that raises."""
     faults: list[tuple[str, str]] = []
@@ -117,7 +122,9 @@ def dataset_of(
     for text in (store.left_out(), "" if store.root is None else unfinished(store.root)):
         if text:
             log.warning("%s", text)
-    return Dataset(store, source=source, on_error=on_error, quarantine=quarantine, faults=faults)
+    return Dataset(
+        store, source=source, on_error=on_error, quarantine=quarantine, faults=faults, unpacked_bytes=unpacked_bytes
+    )
 
 
 def open_store(

@@ -20,6 +20,7 @@ from savable_pipeline.data.dataset.pinned_shards import pin
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.errors import ShardError
 
@@ -35,6 +36,7 @@ def open_dataset(
     ranges: RangeColumns | None = None,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
+    unpacked_bytes: int = UNPACKED_BYTES,
 ) -> Samples:
     """Open all samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
 
@@ -52,6 +54,7 @@ def open_dataset(
         ranges: As for `sp.ParquetReader`.
         cache: As for `sp.TarShardReader`.
         cache_bytes: As for `sp.TarShardReader`.
+        unpacked_bytes: As for `sp.TarShardReader`.
 
     Returns:
         A sequence of samples, with IndexError for a missing number and KeyError for a missing key.
@@ -74,7 +77,8 @@ def open_dataset(
     """
     specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
     chosen = None if columns is None else tuple(columns)
-    return Samples(_Opened((specs, cache, cache_bytes, chosen, key, ranges and dict(ranges))), transform)
+    arguments = specs, cache, cache_bytes, chosen, key, ranges and dict(ranges), unpacked_bytes
+    return Samples(_Opened(arguments), transform)
 
 
 class _Opened:
@@ -100,8 +104,9 @@ class _Opened:
         return _Opened(self._arguments, dataset.digest(), len(dataset.entries))
 
     def _open(self) -> Dataset:
-        shards, cache, cache_bytes, columns, key, ranges = self._arguments
-        dataset = open_any(shards, cache=cache, cache_size=cache_bytes, columns=columns, key=key, ranges=ranges)
+        shards, cache, cache_bytes, columns, key, ranges, most = self._arguments
+        given = {"columns": columns, "key": key, "ranges": ranges}
+        dataset = open_any(shards, cache=cache, cache_size=cache_bytes, unpacked_bytes=most, **given)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:

@@ -178,7 +178,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         Args:
             extension: The name of the part; if it ends in `gz`, the part is decompressed first.
         """
-        return decoded_json(unpacked(extension, self[extension]))
+        return decoded_json(unpacked(extension, self[extension], self.origin.unpacked_bytes))
 
     def text(self, extension: str | None = None) -> str:
         """Decode a part as UTF-8.
@@ -188,7 +188,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
                 the first of txt, text, caption and md that the sample has.
         """
         part = extension or self._first(TEXT_PARTS)
-        return unpacked(part, self[part]).decode()
+        return unpacked(part, self[part], self.origin.unpacked_bytes).decode()
 
     def image(
         self,
@@ -283,7 +283,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             >>> {name: getattr(value, "shape", value) for name, value in sample.decoded().items()}
             {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
         """
-        return {"__key__": self.key, **{name: decoded_part(name, data) for name, data in self.items()}}
+        most = self.origin.unpacked_bytes
+        return {"__key__": self.key, **{name: decoded_part(name, data, most) for name, data in self.items()}}
 
     def read_from(self, origin: SampleSource) -> Sample:
         """Return the same sample with its parts read from elsewhere, for stages that add others.
@@ -313,7 +314,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     def __reduce__(self) -> Any:
         data, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
-        said = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names
+        said = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names, data.unpacked_bytes
         return Sample, (DetachedSample(data.source, *said), 0, 0, self.index, self.epoch)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 
 if TYPE_CHECKING:
     from savable_pipeline.core.on_error import OnError, Quarantine
@@ -33,6 +34,8 @@ class SampleSource(Protocol):
     def on_error(self) -> OnError: ...
     @property
     def quarantine(self) -> Quarantine | None: ...
+    @property
+    def unpacked_bytes(self) -> int: ...
     def key(self, shard: int, row: int) -> str: ...
     def shard_name(self, shard: int) -> str: ...
     def offset(self, shard: int, row: int) -> int: ...
@@ -55,6 +58,7 @@ class DetachedSample(msgspec.Struct, eq=False):
     field_map: FieldMap = {}
     unit: str = "byte offset"
     names: dict[int, str] = {}
+    unpacked_bytes: int = UNPACKED_BYTES
     on_error: ClassVar[Literal["raise"]] = "raise"
     quarantine: ClassVar[Quarantine | None] = None
 

@@ -64,7 +64,7 @@ def _data_files(files: Shards) -> Shards:
 
 _FEW_BYTES = 1 << 27  # that are kept unpacked
 _COLUMNS = ("columns", "key", "blocks", "partial", "ranges")
-_RECORDS = ("key", "blocks")
+_RECORDS = ("key", "blocks", "unpacked_bytes", "validate_hash")
 _DATA = "savable_pipeline.data."  # below which the places are
 STORES = {
     kind.name: kind

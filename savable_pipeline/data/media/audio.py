@@ -16,6 +16,7 @@ _BEFORE_S = Fraction(1, 4)  # decoded before the begin: a decoder's first frames
 _AROUND = 64  # periods of the common clock of two rates, resampled beside the range, since a filter reaches beyond it
 _GAP_S = Fraction(1, 500)  # a container's clock may round a frame's time by as much
 _MOST_SAMPLES = 1 << 30
+_MOST_HZ = 1 << 22  # beyond any sound: a header that says more asks for gigabytes to resample a moment
 _MOST_PLANES = 7  # channels, each in memory of its own, that PyAV hands over; of more it reads beyond their list
 _OGG_S = 30  # of Ogg, decoded from the begin: points to begin from are estimated from bytes there, too
 
@@ -52,7 +53,7 @@ class Audio(MediaStream):
         self.rate: int = self._stream.codec_context.sample_rate
         self.channels: int = self._stream.codec_context.channels
         self._packer: Any = None
-        if self.rate <= 0 or self.channels <= 0:
+        if not 0 < self.rate <= _MOST_HZ or self.channels <= 0:
             self.close()
             raise MediaError(f"{name}: a sound of {self.channels} channels at {self.rate} Hz")
 

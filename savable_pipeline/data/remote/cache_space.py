@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from savable_pipeline.core.files import user_cache
+from savable_pipeline.data.remote.own_files import open_own, own_file, own_folder
 from savable_pipeline.data.remote.shard_cache import ShardCache, cached_files
 from savable_pipeline.errors import ShardError
 
@@ -28,17 +29,20 @@ _LOW_WATER = 0.9  # of the goal: more is evicted than is asked, so that eviction
 
 
 def cache_folder(given: str | os.PathLike[str] | None) -> Path:
-    """The folder of the cache: as given, or `SAVABLE_CACHE`, or `savable_pipeline/data/shards` in the user's cache."""
+    """This user's own folder in the cache, made if it is not there: see `own_files`. Raises `RemoteError`.
+
+    The cache: as given, or `SAVABLE_CACHE`, or `savable_pipeline/shards` in the user's cache.
+    """
     chosen = given or os.environ.get("SAVABLE_CACHE")
     if chosen:
-        return Path(chosen).absolute()
+        return own_folder(Path(chosen).absolute() / str(os.geteuid()))
     cache = user_cache()
     if cache is None:
         raise ValueError(
             "no place for the cache of remote shards: this user has no home folder; give cache=, or set SAVABLE_CACHE "
             "or XDG_CACHE_HOME"
         )
-    return (cache / "savable_pipeline" / "shards").absolute()
+    return own_folder((cache / "savable_pipeline" / "shards").absolute() / str(os.geteuid()))
 
 
 def cache_bytes(given: int | None, folder: Path) -> int:
@@ -52,7 +56,6 @@ def cache_bytes(given: int | None, folder: Path) -> int:
         if given < 1:
             raise ValueError(f"cache_bytes must be at least 1, not {given}")
         return given
-    folder.mkdir(parents=True, exist_ok=True)
     return min(DEFAULT_BYTES, int((shutil.disk_usage(folder).free + bytes_in_use(folder)) * _FREE_SHARE))
 
 
@@ -67,7 +70,7 @@ class CacheSpace:
         cache.mkdir(parents=True, exist_ok=True)
         self._cache = cache
         self._limit = limit
-        self._fd = os.open(cache / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        self._fd = own_file(cache / "room", os.O_RDWR | os.O_CREAT)
         self._threads = threading.Lock()  # all threads share the file's lock
         self._known: dict[Path, ShardCache] = {}
         self._full_until = 0.0
@@ -136,7 +139,7 @@ class CacheSpace:
                 break
             cached, left = self._cached(path.parent), used[path]
             if cached is not None:
-                with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
+                with contextlib.suppress(FileNotFoundError), open_own(path, "r+b") as file:
                     cached.evict(int(path.stem), file.fileno(), wanted=wanted or not cached.is_held())
                     left = os.fstat(file.fileno()).st_blocks
             elif (path.parent / "blocks").exists():  # of an earlier release: nothing reads it any more

@@ -310,8 +310,12 @@ def _cache_error(error: OSError) -> RemoteError:
 
 
 def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: int, retry_s: float) -> None:
-    """The process: serves until the reader closes the connection or is gone."""
-    served = Requests(Downloads(cache, limit, retry_s), connection)
+    """The process: serves until the reader closes the connection or is gone. A cache that cannot be is each answer."""
+    downloads = _result(Downloads, (cache, limit, retry_s))
+    served = Requests(downloads, connection) if isinstance(downloads, Downloads) else None
     for urgency, request in requests:
-        served.put(urgency, *request)
+        if served is not None:
+            served.put(urgency, *request)
+        elif request[0]:
+            connection.send((request[0], downloads))
     os._exit(0)  # ends the threads

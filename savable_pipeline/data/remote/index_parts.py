@@ -23,6 +23,7 @@ import numpy as np
 
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.own_files import open_own
 from savable_pipeline.data.shards.index_file import ShardIndex, head_bytes
 from savable_pipeline.data.shards.index_place import index_name
 from savable_pipeline.data.shards.shard_list import Rows
@@ -43,9 +44,9 @@ class IndexParts:
     """Which rows of the index in the folder of a version are here. Raises OSError if it is not one in parts."""
 
     def __init__(self, folder: Path, index: ShardIndex) -> None:
-        with (folder / "parts").open("r+b") as file:
+        with open_own(folder / "parts", "r+b") as file:
             self._here = np.frombuffer(mmap.mmap(file.fileno(), len(index.shards)), np.uint8)
-        self._file = (folder / "index").open("r+b")  # the file that `index` has mapped, whatever takes its name
+        self._file = open_own(folder / "index", "r+b")  # the file that `index` has mapped, whatever takes its name
         self._index, self.name = index, index_name(index.header.kind)
         self.bytes = os.fstat(self._file.fileno()).st_size
         self.pin = (folder / "parts.pin").read_text()

@@ -17,6 +17,7 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.remote import index_parts
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.downloader import Downloader
+from savable_pipeline.data.remote.own_files import open_own, own_folder
 from savable_pipeline.data.remote.urls import RemoteShards, find_remote
 from savable_pipeline.data.shards.energon_metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.file_format import FileFormat
@@ -89,8 +90,7 @@ def dataset_folder(cache: Path, dataset: str) -> Path:
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
     """The folder of a dataset in the cache, made if it is not there, and locked."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as lock:
+    with open_own(own_folder(folder) / "lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -211,7 +211,7 @@ def _has(path: Path, index: ShardIndex, form: FileFormat) -> bool:
 
 def note_changed(folder: Path, name: str) -> None:
     """Notes in a dataset's folder that a shard is other than it was indexed, so that the next start indexes it."""
-    with (folder / "changed").open("a") as file:
+    with open_own(folder / "changed", "a") as file:
         file.write(f"{name}\n")
 
 

@@ -1,5 +1,6 @@
 """The local cache of remote shards: files with holes, shared by all processes of a node.
 
+    CACHE                           the user's own folder in the cache that is named: see `own_files`
     CACHE/room                      see `cache_space`
     CACHE/DATASET/lock              held while an index is downloaded or made
     CACHE/DATASET/own.json          the version of the index that lies beside the shards
@@ -51,6 +52,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.files import replacing
 from savable_pipeline.data.remote.cache_layout import LONG_FOLDER, CacheLayout, open_layout
+from savable_pipeline.data.remote.own_files import open_own, own_file, own_folder
 from savable_pipeline.data.remote.sparse_file import holes, locked, punch_hole
 from savable_pipeline.errors import RemoteError, ShardError
 
@@ -73,7 +75,9 @@ class ShardCache:
         self.layout = open_layout(folder)
         self.shards, self.firsts = self.layout.shards, self.layout.firsts
         self.rows = int(self.firsts[-1])
-        self._file = (folder / "flags").open("r+b")
+        for each in (self.dataset, self._version, folder):
+            own_folder(each)
+        self._file = open_own(folder / "flags", "r+b")
         self._map = mmap.mmap(self._file.fileno(), 0)
         if len(self._map) != flags_bytes(self.layout):
             raise ValueError(f"{folder}/flags: {len(self._map)} bytes, which do not fit its index")
@@ -113,7 +117,8 @@ class ShardCache:
             return path.read_text()
         if version:
             aside = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
-            aside.write_text(version)
+            with open_own(aside, "w") as file:
+                file.write(version)
             with contextlib.suppress(FileExistsError):
                 path.hardlink_to(aside)  # the first of several processes wins
             aside.unlink()
@@ -156,7 +161,7 @@ class ShardCache:
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard's file, of its full size; a file that had another size is emptied first."""
-        fd = os.open(self.path(shard), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        fd = own_file(self.path(shard), os.O_RDWR | os.O_CREAT)
         size = int(self.shards.sizes[shard])
         found = os.fstat(fd).st_size
         if found != size:
@@ -208,7 +213,7 @@ class ShardCache:
         """Marks rows as not present, then counts an eviction; the caller holds the lock on their bytes."""
         self.synced[shard] = 0
         self.present[rows] += 1
-        with (self.folder / "flags").open("r+b") as file, locked(file.fileno(), _BOOT, _HEAD):  # one at a time
+        with open_own(self.folder / "flags", "r+b") as file, locked(file.fileno(), _BOOT, _HEAD):  # one at a time
             self.evictions[0] += 1
 
     def forget_holes(self, shard: int, fd: int) -> None:
@@ -264,7 +269,7 @@ def create_flags(folder: Path) -> None:
             file.write(boot)
             _allocate(file, flags_bytes(layout))
         return
-    with path.open("r+b") as file:
+    with open_own(path, "r+b") as file:
         if file.read(_BOOT) == boot:
             return
     cached = ShardCache(folder)
@@ -273,7 +278,7 @@ def create_flags(folder: Path) -> None:
         if not cached.synced[shard] or shard in unknown:
             cached.present[int(cached.firsts[shard]) : int(cached.firsts[shard + 1])] = 0
             cached.path(shard).unlink(missing_ok=True)
-    with path.open("r+b") as file:
+    with open_own(path, "r+b") as file:
         file.write(boot)
 
 
@@ -300,7 +305,7 @@ def flags_bytes(layout: CacheLayout) -> int:
 
 def _drop_damaged(folder: Path) -> None:
     """Deletes the shards of a version whose flags are damaged or gone: nothing tells what is in them."""
-    with contextlib.suppress(FileNotFoundError), (folder / "flags").open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_own(folder / "flags", "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

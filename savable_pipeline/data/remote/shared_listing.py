@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from savable_pipeline.data.remote.listing import Listing
+from savable_pipeline.data.remote.own_files import own_file, own_folder
 
 
 class _Made(msgspec.Struct):
@@ -29,9 +30,8 @@ class _Made(msgspec.Struct):
 def shared_listing(cache: Path, root: str, listing: Callable[[str], Listing]) -> Listing:
     """`listing(root)`, or what another process has found of it while this one waited. Raises what `listing` does."""
     asked = time.monotonic()
-    (cache / "listings").mkdir(parents=True, exist_ok=True)
-    path = cache / "listings" / hashlib.sha256(root.encode()).hexdigest()[:32]
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), "r+b") as file:
+    path = own_folder(cache / "listings") / hashlib.sha256(root.encode()).hexdigest()[:32]
+    with os.fdopen(own_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

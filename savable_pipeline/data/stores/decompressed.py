@@ -1,4 +1,7 @@
-"""The content of compressed files, and of compressed records in memory: of no more bytes than may be."""
+"""The content of compressed files, and of compressed records and parts in memory: of no more bytes than may be.
+
+It is unpacked by pieces, so that a few bytes which become gigabytes are refused before they have taken them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from typing import IO, Any
 
 _BY_ARROW = {"br": "brotli", "snappy": "snappy"}  # by pyarrow's names; they need the size of the content
 NEEDED = {"zst", "rows", *_BY_ARROW}  # kinds that need a package
-_CHUNK = 1 << 17  # bytes of a file that are unpacked at a time
-_STEP = 1 << 12  # of data in memory: of no kind do they become more than some 100 MB
+MORE = "if it is right so, give a larger unpacked_bytes"
+UNPACKED_BYTES = 1 << 30  # that compressed bytes in memory may become, unless the option of this name says more
+_PIECE = 1 << 20  # bytes that are unpacked at a time
+_STEP, _ZST_STEP = 1 << 17, 1 << 10  # bytes of a file that are read for it; zstd makes at most 32 MiB of its own
 
 
 class DamagedError(ValueError):
@@ -33,13 +38,17 @@ def needed_package(kind: str) -> Any:
 class Unpacked(io.RawIOBase):
     """The content of a file of streams of gz, bz2, xz or zst, one after the other. Raises `DamagedError`.
 
-    A file that ends within a stream is damaged; zstandard itself says nothing then.
+    A file that ends within a stream is damaged; zstandard itself says nothing then. A line of more than `line_bytes`
+    is no line.
     """
 
-    def __init__(self, packed: IO[bytes], kind: str, step: int = _CHUNK) -> None:
-        self._packed, self._kind, self._step = packed, kind, step
+    def __init__(self, packed: IO[bytes], kind: str, line_bytes: int | None = None) -> None:
+        self._packed, self._kind = packed, kind
+        self._step, self._most = (_ZST_STEP, ()) if kind == "zst" else (_STEP, (_PIECE,))
         self._new, self._damage = _streams(kind)
         self._stream: Any = None
+        self._more = False  # of what the stream was given is still to be unpacked
+        self._line, self._line_bytes = 0, line_bytes
         self._ended = False  # a stream, before
         self._in = b""  # read from the file, and not given to a stream
         self._out = b""  # unpacked, and not given away
@@ -59,27 +68,37 @@ class Unpacked(io.RawIOBase):
         """Some of what comes next; nothing at the end."""
         found = b""
         while not found:
-            self._in = self._in or self._packed.read(self._step)
+            if not self._more:
+                self._in = self._in or self._packed.read(self._step)
             if self._kind == "gz" and self._stream is None and self._ended:
                 self._in = self._in.lstrip(b"\0") or self._packed.read(self._step).lstrip(b"\0")  # padding
-            if not self._in and self._stream is not None:
-                raise DamagedError("it ends within its compressed data: it was cut")
-            if not self._in:
+            if not self._in and not self._more:
+                if self._stream is not None:
+                    raise DamagedError("it ends within its compressed data: it was cut")
                 break
             found = self._unpack()
+        if self._line_bytes is not None:
+            self._check_line(found, self._line_bytes)
         return found
+
+    def _check_line(self, found: bytes, most: int) -> None:
+        last = found.rfind(b"\n")
+        self._line = self._line + len(found) if last < 0 else len(found) - last - 1
+        if self._line > most:
+            raise DamagedError(f"a line of more than {most} bytes when decompressed; {MORE}")
 
     def _unpack(self) -> bytes:
         begins = self._stream is None
         stream = self._stream = self._new() if begins else self._stream
         try:
-            found: bytes = stream.decompress(self._in)
+            found: bytes = stream.decompress(self._in, *self._most)
         except self._damage as error:
             if begins and self._ended and self._kind in ("bz2", "xz"):  # padding, or something else behind it
                 self._in, self._stream, self._packed = b"", None, io.BytesIO()
                 return b""
             raise DamagedError(str(error)) from error
-        self._in = stream.unused_data if stream.eof else b""
+        self._in = stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b"")  # which zlib has
+        self._more = not stream.eof and len(found) == _PIECE
         if stream.eof:
             self._stream, self._ended = None, True
         return found
@@ -90,32 +109,33 @@ class Unpacked(io.RawIOBase):
         super().close()
 
 
-def decompressed(data: bytes, kind: str, most: int, size: int | None = None) -> bytes:
+def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int | None = None) -> bytes:
     """The content of what is compressed by gz, bz2, zst, br or snappy: at most `most` bytes, `size` if that is known.
 
-    Raises `DamagedError`, also for more than that.
+    Raises `DamagedError`, also for more than that, of which no more than a piece is unpacked.
 
     >>> import gzip
     >>> from savable_pipeline.data.stores.decompressed import decompressed
-    >>> decompressed(gzip.compress(b"text"), "gz", 100)
+    >>> decompressed(gzip.compress(b"text"), "gz")
     b'text'
     """
     if size is not None and size > most:
-        raise DamagedError(f"{size} bytes when decompressed; at most {most} are read")
-    content = _by_arrow(data, kind, size or 0) if kind in _BY_ARROW else _bounded(data, kind, size or most)
+        raise DamagedError(f"{size} bytes when decompressed; at most {most} are read: {MORE}")
+    content = _by_arrow(data, kind, size or 0) if kind in _BY_ARROW else _bounded(data, kind, most, size)
     if size is not None and len(content) != size:
         raise DamagedError(f"{len(content)} bytes when decompressed, expected {size}")
     return content
 
 
-def _bounded(data: bytes, kind: str, most: int) -> bytes:
-    file, parts, unpacked = Unpacked(io.BytesIO(data), kind, _STEP), [], 0
-    while part := file.chunk():
-        parts.append(part)
-        unpacked += len(part)
-        if unpacked > most:
-            raise DamagedError(f"more than {most} bytes when decompressed")
-    return b"".join(parts)
+def _bounded(data: bytes, kind: str, most: int, size: int | None) -> bytes:
+    file, content = Unpacked(io.BytesIO(data), kind), io.BytesIO()  # whose content is copied nowhere, unlike a list's
+    while piece := file.chunk():
+        content.write(piece)
+        if size is not None and content.tell() > size:
+            raise DamagedError(f"more than {size} bytes when decompressed, expected {size}")
+        if content.tell() > most:
+            raise DamagedError(f"more than {most} bytes when decompressed; {MORE}")
+    return content.getvalue()
 
 
 def _streams(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:

@@ -37,6 +37,7 @@ _PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst", "br": "br", "snappy": "snapp
 class _FileInfo(msgspec.Struct):
     basename: str
     bytes: int
+    hashes: dict[str, str] = {}  # of the file's bytes, by algorithm
 
 
 class _Shard(msgspec.Struct):
@@ -82,17 +83,19 @@ def listed(index: bytes) -> list[tuple[ListedFile, ...]]:
 
 def _alternatives(shard: _Shard) -> tuple[ListedFile, ...]:
     schema = msgspec.json.encode(_columns(shard))
-    plain = ListedFile(shard.raw_data.basename, shard.samples, schema, shard.raw_data.bytes)
-    if shard.zip_data is None:
+    raw, zipped = shard.raw_data, shard.zip_data
+    plain = ListedFile(raw.basename, shard.samples, schema, raw.bytes, hashes=raw.hashes)
+    if zipped is None:
         return (plain,)
     kind = (shard.compression or "").partition(":")[0]
     packed = ListedFile(
-        shard.zip_data.basename,
+        zipped.basename,
         shard.samples,
         schema,
-        shard.zip_data.bytes,
+        zipped.bytes,
         packed=_PACKED.get(kind, ""),
-        content=shard.raw_data.bytes,
+        content=raw.bytes,
+        hashes=zipped.hashes,
         fault=""
         if kind in _PACKED
         else f"compressed with {kind!r}, which is not read, where {', '.join(_PACKED)} are: decompress it to "

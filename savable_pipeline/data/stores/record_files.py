@@ -67,6 +67,7 @@ class ListedFile(msgspec.Struct, frozen=True):
     content: int | None = None  # bytes when decompressed, if that is said
     framed: bool = False  # whether it must be in frames
     fault: str = ""  # why it cannot be read
+    hashes: dict[str, str] = {}  # of its bytes, by algorithm
 
 
 @dataclass(frozen=True, slots=True)

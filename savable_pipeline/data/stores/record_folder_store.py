@@ -6,7 +6,7 @@ a shard, a chunk, a frame, rows of Arrow    a group of rows, unpacked once (`Gro
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,7 +15,14 @@ import numpy as np
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
-from savable_pipeline.data.stores.decompressed import NEEDED, DamagedError, decompressed, needed_package
+from savable_pipeline.data.stores.decompressed import (
+    NEEDED,
+    UNPACKED_BYTES,
+    DamagedError,
+    decompressed,
+    needed_package,
+)
+from savable_pipeline.data.stores.file_hashes import known_hash, wrong_hash
 from savable_pipeline.data.stores.file_kinds import INDEX
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
@@ -41,6 +48,7 @@ from savable_pipeline.errors import ShardError
 
 _AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
 _FEW = 1 << 14  # where no part may be asked for
+_PIECE = 1 << 23  # bytes of a file that are hashed at a time
 _LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
 
 
@@ -48,7 +56,8 @@ class RecordFolderStore(GroupedStore):
     """The records of a folder with an index.json; a store of a kind of folders says which in `kind`.
 
     `key` names the field that holds the key of a record, which each must have; else it is `FILE:ROW`. What is unpacked
-    is kept in `blocks`. Raises `ShardError`, and ValueError where a package is missing that it needs.
+    is kept in `blocks`, at once at most `unpacked_bytes`. Raises `ShardError`, and ValueError where a package is
+    missing that it needs. The bytes of a file must have the hash of the algorithm `validate_hash` when it is opened.
     """
 
     kind: ClassVar[RecordKind]
@@ -60,9 +69,13 @@ class RecordFolderStore(GroupedStore):
         *,
         key: str | None = None,
         blocks: DecodedBlocks[Any] | None = None,
+        unpacked_bytes: int = UNPACKED_BYTES,
+        validate_hash: str | None = None,
     ) -> None:
         super().__init__(found, blocks)
-        self.key_column = key
+        self._algorithm = validate_hash
+        self._wrong: dict[int, str] = {}  # files whose bytes were compared with their hash, and what is wrong with them
+        self.key_column, self._most = key, unpacked_bytes
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, RecordLayout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
@@ -126,6 +139,28 @@ class RecordFolderStore(GroupedStore):
         listed = [] if index is None else self.found.form.kind.names(self.address, index.read_bytes())
         return [next(number[name] for name in names if name in number) for names in listed]
 
+    def validate(self, shard: int, algorithm: str | None = None) -> None:
+        """Read all of a file, and raise `ShardError` unless it has the hash that index.json says.
+
+        Without an algorithm, one of those that are said: none may be.
+        """
+        if shard not in self._wrong:
+            hashes = self._hashes.get(self.entries.names[shard], {})
+            algorithm, size = algorithm or known_hash(hashes), int(self.entries.sizes[shard])
+            pieces = (self.files.read(shard, begin, min(_PIECE, size - begin)) for begin in range(0, size, _PIECE))
+            self._wrong[shard] = "" if algorithm is None else wrong_hash(hashes, algorithm, pieces)
+        if self._wrong[shard]:
+            raise ShardError(
+                f"{self.place(shard)}: damaged: {self._wrong[shard]}; copy it again, or leave its samples out with "
+                'on_error="skip"'
+            )
+
+    @cached_property
+    def _hashes(self) -> dict[str, dict[str, str]]:
+        index = self.files.beside(INDEX)
+        listed = [] if index is None else self.kind.listed(index.read_bytes())
+        return {file.name: file.hashes for several in listed for file in several}
+
     def row_groups(self, shard: int) -> tuple[list[int], int] | None:
         """See `RecordStore.row_groups`; of a folder without anything to unpack: none."""
         entry = self.entries[shard]
@@ -156,7 +191,7 @@ class RecordFolderStore(GroupedStore):
         raw, what, offsets = read(begin, end - begin), layout.what, layout.offsets
         try:
             if what == WHOLE:
-                raw = decompressed(raw, layout.packed, self.most_decoded, layout.content)
+                raw = decompressed(raw, layout.packed, self._most, layout.content)
                 what, _, offsets = layout_in(Stretch.of(raw), ListedFile("", expected, b""), self.kind.chunked)
                 if what == ROWS:
                     raw = raw[int(offsets[0]) : int(offsets[1])]
@@ -165,7 +200,7 @@ class RecordFolderStore(GroupedStore):
             rows = (
                 RecordBlock(raw, offsets, 0, self._schema(layout))
                 if what == RECORDS
-                else table_of(raw, expected, self.most_decoded)
+                else table_of(raw, expected, self._most)
             )
         except ValueError as error:
             raise ShardError(
@@ -210,7 +245,7 @@ class RecordFolderStore(GroupedStore):
 
     def _unpacked(self, data: bytes, kind: str, size: int | None = None) -> bytes:
         try:
-            return decompressed(data, kind, self.most_decoded, size)
+            return decompressed(data, kind, self._most, size)
         except DamagedError as error:
             raise RecordError(f"damaged record: {error}") from error
 
@@ -218,6 +253,8 @@ class RecordFolderStore(GroupedStore):
         layout = self._layouts.get(shard)
         if layout is None:
             self.found.check_rows(shard)
+            if self._algorithm is not None:
+                self.validate(shard, self._algorithm)
             layout = self._layouts[shard] = layout_of(self.places(shard), int(self.entries.samples[shard]))
         return layout
 

@@ -11,6 +11,7 @@ import numpy as np
 from savable_pipeline.data.shards.index_file import Places
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
+from savable_pipeline.data.stores.decompressed import MORE
 from savable_pipeline.data.stores.record_fields import Blob, Stretch, Value, raw
 from savable_pipeline.data.stores.record_files import Schema
 
@@ -87,7 +88,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
     import pyarrow as pa  # imported here: it is needed for such chunks alone
 
     if (size := _decoded_bytes(data)) > most:
-        raise ValueError(f"rows in Arrow of {size} bytes; at most {most} are read")
+        raise ValueError(f"rows in Arrow of {size} bytes; at most {most} are read: {MORE}")
     try:
         source = pa.py_buffer(data)
         reader = pa.ipc.open_file(source) if data.startswith(_FILE) else pa.ipc.open_stream(source)

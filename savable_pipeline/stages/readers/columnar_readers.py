@@ -87,7 +87,7 @@ class ParquetReader(ColumnarReader):
             end. `{"audio": ("path", "start", "end")}` gives `sample.audio("audio")`. The files must be among `files`.
         cache_bytes: The most bytes of decoded row groups, for all readers of a process with this value.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or there is no such column.
@@ -123,7 +123,7 @@ class ArrowReader(ColumnarReader):
         cache_bytes: The most bytes held of record batches, for all readers of a process with this value: whole ones if
             compressed, else only columns of numbers and the places of values.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or there is no such column.

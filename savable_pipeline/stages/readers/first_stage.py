@@ -46,16 +46,18 @@ class FirstStage(TakesRefs):
         on_error: OnError,
         quarantine: str | os.PathLike[str] | None,
         exclude: str | os.PathLike[str] | None,
+        unpacked_bytes: int,
     ) -> None:
         name = type(self).__name__
         check_subset(name, subset)
         check_on_error(name, on_error)
-        named = (data.kind, data.named, on_error, quarantine, *data.options)
+        named = (data.kind, data.named, on_error, quarantine, unpacked_bytes, *data.options)
         # a function is another object in another process, where a run must find its shards by the same name
         pinned_as = data.pinned_as or repr((data.kind, data.named, on_error == "raise", quarantine, *data.options))
 
         def open_dataset() -> Dataset:
-            return pin(data.open(on_error=on_error, quarantine=quarantine), pinned_as, lane.pinned)
+            opened = data.open(on_error=on_error, quarantine=quarantine, unpacked_bytes=unpacked_bytes)
+            return pin(opened, pinned_as, lane.pinned)
 
         self.dataset = lane.shared(named, open_dataset)
         self.exclude_file = read_exclude_file(exclude, lane, named, self.dataset)

@@ -15,6 +15,7 @@ from savable_pipeline.core.saved_count import EpochNumber, SavedCount
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray
 from savable_pipeline.data.dataset.shard_digests import summary
 from savable_pipeline.data.shards.selection import SUBSET_ORDER, Subset
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.readers.epoch_orders import BLOCK, EpochOrders
@@ -59,6 +60,7 @@ class RecordReader(FirstStage):
         on_error: For unreadable shards: "raise", "skip", or a function of the `ShardError` that returns True to skip.
         quarantine: A file that gets a line of JSON for each skipped sample. None: they are only counted.
         exclude: A file that names samples to leave out, as for `sp.TarShardReader`. None: none.
+        unpacked_bytes: The most bytes that a compressed part may become, as for `sp.TarShardReader`.
 
     Raises:
         ValueError: A setting is wrong.
@@ -111,6 +113,7 @@ class RecordReader(FirstStage):
         on_error: OnError = "raise",
         quarantine: str | os.PathLike[str] | None = None,
         exclude: str | os.PathLike[str] | None = None,
+        unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         for setting, value in (("block_size", block_size), ("window", window)):
             if value is not None and value < 1:
@@ -124,6 +127,7 @@ class RecordReader(FirstStage):
             on_error=on_error,
             quarantine=quarantine,
             exclude=exclude,
+            unpacked_bytes=unpacked_bytes,
         )
         self.epochs, self.shuffle, self.window = check_epochs(type(self).__name__, epochs), shuffle, window
         self._deals = shuffle and block_size is None and self.dataset.store.row_groups(0) is not None

@@ -38,6 +38,8 @@ class ReaderSettings(TypedDict, total=False):
     """A file that gets a line of JSON for each skipped sample. Default: None."""
     exclude: str | os.PathLike[str] | None
     """A file that names samples which must not be given. Default: None."""
+    unpacked_bytes: int
+    """The most bytes that a compressed part, shard, chunk, frame or record may become. Default: 1 GiB."""
 
 
 def named_ranges(ranges: RangeColumns | None) -> dict[str, Any]:
@@ -52,7 +54,8 @@ def named_ranges(ranges: RangeColumns | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ReaderData:
-    """The data of a reader: `open` opens what is `named`, with the reader's `on_error` and `quarantine`.
+    """The data of a reader: `open` opens what is `named`, with its `on_error`, `quarantine` and
+    `unpacked_bytes`.
 
     Only the first lane of a process opens them, for all readers with the same `kind`, names and `options` of the
     format. A run pins the shards that it found under `pinned_as` (default: all these names).

@@ -38,6 +38,8 @@ class TarShardReader(RecordReader):
         exclude: File of samples to leave out, by lines: a key, or JSON with "shard" and "key". `Encode`, or a `Batcher`
             of samples, drops and counts them, stages before get them; other samples keep their places, up to packing.
             Must not change during a run; `allow={"exclude"}` loads a state under another.
+        unpacked_bytes: Most bytes that a compressed part becomes, or of MDS and LitData a shard, chunk, frame, record.
+            Default: 1 GiB.
 
     Raises:
         ValueError: A setting is wrong.
@@ -81,7 +83,7 @@ class JsonlReader(RecordReader):
         key: The field with a sample's key. None: the key is `FILE:ROW`.
         ranges: As for `sp.ParquetReader`, of fields.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong.
@@ -132,7 +134,7 @@ class TokenReader(RecordReader):
             2048. None: `length`.
         dtype: Type of the tokens in flat files, such as "uint16".
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong.

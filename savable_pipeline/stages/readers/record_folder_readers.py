@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Unpack
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.kinds import dataset_of, open_store
 from savable_pipeline.data.stores.decoded_blocks import DECODED_BYTES, DecodedBlocks
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
+from savable_pipeline.data.stores.file_hashes import known_hash
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.reader_settings import ReaderData, ReaderSettings
 
@@ -17,6 +19,7 @@ class RecordFolderReader(RecordReader):
     """Yields the records of a lane's share of a folder as samples; `kind` of a subclass is that of the folders."""
 
     kind: ClassVar[str]
+    validate_hash: str | None = None
 
     def __init__(
         self,
@@ -29,8 +32,11 @@ class RecordFolderReader(RecordReader):
     ) -> None:
         self.files, self.key = os.fspath(folder), key
         blocks: DecodedBlocks[Any] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
-        opening = partial(dataset_of, partial(open_store, self.kind, self.files, key=key, blocks=blocks))
-        super().__init__(ReaderData(type(self).__name__, self.files, opening, (key, cache_bytes)), lane, **settings)
+        most = settings.get("unpacked_bytes", UNPACKED_BYTES)
+        given = {"key": key, "blocks": blocks, "unpacked_bytes": most, "validate_hash": self.validate_hash}
+        opening = partial(dataset_of, partial(open_store, self.kind, self.files, **given))
+        options = key, cache_bytes, self.validate_hash
+        super().__init__(ReaderData(type(self).__name__, self.files, opening, options), lane, **settings)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, and the key."""
@@ -51,8 +57,10 @@ class MdsReader(RecordFolderReader):
         key: The column with a sample's key. None: the key is `FILE:ROW`.
         cache_bytes: The most bytes of unpacked shards, for all readers of a process with this value. A compressed shard
             is unpacked whole, and is one row group: see `sp.ParquetReader`.
+        validate_hash: An algorithm of hashes in index.json, as Mosaic's readers take it: "sha1", "xxh64". Each shard is
+            then read whole when it is first opened, and must have this hash. None: not read.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or a package that the compression needs is missing.
@@ -75,6 +83,21 @@ class MdsReader(RecordFolderReader):
 
     kind = "mds"
 
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        lane: Lane,
+        *,
+        key: str | None = None,
+        cache_bytes: int = DECODED_BYTES,
+        validate_hash: str | None = None,
+        **settings: Unpack[ReaderSettings],
+    ) -> None:
+        if validate_hash is not None and known_hash([validate_hash]) is None:
+            raise ValueError(f"MdsReader: validate_hash is an algorithm of hashlib or xxhash, not {validate_hash!r}")
+        self.validate_hash = validate_hash
+        super().__init__(folder, lane, key=key, cache_bytes=cache_bytes, **settings)
+
 
 class LitDataReader(RecordFolderReader):
     """Yields the items of a lane's share of a folder of LitData, in the order of `sp.TarShardReader`.
@@ -92,7 +115,7 @@ class LitDataReader(RecordFolderReader):
             compressed chunk or batch, or a chunk with rows of Arrow, is unpacked whole, and is one row group: see
             `sp.ParquetReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
-            `on_error`, `quarantine` and `exclude`.
+            `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or a package that the chunks need is missing.

@@ -34,8 +34,9 @@ from savable_pipeline.data.shards.part_types import (
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
+from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.errors import SavableError
+from savable_pipeline.errors import SavableError, ShardError
 
 LARGEST = 1 << 30  # bytes of a part that is decoded: no image or text is so large; a film may be
 ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counts
@@ -122,6 +123,11 @@ def _store(form: FileFormat, table: ShardTable, root: Path, path: Path) -> Recor
 
 
 def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Problem]:
+    if isinstance(store, RecordFolderStore):
+        try:
+            store.validate(0)
+        except ShardError as error:
+            yield Problem("wrong hash", encodable(str(error).removeprefix(f"{store.address}/{name}: damaged: ")), name)
     row = 0
     while row < store.entries[0].samples:
         try:

@@ -61,6 +61,9 @@ def convert(
     only: Annotated[str | None, typer.Option(metavar="PARTS", help="Keep these parts alone: jpg,txt.")] = None,
     keys: Annotated[Path | None, typer.Option(help="A text file: the keys of the samples to keep, one a line.")] = None,
     reshard: Annotated[bool, typer.Option("--reshard", help="Tars: write their samples into new shards.")] = False,
+    unpacked_bytes: Annotated[
+        int, typer.Option(help="Most bytes that a compressed shard, record, JSON array or line may become.")
+    ] = 1 << 30,
     as_kind: Annotated[
         str | None, typer.Option("--as", metavar="KIND", help=f"Do not guess what SRC is: {', '.join(WORDS)}.")
     ] = None,
@@ -130,10 +133,10 @@ def convert(
             file_fields=() if no_files else tuple(file_field) if file_field else None,
             split=tuple(_share(share) for share in split or ()),
             only=_only(only),
+            unpacked_bytes=unpacked_bytes,
         )
         found = recognize(source, as_kind)
         check_reshard(found, options, reshard, keys is not None)
-        wanted = None if keys is None else _keys(keys)
         with (
             engine_named(engine, workers) as cluster,
             progress_of(err, f"reading {source}: {found.words}", "samples", "converting") as progress,
@@ -143,7 +146,7 @@ def convert(
                 target,
                 options,
                 files_from=files_from,
-                keys=wanted,
+                keys=None if keys is None else _keys(keys),
                 reshard=reshard,
                 workers=workers,
                 engine=cluster,

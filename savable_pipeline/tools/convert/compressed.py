@@ -19,14 +19,14 @@ ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 
 
 @contextlib.contextmanager
-def opened(path: Path | str) -> Iterator[IO[bytes]]:
-    """A file to read the content of `path` from, or of a URL.
+def opened(path: Path | str, line_bytes: int | None = None) -> Iterator[IO[bytes]]:
+    """A file to read the content of `path` from, or of a URL; `line_bytes` is the most of a line that was compressed.
 
     Raises `DamagedError` in the block, ValueError without zstandard; of a URL `ShardError`, `RemoteError`.
     """
     with open_source(path) as packed:
         kind = _compression(path, packed).removeprefix(".")
-        yield io.BufferedReader(Unpacked(packed, kind), _CHUNK) if kind else packed
+        yield io.BufferedReader(Unpacked(packed, kind, line_bytes), _CHUNK) if kind else packed
 
 
 def is_compressed(path: Path | str) -> bool:

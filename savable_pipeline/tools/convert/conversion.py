@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.tools.convert.model import Options, Report
 from savable_pipeline.tools.convert.run import Progress, run_conversion
 from savable_pipeline.tools.convert.sources import recognize
@@ -34,6 +35,7 @@ def convert(
     only: Iterable[str] | None = None,
     keys: Iterable[str] | None = None,
     reshard: bool = False,
+    unpacked_bytes: int = UNPACKED_BYTES,
     workers: int | None = None,
     engine: Literal["ray"] | Engine | None = None,
     progress: Progress | None = None,
@@ -63,6 +65,7 @@ def convert(
         only: The parts to keep, such as ["jpg", "txt"]. Default: all.
         keys: The keys of the samples to keep. Default: all.
         reshard: Needed for tars, which are read as they are: write their samples into new shards.
+        unpacked_bytes: The most bytes that a compressed shard, chunk, frame, record, JSON array or line may become.
         workers: Processes that write; with `engine="ray"` the most tasks at a time. Default: one per core, but one for
             less than 100 MB.
         engine: "ray" for the nodes of a Ray cluster, on storage that they share with this machine. Default: processes
@@ -97,6 +100,7 @@ def convert(
         file_fields=_listed("file_fields", file_fields),
         split=tuple((name, _share(share)) for name, share in (split or {}).items()),
         only=_parts(only),
+        unpacked_bytes=unpacked_bytes,
     )
     found = recognize(source if isinstance(source, str) else Path(source), kind)
     with _engine_of(engine, workers) as cluster:

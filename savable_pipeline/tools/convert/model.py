@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.tools.convert.part_data import Parts
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_]+")
@@ -27,6 +28,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     key_end: Literal["first", "last"] = "first"  # which dot of a file's name ends the key; others become "_"
     split: tuple[tuple[str, str], ...] = ()  # names and shares, as decimals that add up to 1
     only: tuple[str, ...] = ()  # the parts that are kept; none named: all
+    unpacked_bytes: int = UNPACKED_BYTES  # that what is compressed may become in memory
 
     def __post_init__(self) -> None:
         if self.key_end not in ("first", "last"):

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from savable_pipeline.core.file_heads import HEAD, text_fault
 from savable_pipeline.data.remote.scratch import close_scratch
-from savable_pipeline.data.stores.decompressed import DamagedError
+from savable_pipeline.data.stores.decompressed import MORE, DamagedError
 from savable_pipeline.tools.convert.compressed import is_compressed, opened
 from savable_pipeline.tools.convert.csv_table import file_columns, write_as_jsonl
 from savable_pipeline.tools.convert.folder import read_folder
@@ -104,7 +104,7 @@ def _folder(reading: Reading) -> Input:
 
 
 def _records(reading: Reading) -> Input:
-    return read_records(reading.path, reading.options.key_field)
+    return read_records(reading.path, reading.options.key_field, reading.options.unpacked_bytes)
 
 
 def _jsonl(reading: Reading) -> Input:
@@ -112,7 +112,10 @@ def _jsonl(reading: Reading) -> Input:
 
 
 def _json(reading: Reading) -> Input:
-    return _placed(reading, read_json_array(reading.lines(_plain(reading))))
+    path, most = _plain(reading), reading.options.unpacked_bytes
+    if path == reading.aside and (size := reading.aside.stat().st_size) > most:  # it is read as a whole
+        raise DamagedError(f"a list of {size} bytes when decompressed; at most {most} are read: {MORE}")
+    return _placed(reading, read_json_array(reading.lines(path)))
 
 
 def _placed(reading: Reading, found: Input) -> Input:
@@ -126,7 +129,7 @@ def _placed(reading: Reading, found: Input) -> Input:
 def _csv(reading: Reading) -> Input:
     name = name_of(reading.path)
     _check_text(reading)
-    with opened(reading.path) as file, reading.aside.open("wb") as target:
+    with opened(reading.path, reading.options.unpacked_bytes) as file, reading.aside.open("wb") as target:
         table = write_as_jsonl(file, name, target)
     fields: list[str] | None = None
     warnings: list[str] = []
@@ -146,7 +149,7 @@ def _tars(reading: Reading) -> Input:
 
 def _stored(reading: Reading) -> Input:
     only = tuple(name.lower() for name in reading.options.only)
-    return read_stored(reading.path, only, reading.files_from)
+    return read_stored(reading.path, only, reading.files_from, reading.options.unpacked_bytes)
 
 
 def _plain(reading: Reading) -> Path | str:
@@ -154,7 +157,7 @@ def _plain(reading: Reading) -> Path | str:
     _check_text(reading)
     if not is_compressed(reading.path):
         return reading.path
-    with opened(reading.path) as packed, reading.aside.open("wb") as target:
+    with opened(reading.path, reading.options.unpacked_bytes) as packed, reading.aside.open("wb") as target:
         shutil.copyfileobj(packed, target, 1 << 20)
     return reading.aside
 

@@ -16,7 +16,7 @@ from savable_pipeline.tools.convert.names import printable
 from savable_pipeline.tools.convert.stored import opened_input
 
 
-def read_records(path: Path | str, key_field: str | None) -> Input:
+def read_records(path: Path | str, key_field: str | None, unpacked_bytes: int) -> Input:
     """The samples of a folder with an index.json; the key of one is its number, or what the field of a record holds.
 
     Raises ValueError for a folder, or a file of it, that cannot be read at all.
@@ -24,7 +24,7 @@ def read_records(path: Path | str, key_field: str | None) -> Input:
     from savable_pipeline.data.stores.record_folder_store import RecordFolderStore  # other sources do without
 
     try:
-        dataset, found = opened_input(path)
+        dataset, found = opened_input(path, unpacked_bytes)
         store, seen, number = dataset.store, set[str](), 0
         assert isinstance(store, RecordFolderStore)
         order = store.listed_order()
@@ -33,6 +33,7 @@ def read_records(path: Path | str, key_field: str | None) -> Input:
             for each in (shard, later) if number == 0 else (later,):
                 if each is not None:
                     store.prefetch(np.arange(dataset.firsts[each], dataset.firsts[each + 1]))
+            store.validate(shard)
             for row in range(store.entries[shard].samples):
                 _add(found, store, shard, row, number, key_field, seen)
                 number += 1

@@ -23,6 +23,7 @@ from savable_pipeline.data.remote.remote_files import RemotePlace, check_stamp, 
 from savable_pipeline.data.remote.scratch import scratch
 from savable_pipeline.data.shards.index_file import ShardTable
 from savable_pipeline.data.shards.index_writer import write_index
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.tools.convert.model import Files
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class PartReader:
     url: str
     form: str
     files: tuple[MemberFile, ...]  # in the order of their samples
+    unpacked_bytes: int = UNPACKED_BYTES
 
     def expect(self, samples: list[Files]) -> None:
         """See `SampleReader.expect`."""
@@ -120,4 +122,5 @@ def _dataset(reader: PartReader, folder: Path, downloader: Downloader) -> Datase
     write_index(version / "index", tables, form.name)
     place = RemotePlace(reader.url, held(version), folder, cache_bytes(None, folder))
     files = IndexedFiles(form, place.index, place.index_path, None, folder, place, downloader=downloader)
-    return Dataset(seen(files, partial=True))
+    given = {"unpacked_bytes": reader.unpacked_bytes} if "unpacked_bytes" in STORES[reader.form].settings else {}
+    return Dataset(seen(files, partial=True, **given), unpacked_bytes=reader.unpacked_bytes)

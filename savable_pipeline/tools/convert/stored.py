@@ -18,6 +18,7 @@ import numpy as np
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.remote.remote_files import stamps_of
 from savable_pipeline.data.remote.scratch import shared_downloader
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.tools.convert.model import Files, Input, Part, Reject, SampleReader
 from savable_pipeline.tools.convert.named_files import RowColumns
 from savable_pipeline.tools.convert.names import name_fault, printable
@@ -41,6 +42,7 @@ class StoreReader:
     digest: str
     stamps: tuple[str, ...] = ()
     newest_ns: int = 0
+    unpacked_bytes: int = UNPACKED_BYTES
 
     def expect(self, samples: list[Files]) -> None:
         """See `SampleReader.expect`."""
@@ -64,7 +66,7 @@ class StoreReader:
             )
             for shard in shards
         )
-        return PartReader(dataset.address, form.name, tuple(files))
+        return PartReader(dataset.address, form.name, tuple(files), self.unpacked_bytes)
 
     def read(self, sample: Files) -> dict[str, bytes]:
         """The parts of a sample by extension. Raises `SavableError` if the files changed."""
@@ -85,18 +87,18 @@ class StoreReader:
             raise changed(file, f"{size} bytes when planned, {stat.st_size} now, written since")
 
     def _dataset(self) -> Dataset:
-        dataset, digest = _opened(self.path)
+        dataset, digest = _opened(self.path, self.unpacked_bytes)
         if digest != self.digest:
             raise changed(self.path, "it holds other files, or other samples in them, than when planned")
         return dataset
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(path: str) -> tuple[Dataset, str]:
+def _opened(path: str, unpacked_bytes: int) -> tuple[Dataset, str]:
     """The dataset there, and a digest of its entries."""
     from savable_pipeline.data.dataset.kinds import open_any  # imported here: other sources do without
 
-    dataset = open_any(path, partial=True)
+    dataset = open_any(path, partial=True, unpacked_bytes=unpacked_bytes)
     entries = [(entry.name, entry.size, entry.digest) for entry in dataset.entries]
     return dataset, hashlib.sha256(repr(entries).encode()).hexdigest()
 
@@ -106,24 +108,30 @@ def close_stores() -> None:
     _opened.cache_clear()
 
 
-def opened_input(path: Path | str) -> tuple[Dataset, Input]:
+def opened_input(path: Path | str, unpacked_bytes: int = UNPACKED_BYTES) -> tuple[Dataset, Input]:
     """The dataset of files that are read in place, and an input without samples that reads from it."""
     place = str(path.resolve()) if isinstance(path, Path) else path
     close_stores()  # what was opened before may have changed since
-    dataset, digest = _opened(place)
+    dataset, digest = _opened(place, unpacked_bytes)
     stamps = () if isinstance(path, Path) else _stamps(dataset)
-    found = Input(dataset.address, StoreReader(place, digest, stamps, _newest_ns(dataset, path)), digest=digest)
+    reader = StoreReader(place, digest, stamps, _newest_ns(dataset, path), unpacked_bytes)
+    found = Input(dataset.address, reader, digest=digest)
     found.place = place_behind(dataset.address, stamps) if stamps else ""
     return dataset, found
 
 
-def read_stored(path: Path | str, only: tuple[str, ...] = (), files: Path | None = None) -> Input:
+def read_stored(
+    path: Path | str,
+    only: tuple[str, ...] = (),
+    files: Path | None = None,
+    unpacked_bytes: int = UNPACKED_BYTES,
+) -> Input:
     """The samples of files that are read in place, in their order; files that rows name are those below `files`.
 
     A key that occurs again gets the name of its shard before it. Raises ValueError for rows that name files without
     their bytes, where no folder is given, unless their parts are not among those that are taken, `only`.
     """
-    dataset, found = opened_input(path)
+    dataset, found = opened_input(path, unpacked_bytes)
     columns = RowColumns(dataset.store, only, files)
 
     def rows() -> Iterator[Row]:

@@ -264,7 +264,7 @@ def test_whatever_happened_to_the_cache_between_two_runs_the_next_reads_what_a_d
     """Each damage is done to what the run before it has left there, whole again."""
     for damage in (None, *DAMAGES):
         if damage is not None:
-            flags = max((tmp_path / "cache").glob("*/*/flags"), key=lambda path: path.stat().st_mtime_ns)
+            flags = max((tmp_path / "cache").glob("*/*/*/flags"), key=lambda path: path.stat().st_mtime_ns)
             assert {path.name for path in flags.parent.iterdir()} >= {"0.tar", "1.tar", "flags", "index"}, damage
             DAMAGES[damage](flags.parent)
         with loader_of(f"{server.url}/shards/") as loader:
@@ -289,7 +289,7 @@ def test_a_cached_index_with_a_damaged_row_is_an_error_that_says_what_to_remove(
     server: ToyServer, tmp_path: Path
 ) -> None:
     open_any(f"{server.url}/shards/")
-    (index,) = (tmp_path / "cache").glob("*/*/index")
+    (index,) = (tmp_path / "cache").glob("*/*/*/index")
     raw = bytearray(index.read_bytes())
     raw[-200] ^= 1
     index.write_bytes(raw)

@@ -215,3 +215,11 @@ def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
                 found.samples(start, stop)
         with pytest.raises(ValueError, match="a rate of 0 Hz"):
             found.samples(rate=0)
+
+
+@pytest.mark.parametrize("rate", [(1 << 22) + 1, (1 << 31) - 1])
+def test_a_header_of_a_rate_that_no_sound_has_is_a_fault(rate: int) -> None:
+    data = bytearray(audio_bytes(0.1, container="wav"))
+    data[24:28] = rate.to_bytes(4, "little")
+    with pytest.raises(MediaError, match=f"a sound of 1 channels at {rate} Hz"):
+        Audio(io.BytesIO(data), "a.wav")

@@ -88,7 +88,7 @@ def batches(shards: str, count: int | None = None, **settings: Any) -> list[str]
 def test_batches_are_those_of_the_same_shards_on_a_disk(server: ToyServer, tmp_path: Path, workers: int) -> None:
     found = batches(f"{server.url}/shards/", num_workers=workers)
     assert found == batches(str(tmp_path / "shards"))
-    (here,) = (tmp_path / "cache").glob("*/*/index")
+    (here,) = (tmp_path / "cache").glob("*/*/*/index")
     assert here.read_bytes() == (tmp_path / "shards" / INDEX_NAME).read_bytes()
 
 
@@ -138,7 +138,7 @@ def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goe
 def test_rows_that_a_crash_of_the_machine_has_taken_are_fetched_again(server: ToyServer, tmp_path: Path) -> None:
     url = f"{server.url}/shards/"
     first = batches(url)
-    (here,) = (tmp_path / "cache").glob("*/*/index")
+    (here,) = (tmp_path / "cache").glob("*/*/*/index")
     raw = here.read_bytes()
     with here.open("r+b") as file:  # as if the last rows had not reached the disk
         file.seek(len(raw) - 200)
@@ -153,7 +153,7 @@ def test_rows_that_a_crash_of_the_machine_has_taken_are_fetched_again(server: To
 def test_a_cached_index_that_was_cut_short_is_fetched_again(server: ToyServer, tmp_path: Path, left: int) -> None:
     url = f"{server.url}/shards/"
     first = batches(url)
-    (here,) = (tmp_path / "cache").glob("*/*/index")
+    (here,) = (tmp_path / "cache").glob("*/*/*/index")
     os.truncate(here, left)
     assert batches(url) == first
 
@@ -161,7 +161,7 @@ def test_a_cached_index_that_was_cut_short_is_fetched_again(server: ToyServer, t
 def test_marks_that_were_cut_short_are_forgotten(server: ToyServer, tmp_path: Path) -> None:
     url = f"{server.url}/shards/"
     first = batches(url)
-    (marks,) = (tmp_path / "cache").glob("*/*/parts")
+    (marks,) = (tmp_path / "cache").glob("*/*/*/parts")
     marks.write_bytes(b"\1" * 5)
     assert batches(url) == first
     assert marks.read_bytes().count(b"\1") == SHARDS
@@ -219,7 +219,7 @@ def test_files_of_every_kind_are_read_by_parts_of_their_index_and_none_is_asked_
         assert not asked.intersection(names_of(kind))
     here = open_any(str(tmp_path / kind))
     assert dataset.manifest() == here.manifest()
-    (cached,) = (tmp_path / "cache").glob("*/*/index")
+    (cached,) = (tmp_path / "cache").glob("*/*/*/index")
     if kind not in ("tokens", *LISTED):  # of which a few numbers are needed of each file
         assert cached.read_bytes() != (tmp_path / kind / name).read_bytes()
     for shard, row in zip(*(found.tolist() for found in here.locate(np.arange(here.count))), strict=True):

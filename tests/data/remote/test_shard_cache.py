@@ -374,10 +374,11 @@ def test_where_the_cache_lies_and_how_large_it_may_be_come_from_arguments_then_t
 ) -> None:
     monkeypatch.delenv("SAVABLE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder(None) == tmp_path / "savable_pipeline" / "shards"
+    user = str(os.geteuid())
+    assert cache_folder(None) == tmp_path / "savable_pipeline" / "shards" / user
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "b"))
-    assert cache_folder(None) == tmp_path / "b"
-    assert cache_folder(tmp_path / "a") == tmp_path / "a"
+    assert cache_folder(None) == tmp_path / "b" / user
+    assert cache_folder(tmp_path / "a") == tmp_path / "a" / user
     monkeypatch.delenv("SAVABLE_CACHE_BYTES", raising=False)
     assert 0 < cache_bytes(None, tmp_path / "a") <= 256 << 30
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", "12")

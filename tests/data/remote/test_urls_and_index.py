@@ -201,7 +201,7 @@ def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToySer
     (tmp_path / "shards" / "0002.tar").write_bytes(truncated[:100])
     with pytest.raises(sp.ShardError, match=r"0002\.tar"):
         open_any(url, cache_size=5000)
-    (scanned,) = (tmp_path / "cache").glob("*/scan")
+    (scanned,) = (tmp_path / "cache").glob("*/*/scan")
     with (scanned / "index.scanned").open("r+b") as file:
         file.seek(100)
         file.write(b"damaged")

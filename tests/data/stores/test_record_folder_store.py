@@ -17,7 +17,7 @@ import zstandard
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.kinds import kind_of, open_any, open_store
-from savable_pipeline.data.stores import grouped_store, pins
+from savable_pipeline.data.stores import pins
 from savable_pipeline.data.stores.decoded_blocks import DecodedBlocks
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from tests.support.record_cases import CASES, U32, pil, raw_and_packed, told_all
@@ -174,14 +174,11 @@ def test_of_a_shard_that_lies_there_in_both_forms_the_plain_one_is_read(tmp_path
 
 
 @pytest.mark.parametrize("level", [None, "sample", "batch", "chunk"])
-def test_what_unpacks_to_more_than_may_be_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str | None
-) -> None:
-    monkeypatch.setattr(grouped_store, "_MOST_DECODED", 1 << 16)
+def test_what_unpacks_to_more_than_may_be_is_refused(tmp_path: Path, level: str | None) -> None:
     rows = [[b"\0" * (1 << 17)]] * 2
     packing = {"compression": "zstd", "compression_level": level} if level else {}
     source = write_litdata(tmp_path / "in", ["bytes"], dict_spec(["x"]), rows, **packing)
-    store = store_of(source, blocks=DecodedBlocks(1))
+    store = store_of(source, blocks=DecodedBlocks(1), unpacked_bytes=1 << 16)
     if level is None:
         assert store.read(0, 0, "bin") == rows[0][0]
         return
@@ -189,13 +186,10 @@ def test_what_unpacks_to_more_than_may_be_is_refused(
         store.read(0, 0, "bin")
 
 
-def test_rows_of_arrow_that_unpack_to_more_than_may_be_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_arrow_that_unpack_to_more_than_may_be_are_refused(tmp_path: Path) -> None:
     source = write_arrow_litdata(tmp_path / "in", compression="zstd")
-    monkeypatch.setattr(grouped_store, "_MOST_DECODED", 1 << 8)
     with pytest.raises(sp.ShardError, match=r"rows in Arrow of .* bytes; at most 256 are read"):
-        store_of(source, blocks=DecodedBlocks(1)).read(0, 0, "json")
+        store_of(source, blocks=DecodedBlocks(1), unpacked_bytes=1 << 8).read(0, 0, "json")
 
 
 def test_numbers_that_lie_take_no_memory(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.support.toy_dataset import NumberDataset, drained, first, pairs
 def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, sp.Stage]:
     """Readers of datasets that are only numbers, of so many samples each."""
     shared: dict[Any, Any] = {
-        ("dataset", name, "raise", None, None, None): NumberDataset([size]) for name, size in sizes.items()
+        ("dataset", name, "raise", None, 1 << 30, None, None): NumberDataset([size]) for name, size in sizes.items()
     }
     lane = lane or sp.Lane(shared=shared)
     lane._shared.update(shared)

@@ -46,7 +46,7 @@ def server(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def litter(cache: Path) -> list[str]:
-    return [path.name for path in cache.iterdir() if path.name.startswith("check-")]
+    return [path.name for path in cache.rglob("*") if path.name.startswith("check-")]
 
 
 @pytest.mark.parametrize("shards", ["/data/", "/data/00000{1..2}.tar"])

@@ -46,6 +46,7 @@ def test_each_setting_reaches_the_conversion(tmp_path: Path, monkeypatch: pytest
         "key_end": "last",
         "files_from": tmp_path,
         "reshard": True,
+        "unpacked_bytes": 7,
         "workers": 2,
         "engine": object(),
         "progress": tell,

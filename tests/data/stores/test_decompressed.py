@@ -1,0 +1,172 @@
+"""What is compressed is unpacked by pieces: right to the byte, and never far beyond what it may become."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+import savable_pipeline as sp
+from savable_pipeline.data.stores.decompressed import DamagedError, Unpacked, decompressed
+from tests.conftest import write_tar
+from tests.support.toy_records import LEAF, block, record, write_litdata, write_mds
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.compress,
+}
+MIB = 1 << 20
+LARGE = bytes(160 * MIB)  # of which zstd alone makes 32 MiB at a time
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """Whether Python's memory grew by no more within this block."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("size", [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB, 3 * MIB + 5])
+def test_what_was_packed_comes_back(kind: str, size: int) -> None:
+    for data in (bytes(size), random.Random(size).randbytes(size)):
+        packed = PACK[kind](data)
+        assert decompressed(packed, kind) == decompressed(packed, kind, size=size) == data
+        assert decompressed(packed + PACK[kind](b"more"), kind) == data + b"more"
+        for cut in {1, len(packed) // 2, len(packed) - 1}:
+            with pytest.raises(DamagedError):
+                decompressed(packed[:cut], kind, size=size)
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_bomb_is_refused_before_it_has_taken_memory(kind: str) -> None:
+    packed = PACK[kind](LARGE)
+    for promised, most in ((500, 1 << 30), (None, MIB)):
+        with at_most(80 * MIB), pytest.raises(DamagedError, match="when decompressed"):
+            decompressed(packed, kind, most, promised)
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_line_of_a_compressed_file_is_no_longer_than_it_may_be(kind: str) -> None:
+    lines = b"".join(b"%09d\n" % i for i in range(300_000))
+    assert Unpacked(io.BytesIO(PACK[kind](lines)), kind, line_bytes=100).readall() == lines
+    packed = io.BytesIO(PACK[kind](b"1\n" + LARGE))
+    with at_most(80 * MIB), pytest.raises(DamagedError, match="a line of more than 100 bytes"):
+        Unpacked(packed, kind, line_bytes=100).readall()
+
+
+@pytest.mark.parametrize("packed", ["gz", "bz2", "zstd"])
+def test_a_shard_that_its_index_calls_small_takes_no_more_than_that(tmp_path: Path, packed: str) -> None:
+    source = write_mds(tmp_path / "in", {"text": "str"}, [[bytes(160 * MIB)]], packed=packed)
+    index = json.loads((source / "index.json").read_text())
+    index["shards"][0]["raw_data"]["bytes"] = 500
+    (source / "index.json").write_text(json.dumps(index))
+    data = sp.open_dataset(source)
+    with at_most(80 * MIB), pytest.raises(sp.ShardError, match="more than 500 bytes when decompressed, expected 500"):
+        data[0].json()
+    reader = sp.MdsReader(source, sp.Lane(), epochs=1, on_error="skip")
+    with at_most(80 * MIB):
+        assert [sample.json() for sample in sp.Encode(reader, sp.Decoded(), on_error="skip")] == []
+
+
+def unpacked_cases(folder: Path) -> dict[str, tuple[Path, Callable[[sp.Sample], Any], type[Exception]]]:
+    """Samples of a mebibyte: in a record by itself, in a part in gz, and in arrays."""
+    litdata = {"compression": "zstd", "compression_level": "sample"}
+    write_litdata(folder / "litdata", ["bytes"], LEAF, [[bytes(MIB)]], **litdata)
+    write_mds(folder / "mds", {"data": "bytes"}, [[bytes(MIB)]], packed="bz2")
+    archive = io.BytesIO()
+    np.savez_compressed(archive, a=np.zeros(MIB, np.uint8))
+    (folder / "tars").mkdir()
+    parts = [("a.npz", archive.getvalue()), ("a.json.gz", gzip.compress(json.dumps("x" * MIB).encode()))]
+    write_tar(folder / "tars" / "a.tar", parts)
+    return {
+        "litdata": (folder / "litdata", lambda sample: sample["bin"], sp.ShardError),
+        "mds": (folder / "mds", lambda sample: sample["bin"], sp.ShardError),
+        "json.gz": (folder / "tars", lambda sample: sample.json("json.gz"), ValueError),
+        "npz": (folder / "tars", lambda sample: sample.decoded()["npz"]["a"], ValueError),
+    }
+
+
+READERS: dict[str, Any] = {"litdata": sp.LitDataReader, "mds": sp.MdsReader, "tars": sp.TarShardReader}
+
+
+@pytest.mark.parametrize("case", ["litdata", "mds", "json.gz", "npz"])
+def test_an_option_of_readers_and_of_a_dataset_says_how_much_may_be_unpacked(tmp_path: Path, case: str) -> None:
+    folder, value_of, error = unpacked_cases(tmp_path)[case]
+    reader, name = READERS[folder.name], sp.Lane()
+    for limit, is_read in ((MIB // 2, False), (2 * MIB, True)):
+        opened = [lambda most=limit: sp.open_dataset(folder, unpacked_bytes=most)[0]]
+        opened.append(lambda most=limit: next(reader(folder, name, unpacked_bytes=most)))
+        for sample_of in opened:
+            if is_read:
+                assert len(value_of(sample_of())) == MIB
+                continue
+            with pytest.raises(error, match="give a larger unpacked_bytes"):
+                value_of(sample_of())
+
+
+def test_a_pickled_sample_keeps_how_much_may_be_unpacked(tmp_path: Path) -> None:
+    import pickle
+
+    folder, value_of, _ = unpacked_cases(tmp_path)["npz"]
+    sample = pickle.loads(pickle.dumps(sp.open_dataset(folder, unpacked_bytes=100)[0]))
+    with pytest.raises(ValueError, match="at most 100 are read"):
+        value_of(sample)
+
+
+def test_what_is_not_compressed_has_no_such_bound(tmp_path: Path) -> None:
+    archive = io.BytesIO()
+    np.savez(archive, a=np.zeros(MIB, np.uint8))
+    write_tar(tmp_path / "a.tar", [("a.npz", archive.getvalue())])
+    assert len(sp.open_dataset(tmp_path, unpacked_bytes=100)[0].decoded()["npz"]["a"]) == MIB
+    write_mds(tmp_path / "mds", {"data": "bytes"}, [[bytes(MIB)]])
+    assert len(sp.open_dataset(tmp_path / "mds", unpacked_bytes=100)[0]["bin"]) == MIB
+
+
+def test_conversion_unpacks_no_more_than_its_option_says(tmp_path: Path) -> None:
+    source = write_mds(tmp_path / "in", {"data": "bytes"}, [[bytes(MIB)]], packed="gz")
+    with pytest.raises(ValueError, match="give a larger unpacked_bytes"):
+        sp.convert(source, tmp_path / "out", unpacked_bytes=MIB // 2)
+    assert sp.convert(source, tmp_path / "out").samples == 1
+    line = json.dumps({"text": "x" * MIB}).encode()
+    for name, data in (
+        ("a.jsonl.gz", line + b"\n"),
+        ("a.json.gz", b"[\n" + line + b"]"),
+        ("a.csv.gz", b"text\n" + line),
+    ):
+        (tmp_path / name).write_bytes(gzip.compress(data))
+        with pytest.raises(ValueError, match="give a larger unpacked_bytes"):
+            sp.convert(tmp_path / name, tmp_path / f"{name} out", unpacked_bytes=MIB // 2)
+    for name in ("a.jsonl.gz", "a.json.gz"):
+        assert sp.convert(tmp_path / name, tmp_path / f"{name} out").samples == 1
+
+
+def test_a_record_by_itself_is_refused_alone(tmp_path: Path) -> None:
+    rows = [record([b"a"]), record([bytes(160 * MIB)]), record([b"c"])]
+    source = write_litdata(
+        tmp_path / "in", ["bytes"], LEAF, [[b"a"]] * 3, compression="zstd", compression_level="sample"
+    )
+    (source / "chunk-0-0.bin").write_bytes(block([zstandard.compress(row) for row in rows]))
+    reader = sp.LitDataReader(source, sp.Lane(), epochs=1, unpacked_bytes=MIB, shuffle=False, on_error="skip")
+    with at_most(80 * MIB):
+        encoded = sp.Encode(reader, sp.Decoded(), on_error="skip")
+        assert [item["bin"] for item in encoded] == [b"a", b"c"]
+    assert sp.convert(source, tmp_path / "out", unpacked_bytes=MIB).samples == 2
