@@ -32,10 +32,10 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     """A read-only mapping from extension ("jpg", "json") to bytes; each part is read when it is asked for.
 
     What `[]` gives, `in`, `get`, iteration and `len` know, in every store: the members of a tar, the columns of a
-    table, `json` and the fields of a line of JSONL; a null is no part. Iteration names each part once; `[]` and `in` take an
-    extension in letters of any case, and the column's name of an image. `.image()`, `.text()` and `.json()` decode the
-    usual parts. A missing part is a KeyError; a shard that cannot be read is a `ShardError`, or behind a URL a
-    `RemoteError`.
+    table, `json` and the fields of a line of JSONL; a null is no part. Iteration names each part once; `[]` and `in`
+    take an extension in letters of any case, and the column's name of an image. `.image()`, `.text()` and `.json()`
+    decode the usual parts. A missing part is a KeyError; a shard that cannot be read is a `ShardError`, or behind a URL
+    a `RemoteError`.
 
     Attributes:
         origin: The dataset that the parts are read from.
