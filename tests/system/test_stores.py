@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import first_difference
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_pipelines import toy_pipeline
-from tests.support.toy_stores import KEYED, WRITERS
+from tests.support.toy_stores import KEYED, READERS, WRITERS, reader_of
 
 SIZES = [23, 40, 1, 31]
 KINDS = [kind for kind in KEYED if kind != "tar"]
@@ -66,3 +70,62 @@ def test_a_mixture_refuses_settings_of_another_kind_of_files(tmp_path: Path) -> 
     (tmp_path / "mixture.yaml").write_text("sources: {a: {path: lines, weight: 1, columns: [json]}}")
     with pytest.raises(ValueError, match="'columns' is no setting of JsonlReader"):
         sp.read_mixture(tmp_path / "mixture.yaml").samples(sp.Lane())
+
+
+ROWS = [
+    {
+        "messages": [{"role": "user"}],
+        "text": "a",
+        "label": 5,
+        "ok": False,
+        "empty": "",
+        "meta": {"json": 1},
+        "null": None,
+    },
+    {"messages": [], "text": "b", "label": 0, "ok": True, "empty": "", "meta": {"json": None}, "null": None},
+]
+FIELDS = ["messages", "text", "label", "ok", "empty", "meta"]  # not null
+
+
+def _names_it_knows(sample: sp.Sample) -> list[str]:
+    """The names by which a sample gives a part: `[]`, `in`, `get`, iteration and `len` must agree on them."""
+    listed = list(sample)
+    assert len(sample) == len(listed) == len(set(listed)) and listed == sample.keys()
+    asked = [*listed, *(name.upper() for name in listed), *ROWS[0], "json", "tokens", "image", "jpg", "png", "cls", ""]
+    known = []
+    for name in dict.fromkeys([*asked, *(f"other.{name}" for name in asked)]):
+        try:
+            value = sample[name]
+        except KeyError:
+            assert name not in sample and sample.get(name, "absent") == "absent", name
+        else:
+            assert name in sample and sample.get(name) == value, name
+            known.append(name)
+    assert set(listed) <= set(known)
+    return known
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_a_sample_gives_it_knows_in_every_store(tmp_path: Path, kind: str) -> None:
+    WRITERS[kind](tmp_path, SIZES)
+    sample = next(reader_of(kind, str(tmp_path), sp.Lane(), shuffle=False))
+    assert _names_it_knows(sample)
+    assert _names_it_knows(pickle.loads(pickle.dumps(sample)))
+    if kind in KEYED:
+        files = sp.open_dataset(tmp_path, key=READERS[kind][1].get("key"))
+        joined = next(sp.Join(reader_of(kind, str(tmp_path), sp.Lane(), shuffle=False), {"other": files}))
+        assert {"json", "other.json"} <= set(_names_it_knows(joined))
+
+
+def test_fields_of_jsonl_are_parts_as_columns_of_tables_are(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    lines, table = sp.open_dataset(tmp_path / "a.jsonl"), sp.open_dataset(tmp_path / "a.parquet")
+    for line, row, values in zip(lines, table, ROWS, strict=True):
+        assert [name for name in line if name != "json"] == list(row) == FIELDS
+        assert "json" in line and line.json() == values and "json" not in row
+        for name in FIELDS:
+            assert line[name] == row[name] and line.decoded()[name] == row.decoded()[name]
+        for sample in (line, row, pickle.loads(pickle.dumps(line)), pickle.loads(pickle.dumps(row))):
+            assert _names_it_knows(sample)
+            assert "null" not in sample and sample.get("messages") == sample["messages"]

@@ -71,6 +71,7 @@ class Dataset:
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
         self.open = store.open
         self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
+        self.has_part = store.has_part
         self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
 
     @contextlib.contextmanager

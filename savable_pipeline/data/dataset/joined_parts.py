@@ -78,6 +78,13 @@ class JoinedParts(msgspec.Struct, eq=False):
         joined = [f"{name}.{part}" for name, other in self.others.items() if other is not None for part in other]
         return [*self.own.extensions(shard, row), *joined]
 
+    def has_part(self, shard: int, row: int, extension: str) -> bool:
+        try:
+            found = self._joined(shard, row, extension)
+        except KeyError:
+            return False
+        return self.own.has_part(shard, row, extension) if found is None else found[1] in found[0]
+
     def read(self, shard: int, row: int, extension: str) -> bytes:
         found = self._joined(shard, row, extension)
         return self.own.read(shard, row, extension) if found is None else found[0][found[1]]

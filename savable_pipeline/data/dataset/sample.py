@@ -31,8 +31,11 @@ Medium = TypeVar("Medium", "Video", "Audio")
 class Sample(msgspec.Struct, gc=False, eq=False):
     """A read-only mapping from extension ("jpg", "json") to bytes; each part is read when it is asked for.
 
-    The case of an extension does not matter. `.image()`, `.text()` and `.json()` decode the usual parts. A missing part
-    is a KeyError; a shard that cannot be read is a `ShardError`, or behind a URL a `RemoteError`.
+    What `[]` gives, `in`, `get`, iteration and `len` know, in every store: the members of a tar, the columns of a
+    table, `json` and the fields of a line of JSONL; a null is no part. Iteration names each part once; `[]` and `in`
+    take an extension in letters of any case, and the column's name of an image. `.image()`, `.text()` and `.json()`
+    decode the usual parts. A missing part is a KeyError; a shard that cannot be read is a `ShardError`, or behind a URL
+    a `RemoteError`.
 
     Attributes:
         origin: The dataset that the parts are read from.
@@ -98,7 +101,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return len(self.origin.extensions(self._shard, self._row))
 
     def __contains__(self, extension: object) -> bool:
-        return any(str(extension).lower() == known.lower() for known in self)
+        return self.origin.has_part(self._shard, self._row, str(extension))
 
     def keys(self) -> list[str]:
         """Return the extensions, in the order of the tar."""

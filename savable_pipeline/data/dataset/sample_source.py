@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.part_types import find_part, is_part
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class SampleSource(Protocol):
     def shard_name(self, shard: int) -> str: ...
     def offset(self, shard: int, row: int) -> int: ...
     def extensions(self, shard: int, row: int) -> list[str]: ...
+    def has_part(self, shard: int, row: int, extension: str) -> bool: ...
     def read(self, shard: int, row: int, extension: str) -> bytes: ...
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]: ...
     def open(self, shard: int, row: int, extension: str) -> BinaryIO: ...
@@ -73,6 +74,9 @@ class DetachedSample(msgspec.Struct, eq=False):
 
     def extensions(self, shard: int, row: int) -> list[str]:
         return list(self.parts)
+
+    def has_part(self, shard: int, row: int, extension: str) -> bool:
+        return is_part(extension, self.parts)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         return self.parts[find_part(extension, self.parts)]

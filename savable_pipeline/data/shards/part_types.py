@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ LARGEST_PIXELS = 178_956_970  # width × height of an image; Pillow's own limit,
 def part_type(extension: str) -> str:
     """The last part of an extension, in small letters: `seg.PNG` is a `png`."""
     return extension.lower().rpartition(".")[2]
+
+
+def is_part(extension: str, known: Collection[str]) -> bool:
+    """Whether one of `known` equals `extension` but for case."""
+    return extension in known or any(candidate.lower() == extension.lower() for candidate in known)
 
 
 def find_part(extension: str, known: Iterable[str]) -> str:

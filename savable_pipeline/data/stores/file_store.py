@@ -86,6 +86,13 @@ class FileStore(RecordStore):
         """File and row: `a.parquet:17`."""
         return f"{self.entries.names[shard]}:{row}"
 
+    def has_part(self, shard: int, row: int, extension: str) -> bool:
+        """See `RecordStore.has_part`: also by a second name of a part, such as the column of an image."""
+        try:
+            return super().has_part(shard, row, extension) or bool(self.head(shard, row, extension, 0))
+        except KeyError:
+            return False
+
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """What a column, or a field, of a row holds; None for null. Raises KeyError without it, `ShardError`."""
         raise KeyError(name)

@@ -145,6 +145,11 @@ JSONL = FileFormat(
 LINE = "json"  # the part that is the whole line
 
 
+def _parts_of(fields: dict[str, Any]) -> list[str]:
+    """The names of the parts of a line with these fields."""
+    return [LINE, *(name for name, value in fields.items() if value is not None and name != LINE)]
+
+
 class JsonlStore(FileStore):
     """The lines of JSONL files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
 
@@ -158,6 +163,7 @@ class JsonlStore(FileStore):
         super().__init__(found)
         self.key_column = key
         self._starts: dict[int, memoryview] = {}  # by shard
+        self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the line whose fields were asked for last
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The line, as `json`; or a field of its object: a text as it is, anything else as JSON."""
@@ -165,17 +171,14 @@ class JsonlStore(FileStore):
         if extension == LINE:
             return line
         fields = self._fields(shard, row, line)
-        known = [LINE, *(name for name in fields if name != LINE)]
-        name = extension if extension in fields else find_part(extension, known)
-        if name == LINE:
-            return line
-        found = as_part(fields[name])
-        return b"null" if found is None else found
+        found = as_part(fields.get(extension))
+        if found is None and (name := find_part(extension, _parts_of(fields))) != LINE:
+            found = as_part(fields[name])
+        return line if found is None else found
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """`json`, then the fields of the line that are texts."""
-        fields = self._fields(shard, row, self._line(shard, row))
-        return [LINE, *(name for name, value in fields.items() if isinstance(value, str) and name != LINE)]
+        """`json`, then the fields of the line; one that is null is no part, as in tables."""
+        return _parts_of(self._fields(shard, row, self._line(shard, row)))
 
     def key(self, shard: int, row: int) -> str:
         """The value of the key's field, or `FILE:ROW`."""
@@ -225,9 +228,14 @@ class JsonlStore(FileStore):
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
         """The fields of the object in a line; none if it is no object. Raises `ShardError` if it is no JSON."""
+        last = self._last
+        if last[0] == line:
+            return last[1]
         try:
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
             place = f"row {row}, at byte {self.offset(shard, row)}"
             raise self.damaged(shard, place, f"no JSON: {error}", reason="malformed JSON") from error
-        return value if isinstance(value, dict) else {}
+        fields = value if isinstance(value, dict) else {}
+        self._last = line, fields
+        return fields

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
+from savable_pipeline.data.shards.part_types import is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 
 
@@ -81,6 +82,16 @@ class RecordStore(Protocol):
             shard: The number of the shard.
             row: The sample's row in it.
         """
+
+    def has_part(self, shard: int, row: int, extension: str, /) -> bool:
+        """Return whether `read` gives a part of this name.
+
+        Args:
+            shard: The number of the shard.
+            row: The sample's row in it.
+            extension: The name of the part, in letters of any case.
+        """
+        return is_part(extension, self.extensions(shard, row))
 
     @abstractmethod
     def read(self, shard: int, row: int, extension: str, /) -> bytes:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.shards.index_file import ShardTable
-from savable_pipeline.data.shards.part_types import find_part
+from savable_pipeline.data.shards.part_types import find_part, is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
 from savable_pipeline.data.shards.tar_index import Layout, TarIndex
@@ -81,6 +81,10 @@ class TarRows:
     def extensions(self, shard: int, row: int) -> list[str]:
         """The extensions of a sample, in their order in the tar."""
         return list(self.layout(row).position)
+
+    def has_part(self, shard: int, row: int, extension: str) -> bool:
+        """See `RecordStore.has_part`."""
+        return is_part(extension, self.layout(row).position)
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
         """The size in bytes of each part of a sample, by extension."""
@@ -169,6 +173,7 @@ class TarStore:
         self.files = files = _files_of(found)
         self.rows = files.located(rows.rows)
         self.offset, self.extensions, self.sizes = rows.offset, rows.extensions, rows.sizes
+        self.has_part = rows.has_part
         self.request, self.verify, self.verify_given = files.request, files.verify, files.verify_given
         parts = TarParts(rows, files)
         long = files.long_parts(parts, rows.place)

@@ -73,8 +73,8 @@ class TarShardReader(RecordReader):
 class JsonlReader(RecordReader):
     r"""Yields the lines of a lane's share of JSONL files as samples, in the order of `sp.TarShardReader`.
 
-    The part `json` is the line; each field of the object is a part too: a text unchanged, anything else as JSON. Listed
-    are `json` and the fields that are texts. Blank lines are no samples. The places of lines are indexed on first use.
+    The part `json` is the line; each field of the object is a part too: a text unchanged, anything else as JSON; a null
+    is no part. Blank lines are no samples. The places of lines are indexed on first use.
 
     Args:
         files: A folder (with its subfolders; `.jsonl` and `.ndjson`), a glob, a brace pattern, one file, a URL, or a
@@ -94,7 +94,7 @@ class JsonlReader(RecordReader):
         >>> _ = Path("lines.jsonl").write_text('{"id": 0, "text": "a"}\n{"id": 1, "text": "b"}\n')
         >>> sample = next(sp.JsonlReader("lines.jsonl", sp.Lane(), shuffle=False))
         >>> sample.key, list(sample), sample.json(), sample.text()
-        ('lines.jsonl:0', ['json', 'text'], {'id': 0, 'text': 'a'}, 'a')
+        ('lines.jsonl:0', ['json', 'id', 'text'], {'id': 0, 'text': 'a'}, 'a')
     """
 
     def __init__(

@@ -39,18 +39,24 @@ def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
         {"id": 4, "json": "?"},
     ]
     first, second, third, fourth = samples
-    assert (list(first), first.text(), first.json("n"), first["ID"]) == (["json", "caption"], "ü", [1, 2], b"0")
-    assert (list(second), second["caption"], list(third), list(fourth)) == (["json"], b"null", ["json"], ["json"])
+    assert (list(first), first.text(), first.json("n"), first["ID"]) == (
+        ["json", "id", "caption", "n"],
+        "ü",
+        [1, 2],
+        b"0",
+    )
+    assert (list(second), list(third), list(fourth)) == (["json", "id"], ["json"], ["json", "id"])
     assert (second.key, second.place) == ("a.jsonl:1", "byte offset 41")
-    with pytest.raises(KeyError, match="no part 'txt'; the sample has json, id, caption"):
-        second["txt"]
+    with pytest.raises(KeyError, match="no part 'caption'; the sample has json, id"):
+        second["caption"]  # null
 
 
-def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_null(tmp_path: Path) -> None:
+def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_no_part(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"caption": "", "tags": [], "note": null}\n')
     store = open_store("jsonl", tmp_path)
-    assert [store.read(0, 0, name) for name in ("caption", "tags", "note")] == [b"", b"[]", b"null"]
-    assert store.extensions(0, 0) == ["json", "caption"]
+    assert [store.read(0, 0, name) for name in ("caption", "tags")] == [b"", b"[]"]
+    assert store.extensions(0, 0) == ["json", "caption", "tags"]
+    assert [store.has_part(0, 0, name) for name in ("Caption", "tags", "note")] == [True, True, False]
 
 
 def test_the_key_may_be_a_field(tmp_path: Path) -> None:
@@ -83,7 +89,7 @@ def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(
     (tmp_path / "a.jsonl").write_text('{"id": 5, "x": NaN, "y": -Infinity, "txt": "\\ud83d?"}\n{"id": 6, "x": NaN}')
     first, second = sp.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, key="id")
     assert (first.key, second.key) == ("5", "6")
-    assert (list(first), list(second)) == (["json", "txt"], ["json"])
+    assert (list(first), list(second)) == (["json", "id", "x", "y", "txt"], ["json", "id", "x"])
     assert (first["x"], first["y"], first["txt"]) == (b"NaN", b"-Infinity", b"\xed\xa0\xbd?")
 
 

@@ -74,6 +74,14 @@ def test_a_file_in_which_no_row_has_bytes_may_have_no_type_for_them(tmp_path: Pa
 
 
 @every_store
+def test_the_column_of_an_image_is_known_where_it_is_read(tmp_path: Path, name: str) -> None:
+    samples = sp.open_dataset(write(tmp_path / name, table([named("0.png", b"0"), None])))
+    first, second = samples
+    assert (list(first), first["image"], first.get("image"), "image" in first) == (["png", "caption"], b"0", b"0", True)
+    assert (list(second), second.get("image"), "image" in second, "png" in second) == (["caption"], None, False, False)
+
+
+@every_store
 def test_under_skip_only_the_rows_without_bytes_are_left_out_and_counted(tmp_path: Path, name: str) -> None:
     images = [named("0.png", b"0"), named("1.png"), None, named(None), named(""), named("5.png", b"5")]
     path = write(tmp_path / name, table(images), group=4)
