@@ -97,6 +97,42 @@ class Late(energon.DefaultTaskEncoder):  # type: ignore[misc]
         return Tokens.derive_from(samples[0], tokens=torch.cat([each.tokens for each in samples]), noise=0.0)
 
 
+class ByLength(energon.TaskEncoder):  # type: ignore[misc]
+    """Groups that say how large their batches are, and a `batch` of its own; rests are smaller."""
+
+    cookers = [energon.Cooker(cook)]  # noqa: RUF012
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        return ("long", 2) if len(sample.text) > 35 else ("short", 4)
+
+    @energon.stateless
+    def batch(self, samples: list[Any]) -> Any:
+        return {"keys": [sample.__key__ for sample in samples], "letters": sum(len(sample.text) for sample in samples)}
+
+    @energon.stateless
+    def encode_batch(self, batch: Any) -> Any:
+        return {**batch, "encoded": True}
+
+
+class ByLengthAlone(ByLength):
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        return super().batch_group_criterion(sample)[0], None
+
+
+class OfAKind(energon.DefaultTaskEncoder):  # type: ignore[misc]
+    """Makes samples by a class that it holds, in a method that is not marked as stateless."""
+
+    cookers = [energon.Cooker(cook)]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = Tokens
+
+    def encode_sample(self, sample: Any) -> Any:
+        names = {"__key__": sample.__key__, "__restore_key__": sample.__restore_key__}
+        return self.kind(**names, tokens=torch.tensor([len(sample.text)]), noise=0.5)
+
+
 class Images(energon.DefaultTaskEncoder):  # type: ignore[misc]
     """What a field map gives, as it is."""
 
@@ -116,6 +152,27 @@ def test_samples_and_packs_of_cooked_samples(
     theirs, mine = by_both(root, make, monkeypatch, packing_buffer_size=packing)
     assert mine == theirs
     assert len(mine) > (0 if make is Late and packing else 10)
+
+
+def test_an_encoder_that_holds_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, mine = by_both(texts(tmp_path / "data", 6), OfAKind, monkeypatch)
+    assert mine == theirs
+    assert len(mine) == 6
+
+
+@pytest.mark.parametrize(("make", "batch_size"), [(ByLength, None), (ByLengthAlone, 3)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_of_groups(
+    make: Any, batch_size: int | None, drop_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = texts(tmp_path / "data", 40)
+    in_order = {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
+    settings = {"batch_size": batch_size, "batch_drop_last": drop_last, **in_order}
+    theirs, mine = by_both(root, make, monkeypatch, **settings)
+    assert mine == theirs
+    sizes = {len(batch["keys"]) for batch in mine}
+    assert {2, 4} <= sizes if batch_size is None else 3 in sizes
+    assert all(batch["encoded"] for batch in mine)
 
 
 def test_sample_types_field_maps_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 methods.py       which methods an encoder has, called with our random numbers; what cannot be
 encoder.py       `FromEnergon`: the encoder as an `sp.TaskEncoder`
+restore.py       a sample or a batch made again from its key
 sources.py       the datasets that a path names, with readers, sample types and cookers
 trust.py         no code of a dataset is run unless it is trusted
 stages.py        groups of batches, and batches that the encoder skips

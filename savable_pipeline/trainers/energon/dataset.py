@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from megatron.energon import DefaultTaskEncoder, SampleDecoder, log_exception
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 class DatasetSettings(TypedDict, total=False):
     """The arguments that all functions here share; those after `video_decode_audio` are ours."""
 
+    sample_type: type | None
     dataset_config: str | None
     split_config: str | None
     parallel_shard_iters: int | None
@@ -34,8 +36,9 @@ class DatasetSettings(TypedDict, total=False):
     skip_samples: int
 
 
-_FILES = ("dataset_config", "split_config")
+_FILES = ("sample_type", "dataset_config", "split_config")
 _DECODING = ("image_decode", "av_decode", "video_decode_audio")
+_LANES = 96
 _UNUSED = ("parallel_shard_iters", "handler")
 
 
@@ -60,9 +63,56 @@ class EnergonDataset:
     restarts: bool = False
 
     def __len__(self) -> int:
+        """The batches of each rank in a (virtual) epoch, as Energon counts them: as if no sample were skipped."""
         if self.length is None:
-            raise TypeError("the length of this dataset is not known: give virtual_epoch_length=, or limit=")
-        return self.length
+            return self._counted
+        return min(self.length, self._counted) if self.restarts and self.is_finite else self.length
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is one pass over the data."""
+        return not self.pipeline.encoder.sources.repeat
+
+    @property
+    def run_lanes(self) -> int:
+        """The lanes of the run.
+
+        Raises ValueError if the ranks do not divide them.
+        """
+        world_size = self.worker_config.world_size
+        lanes = self.lanes or (world_size if self.is_finite else _LANES)
+        if lanes % world_size:
+            near = -(-lanes // world_size) * world_size
+            raise ValueError(
+                f"{world_size} ranks do not divide the {lanes} lanes of the run: give the dataset lanes={near}, fixed "
+                "for the run, a multiple of each number of ranks that it may have"
+            )
+        return lanes
+
+    @cached_property
+    def _counted(self) -> int:
+        return self.pipeline.batches(self.run_lanes, self.seed, self.worker_config.world_size)
+
+    def config(self) -> dict[str, Any]:
+        """Return what defines the data and its order, as Energon's datasets do, to compare or to log it."""
+        made, sources = self.pipeline, self.pipeline.encoder.sources
+        return {
+            "type": type(self).__qualname__,
+            "seed": self.seed,
+            "lanes": self.run_lanes,
+            "length": self.length,
+            "batch_size": made.batch_size,
+            "drop_last": made.drop_last,
+            "packing_buffer_size": made.packing_buffer_size,
+            "shuffle_buffer_size": made.shuffle_buffer_size,
+            "max_samples_per_sequence": sources.block_size,
+            "skip_samples": made.skip_samples,
+            "repeat": sources.repeat,
+            "shuffle": sources.shuffle,
+            "encoder": made.encoder.settings(),
+            "worker_config": self.worker_config.config(),
+            "datasets": {name: leaf.factory.config() for name, leaf in sources.leaves.items()},
+        }
 
 
 def get_train_dataset(
@@ -96,10 +146,11 @@ def get_train_dataset(
         shuffle_over_epochs_multiplier: None: not shuffled. Other numbers are as 1: each sample comes once an epoch.
         task_encoder: Energon's `TaskEncoder`.
         repeat: Without end; else one epoch.
-        **settings: Energon's `dataset_config`, `split_config` (files of `.nv-meta`), `auto_decode`, `image_decode`,
-            `av_decode`, `video_decode_audio`; `parallel_shard_iters` and `handler` are not used. Ours: `seed`; `lanes`,
-            the logical workers, fixed for the run and a multiple of each number of ranks that it may have; `trust`, to
-            run code that the dataset names and unpickle its parts; `skip_samples`, of all lanes, to begin after.
+        **settings: Energon's `sample_type`, `dataset_config`, `split_config` (files of `.nv-meta`), `auto_decode`,
+            `image_decode`, `av_decode`, `video_decode_audio`; `parallel_shard_iters` and `handler` are not used. Ours:
+            `seed`; `lanes`, the logical workers, fixed for the run and a multiple of each number of ranks that it may
+            have; `trust`, to run code that the dataset names and unpickle its parts; `skip_samples`, of all lanes, to
+            begin after.
 
     Raises:
         TypeError: What is asked for cannot be resumed exactly; it says what to do.
@@ -197,7 +248,7 @@ def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> Ener
         dataset: What is read again and again.
         worker_config: Not used: it is the dataset's.
     """
-    encoder = dataset.pipeline.encoder
+    encoder = checked(dataset).pipeline.encoder
     endless = encoder.reading(replace(encoder.sources, repeat=True))
     config = dataset.worker_config
     lanes = dataset.lanes or config.world_size * max(1, config.num_workers)
@@ -215,7 +266,18 @@ def LimitDataset(
         worker_config: Not used: it is the dataset's.
         reset_after_epoch: Each iterator begins at the start.
     """
-    return replace(dataset, length=length, restarts=reset_after_epoch)
+    return replace(checked(dataset), length=length, restarts=reset_after_epoch)
+
+
+def checked(dataset: Any) -> EnergonDataset:
+    """A dataset of ours. Raises TypeError for one that Energon built."""
+    if isinstance(dataset, EnergonDataset):
+        return dataset
+    raise TypeError(
+        f"{type(dataset).__module__}.{type(dataset).__name__} is no dataset of savable_pipeline.energon. What Energon "
+        "builds cannot be resumed exactly: make it with get_train_dataset or get_val_dataset of "
+        "savable_pipeline.energon, or give it to Energon's own loader"
+    )
 
 
 def _sources(
@@ -255,10 +317,15 @@ def _pipeline(
     shuffle_buffer_size: int | None,
 ) -> EnergonPipeline:
     packing = packing_buffer_size is not None
-    ours = FromEnergon(encoder, sources, packing=packing, batching=batch_size is not None)
     handler = worker_config.global_error_handler
-    handler = None if handler is log_exception else handler
-    return EnergonPipeline(ours, batch_size, drop_last, packing_buffer_size, shuffle_buffer_size, handler)
+    ours = FromEnergon(
+        encoder,
+        sources,
+        packing=packing,
+        batching=batch_size is not None,
+        error_handler=None if handler is log_exception else handler,
+    )
+    return EnergonPipeline(ours, batch_size, drop_last, packing_buffer_size, shuffle_buffer_size)
 
 
 def _dataset(

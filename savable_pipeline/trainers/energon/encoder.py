@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import isgenerator
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
-from megatron.energon import SkipSample
+from megatron.energon import SkipSample, SourceInfo
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
+from megatron.energon.source_info import get_source_info
 
 from savable_pipeline.core.on_error import is_of_environment
 from savable_pipeline.core.rng import Rng
@@ -16,9 +17,11 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 from savable_pipeline.trainers.energon.convert import as_torch_gives
-from savable_pipeline.trainers.energon.methods import Methods
+from savable_pipeline.trainers.energon.methods import Methods, about, subject_of
 from savable_pipeline.trainers.energon.sources import Sources
 from savable_pipeline.trainers.energon.worker_config import Active
+
+ErrorHandler: TypeAlias = Callable[[Exception, Any, list[SourceInfo] | None], None]
 
 _SKIPPED = "SkipSample"
 
@@ -36,8 +39,10 @@ class FromEnergon(TaskEncoder):
             `FromEnergon.samples`.
         split_part: The split to read.
         packing: Whether samples are packed: `postencode_sample` then waits for the pack.
-        batching: Whether `batch` and `encode_batch` are called; else a batch is one item.
+        batching: Whether `batch` and `encode_batch` are called; else a batch is one item, unless the encoder groups.
         trust: Run the code that the dataset names, and unpickle its parts.
+        error_handler: Is called with each error that is left out, what it is about, and the sources of that, as the
+            `global_error_handler` of Energon's `WorkerConfig`; what it raises ends the run. None: they are counted.
 
     Raises:
         TypeError: The encoder cannot be resumed exactly, or the dataset names code; it says what to do.
@@ -63,6 +68,7 @@ class FromEnergon(TaskEncoder):
         packing: bool = False,
         batching: bool = True,
         trust: bool = False,
+        error_handler: ErrorHandler | None = None,
     ) -> None:
         self._methods = Methods(task_encoder, packing=packing)
         if not isinstance(datasets, Sources):
@@ -70,18 +76,19 @@ class FromEnergon(TaskEncoder):
             datasets = Sources(datasets, settings, task_encoder.decoder, trust)
         self.task_encoder = task_encoder
         self.sources = datasets
-        self.packing, self.batching = packing, batching
+        self.error_handler = error_handler
         self._active = Active()
         written = self._methods.written
         self._first = next((name for name in ("preencode_sample", "encode_sample") if name in written), None)
         self._encodes_batches = "encode_batch" in written
         self._posts = "postencode_sample" in written
         self.groups = "batch_group_criterion" in written
+        self.packing, self.batching = packing, batching or self.groups
         if any(leaf.is_crude for leaf in datasets.leaves.values()) and not task_encoder.cookers:
             raise TypeError(f"{type(task_encoder).__name__} has no cookers, which a crude dataset needs")
 
     def __reduce__(self) -> Any:
-        return _made, (self.task_encoder, self.sources, self.packing, self.batching)
+        return _made, (self.task_encoder, self.sources, self.packing, self.batching, self.error_handler)
 
     def reading(self, sources: Sources) -> FromEnergon:
         """Return the same encoder, of other sources.
@@ -89,7 +96,7 @@ class FromEnergon(TaskEncoder):
         Args:
             sources: The datasets.
         """
-        return _made(self.task_encoder, sources, self.packing, self.batching)
+        return _made(self.task_encoder, sources, self.packing, self.batching, self.error_handler)
 
     def samples(self, lane: Any) -> Any:
         """Return the first stage of a pipeline: the samples of the datasets.
@@ -101,44 +108,46 @@ class FromEnergon(TaskEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
         """Return what the encoder makes of a sample, an iterator where it yields several."""
+        key = ("Ref", *sample.ref)
         try:
             with self._active.at(rng.key):
-                made = self._loaded(sample)
-                if type(made) is not Skip and self._first is not None:
-                    made = self._methods.call(self._first, made, rng, seeded=True)
+                made = loaded = self._loaded(sample)
+                if type(loaded) is not Skip and self._first is not None:
+                    made = self._methods.call(self._first, loaded, rng, seeded=True)
         except SkipSample:
             return Skip(_SKIPPED)
         if isgenerator(made):
-            return self._parts(made, rng)
-        return made if type(made) is Skip else self._finished(made, rng)
+            return self._parts(made, loaded, key, rng)
+        return made if type(made) is Skip else self._finished(made, key, rng)
 
     def _loaded(self, sample: Sample) -> Any:
         leaf = self.sources.leaf_of(sample)
         raw = leaf.load(sample)
-        return leaf.cook(raw, self.task_encoder) if leaf.is_crude and type(raw) is not Skip else raw
+        with about(raw):
+            return leaf.cook(raw, self.task_encoder) if leaf.is_crude and type(raw) is not Skip else raw
 
-    def _parts(self, made: Iterator[Any], rng: Rng) -> Iterator[Any]:
+    def _parts(self, made: Iterator[Any], sample: Any, key: tuple[Any, ...], rng: Rng) -> Iterator[Any]:
         """The items that a generator of the encoder yields; our stage sets the random numbers before each."""
         while True:
             try:
-                with self._active.at(rng.key):
+                with self._active.at(rng.key), about(sample):
                     item = next(made)
             except StopIteration:
                 return
             except SkipSample:
                 yield Skip(_SKIPPED)
                 return
-            yield self._finished(item, rng)
+            yield self._finished(item, (*key[:-1], rng.parts[-1]), rng)
 
-    def _finished(self, item: Any, rng: Rng) -> Any:
-        """An item of no pack, post-encoded; a `Skip` if the encoder leaves it out of every batch."""
+    def _finished(self, item: Any, key: tuple[Any, ...], rng: Rng) -> Any:
+        """An item with its key, of no pack post-encoded; a `Skip` if the encoder leaves it out of every batch."""
         if self.packing or not (self._posts or self.groups):
-            return item
+            return _with_restore_key(item, *key)
         try:
             with self._active.at(rng.key):
                 if self._posts:
                     item = self._methods.call("postencode_sample", item, rng, seeded=False)
-                return self._grouped(item)
+                return _with_restore_key(self._grouped(item), *key)
         except SkipSample:
             return Skip(_SKIPPED)
 
@@ -171,13 +180,13 @@ class FromEnergon(TaskEncoder):
             return self._tolerated(error)
 
     def _packed(self, items: list[Any], rng: Rng) -> Any:
+        keys = _restore_keys(items)
         if self._posts:
             items = [made for item in items if type(made := self._post_encoded(item, rng)) is not Skip]
         if not items:
             return Skip("a pack of nothing")
-        keys = _restore_keys(items)
         pack = self._methods.call("pack_selected_samples", items, rng, seeded=not self._posts)
-        return self._grouped(_with_restore_key(pack, "pack", keys))
+        return self._grouped(_with_restore_key(pack, "pack", rng.key, rng.parts[0], *keys))
 
     def _post_encoded(self, item: Any, rng: Rng) -> Any:
         try:
@@ -207,13 +216,30 @@ class FromEnergon(TaskEncoder):
             return self._tolerated(error)
         if isgenerator(batch):
             raise TypeError("batch and encode_batch make one batch here, not a generator of batches")
-        return as_torch_gives(_with_restore_key(batch, "batch", keys))
+        return as_torch_gives(_with_restore_key(batch, "batch", rng.key, rng.parts[0], *keys))
 
     def _tolerated(self, error: Exception) -> Skip:
         """The `Skip` of a pack or batch whose making raised; raises the error unless Energon would tolerate it."""
-        if not is_tolerated(error):
+        if not self._is_left_out(error):
             raise error
         return Skip(type(error).__name__)
+
+    def is_skipped(self, error: SavableError) -> bool:
+        """Return whether a sample whose encoding raised is left out, as Energon does: for the `on_error` of a stage.
+
+        Args:
+            error: What the stage would raise.
+        """
+        return self._is_left_out(error.__cause__)
+
+    def _is_left_out(self, error: BaseException | None) -> bool:
+        """Whether Energon goes on after an error; its handler has been called then."""
+        if not is_tolerated(error):
+            return False
+        if self.error_handler is not None:
+            subject = subject_of(error)
+            self.error_handler(error, subject, _sources_of(subject))
+        return True
 
     @property
     def max_errors(self) -> float:
@@ -228,15 +254,23 @@ class FromEnergon(TaskEncoder):
         return {"task_encoder": name, "decoder": str(config), "packing": self.packing, "batching": self.batching}
 
 
-def is_tolerated(error: BaseException | None) -> bool:
+def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
     """Whether Energon goes on after this error of an encoder, and we may: it is the data's fault, or the encoder's."""
     if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
         return False
     return not is_of_environment(error)
 
 
-def _made(task_encoder: Any, sources: Sources, packing: bool, batching: bool) -> FromEnergon:
-    return FromEnergon(task_encoder, sources, packing=packing, batching=batching)
+def _made(
+    task_encoder: Any, sources: Sources, packing: bool, batching: bool, error_handler: ErrorHandler | None
+) -> FromEnergon:
+    return FromEnergon(task_encoder, sources, packing=packing, batching=batching, error_handler=error_handler)
+
+
+def _sources_of(subject: Any) -> list[SourceInfo] | None:
+    """The sources of a sample, or of each of a list."""
+    samples = subject if isinstance(subject, list) else [subject]
+    return [source for sample in samples for source in get_source_info(sample) or ()] or None
 
 
 def _restore_keys(items: list[Any]) -> tuple[Any, ...]:
@@ -248,13 +282,13 @@ def _restore_keys(items: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def _with_restore_key(made: Any, kind: str, keys: tuple[Any, ...]) -> Any:
-    """A pack or a batch with the refs of its items as `__restore_key__`, where it has such a field."""
+def _with_restore_key(made: Any, *key: Any) -> Any:
+    """An item, a pack or a batch with this `__restore_key__`, where it has such a field; see restore.py."""
     if isinstance(made, dict):
         if "__restore_key__" in made:
-            made["__restore_key__"] = (kind, *keys)
-    elif hasattr(made, "__restore_key__"):
-        made.__restore_key__ = (kind, *keys)
+            made["__restore_key__"] = key
+    elif getattr(made, "__restore_key__", key) != key:
+        made.__restore_key__ = key
     return made
 
 

@@ -48,22 +48,22 @@ class DatasetFiles:
 
     def raw(self, sample: Sample, *, head: str = "") -> dict[str, Any]:
         """The parts that Energon would read; those whose names begin with `head`, without it."""
-        source, epoch, index, _ = sample.ref
-        keep, key = self._factory.part_filter, sample.key if self.is_tar else str(index)
+        ref = sample.ref
+        keep, key = self._factory.part_filter, sample.key if self.is_tar else str(ref.index)
         names = [name[len(head) :] for name in sample if name.startswith(head)] if self.is_tar else ["json"]
         names = [name for name in names if keep is None or keep(name)]
         if not self._unpickles:
             check_not_pickled(names, key)
         info = SourceInfo(
             dataset_path=self._factory.path,
-            index=index,
+            index=ref.index,
             shard_name=self._folder + sample.shard,
             file_names=tuple([f"{key}.{name}" for name in names]),
         )
         return {
             "__key__": key,
             "__shard__": info.shard_name,
-            "__restore_key__": ("Ref", source, epoch, index),
+            "__restore_key__": ("Ref", *ref),
             "__sources__": (info,),
             **{name: sample[head + name] for name in names},
         }

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
-from savable_pipeline.trainers.energon.dataset import EnergonDataset
+from savable_pipeline.trainers.energon.dataset import EnergonDataset, checked
+from savable_pipeline.trainers.energon.restore import restored
 
 log = logging.getLogger(__name__)
 
-_LANES = 96
 _UNUSED = (
     "checkpoint_every_sec",
     "checkpoint_every_min_n_samples",
@@ -35,6 +35,7 @@ class EnergonLoader(SavableLoader):
         prefetch: Batches that a worker may be ahead.
 
     Raises:
+        TypeError: The dataset is one that Energon built.
         ValueError: A setting is wrong, or the ranks do not divide the lanes.
 
     Example:
@@ -48,19 +49,11 @@ class EnergonLoader(SavableLoader):
     """
 
     def __init__(self, dataset: EnergonDataset, *, prefetch: int = 2) -> None:
-        config = dataset.worker_config
-        finite = not dataset.pipeline.encoder.sources.repeat
-        lanes = dataset.lanes or (config.world_size if finite else _LANES)
-        if lanes % config.world_size:
-            near = -(-lanes // config.world_size) * config.world_size
-            raise ValueError(
-                f"{config.world_size} ranks do not divide the {lanes} lanes of the run: give the dataset lanes={near}, "
-                "fixed for the run, a multiple of each number of ranks that it may have"
-            )
+        config = checked(dataset).worker_config
         super().__init__(
             dataset.pipeline,
             seed=dataset.seed,
-            lanes=lanes,
+            lanes=dataset.run_lanes,
             num_workers=config.num_workers,
             rank=config.rank,
             world_size=config.world_size,
@@ -70,6 +63,7 @@ class EnergonLoader(SavableLoader):
             on_iter="restart" if dataset.restarts else "continue",
         )
         self.worker_config = config
+        self._dataset, self._prefetch = dataset, prefetch
         self._length = dataset.length
         self._stop: int | None = None  # the number of given batches at which the virtual epoch ends
 
@@ -98,7 +92,36 @@ class EnergonLoader(SavableLoader):
         return super().__next__()
 
     def __len__(self) -> int:
-        return super().__len__() if self._length is None else self._length
+        """The batches of this rank in a (virtual) epoch, as Energon counts them: as if no sample were skipped."""
+        return len(self._dataset)
+
+    def config(self) -> dict[str, Any]:
+        """Return what defines the batches, as Energon's loaders do, to compare or to log it."""
+        workers = self.worker_config.num_workers
+        return {
+            "type": type(self).__qualname__,
+            "num_workers": workers,
+            "persistent_workers": workers > 0,
+            "pin_memory": True,
+            "prefetch_factor": self._prefetch if workers else None,
+            "dataset": self._dataset.config(),
+        }
+
+    def can_restore_sample(self) -> bool:
+        """Return True: what an encoder makes depends on the sample alone here."""
+        return True
+
+    def restore_sample(self, restore_key: Any) -> Any:
+        """Return the sample, pack or batch of a run with this seed that has a key, made again in this process.
+
+        Args:
+            restore_key: Its `__restore_key__`.
+
+        Raises:
+            ValueError: It is no key of this dataset's.
+            EncodeError: Nothing is made of it this time.
+        """
+        return restored(self._dataset.pipeline.encoder, restore_key, seed=self._dataset.seed)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Continue from a saved state, as `sp.SavableLoader.load_state_dict`.

@@ -30,6 +30,7 @@ _KEPT = ("cook_crude_sample", "encode_sample", "preencode_sample", "postencode_s
 _ONE = ("batch", "encode_batch", "pack_selected_samples", "select_samples_to_pack", "batch_group_criterion")
 _BATCHING = ("batch", "encode_batch")
 _THEIRS = "megatron.energon"
+_SUBJECT = "energon_subject"
 
 
 class Methods:
@@ -91,9 +92,9 @@ class Methods:
             return False
         loaded: Any = None
         for each in dis.get_instructions(code):
-            if each.opname == "STORE_ATTR" and loaded == code.co_varnames[0]:
+            if each.opname == "STORE_ATTR" and loaded == code.co_varnames[:1]:
                 return True
-            loaded = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
+            loaded = each.argval[-1:] if isinstance(each.argval, tuple) else (each.argval,)
         return False
 
     def _writes_encode(self) -> bool:
@@ -110,7 +111,8 @@ class Methods:
         """Call a method; one that restores seeds gets new ones unless the generators are freshly `seeded`."""
         if not seeded and name in self._reseeds and self._seed is not None:
             self._seed(rng.bits())
-        return self._bare[name](argument)
+        with about(argument):
+            return self._bare[name](argument)
 
     @property
     def tolerance(self) -> int:
@@ -118,6 +120,25 @@ class Methods:
         name = "preencode_sample" if "preencode_sample" in self.written else "encode_sample"
         default = type(self._encoder).__default_failure_tolerance__
         return int(get_failure_tolerance(getattr(self._encoder, name), default))
+
+
+class about:  # a class, since a generator would cost three times as much at each call
+    """Within it, an error notes what it is about, unless it has noted that: `subject_of(error)`."""
+
+    def __init__(self, subject: Any) -> None:
+        self._subject = subject
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is not None and not hasattr(error, _SUBJECT):
+            setattr(error, _SUBJECT, self._subject)
+
+
+def subject_of(error: BaseException) -> Any:
+    """What an error is about, as Energon's handlers of errors get it: a sample, or the list of a pack or a batch."""
+    return getattr(error, _SUBJECT, None)
 
 
 def _restores_seeds(method: Any) -> bool:

@@ -30,6 +30,7 @@ from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.stage import SampleStage
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.files import DatasetFiles, KeyedStore
+from savable_pipeline.trainers.energon.methods import about
 from savable_pipeline.trainers.energon.trust import only_energons_classes
 
 
@@ -139,9 +140,12 @@ class Leaf:
         raw = first.raw(sample)
         if self._nonmatch:
             parts = [raw, *(self._joined_part(sample, number, files) for number, files in enumerate(others, 1))]
-            return self.factory.load_sample(RawSampleData(__restore_key__=raw["__restore_key__"], data=tuple(parts)))
+            data = RawSampleData(__restore_key__=raw["__restore_key__"], data=tuple(parts))
+            with about(data):
+                return self.factory.load_sample(data)
         if first.is_tar:
-            return self.factory.load_sample(raw)
+            with about(raw):
+                return self.factory.load_sample(raw)
         return CrudeSample({**raw, "__subflavors__": self.factory.subflavors, "json": json.loads(raw["json"])})
 
     def _joined_part(self, sample: Sample, number: int, files: DatasetFiles) -> dict[str, Any] | None:

@@ -10,17 +10,20 @@ from typing import Any
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.data.dataset.ref import RefArray
-from savable_pipeline.errors import EncodeError, SavableError
+from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.bucket_batcher import BucketBatcher
+from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.packing.item_packer import ItemPacker
+from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, State
+from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage, State
 from savable_pipeline.stages.stage_bases import PassThrough, TakesRefs
 from savable_pipeline.stages.task_encoder import Skip
-from savable_pipeline.trainers.energon.encoder import FromEnergon, is_tolerated
+from savable_pipeline.trainers.energon.encoder import FromEnergon
 
 _AT_ONCE = 1 << 16  # refs
 
@@ -80,7 +83,6 @@ class EnergonPipeline:
     drop_last: bool
     packing_buffer_size: int | None
     shuffle_buffer_size: int | None
-    handler: Any  # of errors, as in WorkerConfig; None: skip and count
     skip_samples: int = 0
 
     def __call__(self, lane: Lane) -> BatchStage:
@@ -89,7 +91,9 @@ class EnergonPipeline:
             samples = After(samples, samples=self.skip_samples)
         if self.shuffle_buffer_size is not None and self.shuffle_buffer_size > 1:
             samples = ShuffleBuffer(samples, size=self.shuffle_buffer_size)
-        items: ItemStage = Encode(samples, self.encoder, on_error=self.is_skipped, max_errors=self.encoder.max_errors)
+        items: ItemStage = Encode(
+            samples, self.encoder, on_error=self.encoder.is_skipped, max_errors=self.encoder.max_errors
+        )
         if self.packing_buffer_size is not None:
             items = ItemPacker(items, size=self.packing_buffer_size, select=self.encoder.select)
         return WithoutSkipped(self._batches(items))
@@ -100,12 +104,31 @@ class EnergonPipeline:
         size = size_in_group if self.batch_size is None else self.batch_size
         return BucketBatcher(items, group="group", size=size, drop_last=self.drop_last)
 
-    def is_skipped(self, error: SavableError) -> bool:
-        """Whether a sample whose encoding raised is left out, as Energon does."""
-        cause = error.__cause__
-        if is_tolerated(cause) and self.handler is not None:
-            self.handler(cause, None, None)
-        return is_tolerated(cause)
+    def batches(self, lanes: int, seed: int, world_size: int) -> int:
+        """The batches of each rank in a pass over the samples, as Energon counts: as if each sample made one item.
+
+        A pack counts as a sample, and where there are groups a batch does.
+        """
+        size = 1 if self.encoder.groups else self.batch_size or 1
+        samples = _first_of(self(Lane(count=lanes, seed=seed, downloads=False)))
+        counts = [count for lane in range(lanes) if (count := _samples_of(samples, lane)) is not None]
+        if len(counts) < lanes:
+            counts = [samples.info.population // world_size] * world_size
+        each = min(counts) // size if self.drop_last else -(-min(counts) // size)
+        return each * len(counts) // world_size
+
+
+def _first_of(stage: Stage) -> Stage:
+    """The stage of all samples below a lane's last one, which cuts the shares of lanes by what it knows of batches."""
+    while len(stage.sources) == 1 and not isinstance(stage, Join):
+        stage = stage.source
+    return stage
+
+
+def _samples_of(stage: Stage, lane: int) -> int | None:
+    """The samples of a lane in a pass; None where there is no end, or a join leaves samples out."""
+    counts = [count_of(each, lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def size_in_group(group: tuple[Any, int]) -> int:
