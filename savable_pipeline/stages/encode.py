@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,11 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.encoder_calls import check_encoder
+from savable_pipeline.stages.encoder_calls import made_encoder
 from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
+from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.sample_encoding import (
     DONE,
     EncoderError,
@@ -55,7 +57,7 @@ class Encode(TakesItems):
 
     Args:
         source: A stage of samples.
-        encoder: Makes the items.
+        encoder: Makes the items; or a function that makes it, once a process.
         on_error: For a sample whose encoding raises: "raise", "skip", or a function of the `EncodeError` (its
             `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. For
             unreadable shards it is the reader's `on_error`.
@@ -87,7 +89,7 @@ class Encode(TakesItems):
     def __init__(
         self,
         source: SampleStage,
-        encoder: TaskEncoder,
+        encoder: TaskEncoder | Callable[[], TaskEncoder],
         *,
         on_error: OnError = "raise",
         max_errors: int | float = 0.1,
@@ -95,9 +97,11 @@ class Encode(TakesItems):
     ) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
-        check_encoder("Encode", encoder)
+        encoder = made_encoder("Encode", encoder, source.lane)
         self._ahead = SamplesAhead()
-        self._skipped = SkippedSamples(encoder, on_error, max_errors, self.counts, source.info, self._ahead)
+        self._skipped = SkippedSamples(
+            encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
+        )
         self.on_error = on_error
         self.one_for_one = encoder.one_to_one
         self._encoder = encoder

@@ -37,20 +37,23 @@ class EncoderError(Exception):
 
 
 class KeyedEncoder:
-    """Calls `encode` of an encoder with the random numbers of a sample: their key is of the run's seed and its ref."""
+    """Calls `encode` of an encoder with the random numbers of a sample: their key is of the run's seed and its ref.
 
-    def __init__(self, encoder: TaskEncoder, run_seed: int, *, check: float) -> None:
+    `purpose` keeps the numbers of a stage other than `Encode` apart from those.
+    """
+
+    def __init__(self, encoder: TaskEncoder, run_seed: int, *, check: float, purpose: str = "encode") -> None:
         self.encode: EncodeCall = PurityCheck(encoder, check) if check else encoder.encode
         self.seed_globals = seeder(encoder.global_rng)
         self.told = ToldSize(encoder)
         self._name = type(encoder).__name__
-        self._run_seed = run_seed
+        self._run_seed, self._purpose = run_seed, purpose
         self._bases: dict[int, int] = {}
 
     def base(self, source: int) -> int:
         """The base of the keys of the random numbers of samples with this `Ref.source`."""
         if source not in self._bases:
-            self._bases[source] = derive_key(self._run_seed, "encode", source)
+            self._bases[source] = derive_key(self._run_seed, self._purpose, source)
         return self._bases[source]
 
     def encoded(self, sample: Sample) -> tuple[Any, Rng]:
