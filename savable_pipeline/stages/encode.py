@@ -64,7 +64,7 @@ class Encode(TakesItems):
         max_errors: Most samples that a lane may skip because of errors: an int is a count, a float a share of its
             samples so far; up to 100 are never too many.
         check: Share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure; the same after a
-            resume.
+            resume. None: the first 8 of a process, unless one takes more than a second.
 
     Raises:
         ValueError: A setting is wrong.
@@ -93,7 +93,7 @@ class Encode(TakesItems):
         *,
         on_error: OnError = "raise",
         max_errors: int | float = 0.1,
-        check: float = 0.0,
+        check: float | None = None,
     ) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
@@ -106,7 +106,7 @@ class Encode(TakesItems):
         self.one_for_one = encoder.one_to_one
         self._encoder = encoder
         self.setting_rules = encoder_rules(encoder)
-        self.keyed = KeyedEncoder(encoder, source.lane.seed, check=check)
+        self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._given = 0  # items given since this stage was made
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
@@ -172,7 +172,7 @@ class Encode(TakesItems):
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.status
-        encode, seed = keyed.encode, keyed.seed_globals
+        encode, seed = keyed.encode_many(), keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
         dataset, base = None, 0
         if status is not None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard, TypeVar
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.setting_rules import function_name
@@ -172,4 +172,4 @@ class EncoderCalls:
         return self._told(f"{self.encoder_name}.{method}", error, which)
 
     def _told(self, name: str, error: Exception, which: str = "") -> EncodeError:
-        return EncodeError(f"{name} raised {type(error).__name__}: {error}; stage {self._stage}{which} of {self._lane}")
+        return EncodeError(f"{name} raised {described(error)}; stage {self._stage}{which} of {self._lane}")

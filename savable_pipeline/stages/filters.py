@@ -10,7 +10,7 @@ import numpy as np
 
 from savable_pipeline.core.on_error import OnError, check_on_error, reason_of, skips
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
@@ -61,7 +61,7 @@ class SampleFilter(TakesRefs):
         self._skipped = SkippedSamples(
             f".filter({mapped_name(keep)})", on_error, 0.1, self.counts, source.info, self._ahead
         )
-        self._keyed = KeyedEncoder(encoder, source.lane.seed, check=0.0, purpose=f"filter {source.info.depth}")
+        self._keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
         self._kept, self._in_vain = 0, _InVain(self, keep)
 
     def take_refs(self, n: int) -> RefArray:
@@ -167,8 +167,7 @@ class ItemFilter(PassThrough, ItemStage):
         except Exception as error:
             ref = self.source.ref
             fault = EncodeError(
-                f".filter({mapped_name(self.keep)}) raised {type(error).__name__}: {error}; "
-                f"{sample_names(self.source, ref)}"
+                f".filter({mapped_name(self.keep)}) raised {described(error)}; {sample_names(self.source, ref)}"
             )
             if isinstance(error, ImportError) or not skips(self.on_error, fault):
                 raise fault from from_user_code(error)

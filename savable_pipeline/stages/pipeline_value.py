@@ -368,7 +368,7 @@ class SamplePipeline(Pipeline):
         *,
         on_error: OnError = "raise",
         max_errors: int | float = 0.1,
-        check: float = 0.0,
+        check: float | None = None,
         global_rng: bool | tuple[str, ...] = True,
         one_to_one: bool = False,
     ) -> ItemPipeline:
@@ -382,7 +382,7 @@ class SamplePipeline(Pipeline):
                 binds, are compared when a state is loaded.
             on_error: As for `sp.Encode`; so are `max_errors` and `check`.
             max_errors: Most samples that a lane may skip because of errors.
-            check: Share of samples to encode twice.
+            check: Share of samples to encode twice. None: the first 8 of a process.
             global_rng: As `TaskEncoder.global_rng`; so is `one_to_one`.
             one_to_one: Whether it makes exactly one item of every sample.
 
@@ -405,7 +405,7 @@ class SamplePipeline(Pipeline):
         *,
         on_error: OnError = "raise",
         max_errors: int | float = 0.1,
-        check: float = 0.0,
+        check: float | None = None,
     ) -> ItemPipeline:
         """Make items of samples by an encoder: `sp.Encode`.
 
@@ -414,7 +414,7 @@ class SamplePipeline(Pipeline):
                 workers.
             on_error: As for `sp.Encode`; so are the others.
             max_errors: Most samples that a lane may skip because of errors.
-            check: Share of samples to encode twice.
+            check: Share of samples to encode twice. None: the first 8 of a process.
 
         Raises:
             ValueError: It is neither.

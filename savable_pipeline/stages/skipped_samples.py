@@ -11,7 +11,7 @@ import numpy as np
 
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
-from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
@@ -171,7 +171,7 @@ class SkippedSamples:
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
         """The `EncodeError` that says for which sample the encoder raised."""
         return EncodeError(
-            f"{self._function} raised {type(error).__name__}: {error}; stage Encode, shard "
+            f"{self._function} raised {described(error)}; stage Encode, shard "
             f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
 

@@ -28,7 +28,7 @@ def log_hints(last: Stage) -> None:
     if any(isinstance(stage, ShuffleBuffer) for stage in stages):
         return
     for stage in stages:
-        if isinstance(stage, RecordReader) and stage.shuffle and (stage.block_size or 8) > 1:
+        if isinstance(stage, RecordReader) and stage.shuffles and (stage.block_size or 8) > 1:
             log.info(
                 "no ShuffleBuffer: blocks of %d neighbouring samples of a shard come in the shard's order; "
                 "sp.ShuffleBuffer(samples, size=...) after the reader mixes them",
