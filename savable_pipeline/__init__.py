@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from savable_pipeline.stages.packing.balance import Balance
     from savable_pipeline.stages.packing.item_packer import ItemPacker
     from savable_pipeline.stages.packing.packer import OnlinePacker
+    from savable_pipeline.stages.pipeline_starts import blend, join, mixture, read
+    from savable_pipeline.stages.pipeline_value import Pipeline
     from savable_pipeline.stages.readers.columnar_readers import ArrowReader, ParquetReader
     from savable_pipeline.stages.readers.join import Join
     from savable_pipeline.stages.readers.reader import RecordReader
@@ -94,6 +96,7 @@ __all__ = [
     "OnlinePacker",
     "ParquetReader",
     "PassThrough",
+    "Pipeline",
     "RecordReader",
     "RecordStore",
     "Ref",
@@ -118,11 +121,15 @@ __all__ = [
     "WorkerError",
     "as_ref",
     "attention_cost",
+    "blend",
     "convert",
     "empty",
+    "join",
     "merge_states",
+    "mixture",
     "open_dataset",
     "open_metrics",
+    "read",
     "read_mixture",
     "stack",
 ]
@@ -159,6 +166,7 @@ _PLACES = {
     "OnlinePacker": "stages.packing.packer",
     "ParquetReader": "stages.readers.columnar_readers",
     "PassThrough": "stages.stage_bases",
+    "Pipeline": "stages.pipeline_value",
     "RecordReader": "stages.readers.reader",
     "RecordStore": "data.stores.record_store",
     "Ref": "data.dataset.ref",
@@ -183,11 +191,15 @@ _PLACES = {
     "WorkerError": "errors",
     "as_ref": "stages.item_ref",
     "attention_cost": "stages.cost",
+    "blend": "stages.pipeline_starts",
     "convert": "tools.convert.conversion",
     "empty": "core.batch_memory",
+    "join": "stages.pipeline_starts",
     "merge_states": "run.state.state_dict",
+    "mixture": "stages.pipeline_starts",
     "open_dataset": "data.dataset.random_access",
     "open_metrics": "run.loader.open_metrics",
+    "read": "stages.pipeline_starts",
     "read_mixture": "stages.blending.mixture_file",
     "stack": "core.batch_memory",
 }
@@ -203,4 +215,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

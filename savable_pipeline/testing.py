@@ -15,11 +15,11 @@ from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.state_dict import merge_states
 from savable_pipeline.stages.batch_difference import first_difference
-from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.stages.pipeline import PipelineFunction
 
 
 def assert_exact_resume(
-    pipeline: Pipeline,
+    pipeline: PipelineFunction,
     *,
     seed: int = 0,
     lanes: int = 12,

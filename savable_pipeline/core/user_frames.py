@@ -1,7 +1,8 @@
-"""Tracebacks that begin at the user's own code: our frames above it do not help to find the fault."""
+"""Errors of the user's own code: our frames above it do not help to find the fault."""
 
 from __future__ import annotations
 
+import bdb
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,3 +16,11 @@ def from_user_code(error: ErrorType) -> ErrorType:
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return error.with_traceback(trace)
+
+
+def described(error: BaseException) -> str:
+    """The class and the text of such an error, and what to do where a debugger has no terminal."""
+    hint = ""
+    if isinstance(error, bdb.BdbQuit):
+        hint = "a debugger was ended, which has no terminal in a worker process: use num_workers=0"
+    return f"{type(error).__name__}: {error}{hint}"

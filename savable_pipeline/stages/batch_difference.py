@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,17 +68,45 @@ def first_difference(expected: Any, found: Any) -> str | None:
     return None if difference is None else str(difference)
 
 
-def find_difference(expected: Any, found: Any, name: str = "batch") -> Difference | None:
-    """The first difference of two batches, called `name` in its path; None if they are equal."""
-    mine, theirs = list(leaves(expected, name)), list(leaves(found, name))
+def find_difference(expected: Any, found: Any) -> Difference | None:
+    """The first difference of two batches; None if they are equal."""
+    return difference_of_leaves(list(leaves(expected)), list(leaves(found)))
+
+
+def difference_of_leaves(
+    mine: list[tuple[str, Any]], theirs: list[tuple[str, Any]], among: Callable[[Any], bool] = lambda leaf: True
+) -> Difference | None:
+    """The same of their leaves, of which only those are compared that are `among` those to compare in both."""
     for (path, left), (other, right) in zip(mine, theirs, strict=False):
         if path != other:
             return Difference("structure", path, other)
-        if _bytes(left) != _bytes(right):
+        if _bytes(left) != _bytes(right) and among(left) and among(right):
             return _difference(path, left, right)
     if len(mine) != len(theirs):
         return Difference("structure", f"{len(mine)} parts", f"{len(theirs)} parts")
     return None
+
+
+def has_a_value(leaf: Any) -> bool:
+    """Whether a leaf is compared by what it holds, and not by the address at which it is."""
+    images = sys.modules.get("PIL.Image")
+    if isinstance(leaf, str) or (images is not None and isinstance(leaf, images.Image)):
+        return True
+    return " at 0x" not in repr(leaf)
+
+
+def copied_leaves(value: Any, path: str) -> list[tuple[str, Any]]:
+    """The leaves of a value, as they are now: those whose bytes may be overwritten are copied."""
+    return [(name, _copied(leaf)) for name, leaf in leaves(value, path)]
+
+
+def _copied(leaf: Any) -> Any:
+    torch, images = sys.modules.get("torch"), sys.modules.get("PIL.Image")
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    if isinstance(leaf, np.ndarray | bytearray | set) or (images is not None and isinstance(leaf, images.Image)):
+        return leaf.copy()
+    return leaf
 
 
 def _bytes(leaf: Any) -> tuple[str, bytes]:
@@ -93,6 +121,9 @@ def _bytes(leaf: Any) -> tuple[str, bytes]:
         return f"numpy {array.dtype} {array.shape}", raw
     if isinstance(leaf, bytes | bytearray):
         return "bytes", bytes(leaf)
+    images = sys.modules.get("PIL.Image")
+    if images is not None and isinstance(leaf, images.Image):
+        return f"{leaf.mode} {leaf.size}", leaf.tobytes()
     if isinstance(leaf, set | frozenset):  # equal ones may give their members in another order
         return type(leaf).__name__, repr(sorted(map(repr, leaf))).encode()
     return type(leaf).__name__, repr(leaf).encode()

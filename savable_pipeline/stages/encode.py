@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,11 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.encoder_calls import check_encoder
+from savable_pipeline.stages.encoder_calls import made_encoder
 from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
+from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.sample_encoding import (
     DONE,
     EncoderError,
@@ -54,14 +56,14 @@ class Encode(TakesItems):
 
     Args:
         source: A stage of samples.
-        encoder: Makes the items.
+        encoder: Makes the items; or a function that makes it, once a process.
         on_error: For a sample whose encoding raises: "raise", "skip", or a function of the `EncodeError` (its
             `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. For
             unreadable shards it is the reader's `on_error`.
         max_errors: Most samples that a lane may skip because of errors: an int is a count, a float a share of its
             samples so far; up to 100 are never too many.
         check: Share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure; the same after a
-            resume.
+            resume. None: the first 8 of a process, unless one takes more than a second.
 
     Raises:
         ValueError: A setting is wrong.
@@ -86,22 +88,24 @@ class Encode(TakesItems):
     def __init__(
         self,
         source: SampleStage,
-        encoder: TaskEncoder,
+        encoder: TaskEncoder | Callable[[], TaskEncoder],
         *,
         on_error: OnError = "raise",
         max_errors: int | float = 0.1,
-        check: float = 0.0,
+        check: float | None = None,
     ) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
-        check_encoder("Encode", encoder)
+        encoder = made_encoder("Encode", encoder, source.lane)
         self._ahead = SamplesAhead()
-        self._skipped = SkippedSamples(encoder, on_error, max_errors, self.counts, source.info, self._ahead)
+        self._skipped = SkippedSamples(
+            encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
+        )
         self.on_error = on_error
         self.one_for_one = encoder.one_to_one
         self._encoder = encoder
         self.setting_rules = encoder_rules(encoder)
-        self.keyed = KeyedEncoder(encoder, source.lane.seed, check=check)
+        self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._given = 0  # items given since this stage was made
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
@@ -167,7 +171,7 @@ class Encode(TakesItems):
     def _take_samples(self, items: list[Any], refs: list[ItemRef], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, or a sample that fans out into several items."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.status
-        encode, seed = keyed.encode, keyed.seed_globals
+        encode, seed = keyed.encode_many(), keyed.seed_globals
         avoided, excluded = self._skipped.avoided, self.info.excluded
         dataset, base = None, 0
         if status is not None:

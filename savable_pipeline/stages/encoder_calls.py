@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from savable_pipeline.core.global_rng import seeder
+from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.setting_rules import function_name
@@ -26,8 +29,27 @@ def check_encoder(stage: str, encoder: object) -> None:
     if isinstance(encoder, type):
         hint = ": make one of this class"
     elif callable(encoder):
-        hint = ": write class Encoder(sp.TaskEncoder) with encode(self, sample, rng), which may call it"
+        hint = ": a function of samples goes into sp.read(…).map, or into encode(self, sample, rng) of a TaskEncoder"
     raise ValueError(f"{stage} takes a TaskEncoder, not {encoder!r}{hint}")
+
+
+def made_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
+    """The encoder, or the one that a function makes, once a process. Raises ValueError if it is neither."""
+    if is_maker(encoder):
+        encoder = lane.shared(("encoder", encoder), encoder)
+    check_encoder(stage, encoder)
+    assert isinstance(encoder, TaskEncoder)
+    return encoder
+
+
+def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
+    """Whether this is a function that may make an encoder: it needs no arguments."""
+    if isinstance(encoder, type | TaskEncoder) or not callable(encoder):
+        return False
+    with contextlib.suppress(TypeError, ValueError):
+        inspect.signature(encoder).bind()
+        return True
+    return False
 
 
 class EncoderCalls:
@@ -150,4 +172,4 @@ class EncoderCalls:
         return self._told(f"{self.encoder_name}.{method}", error, which)
 
     def _told(self, name: str, error: Exception, which: str = "") -> EncodeError:
-        return EncodeError(f"{name} raised {type(error).__name__}: {error}; stage {self._stage}{which} of {self._lane}")
+        return EncodeError(f"{name} raised {described(error)}; stage {self._stage}{which} of {self._lane}")

@@ -1,11 +1,11 @@
-"""Pipelines: functions that build the stages of a lane and return the last one; how they are checked and printed."""
+"""Pipelines: functions that build the stages of a lane and return the last one; how they are checked."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import Lane
@@ -14,7 +14,7 @@ from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.stage import Stage
 
-Pipeline: TypeAlias = Callable[[Lane], Stage]
+PipelineFunction: TypeAlias = Callable[[Lane], Stage]
 
 
 def seeded_kinds(last: Stage) -> set[str]:
@@ -23,7 +23,7 @@ def seeded_kinds(last: Stage) -> set[str]:
     return {kind for encoder in encoders if encoder is not None for kind in kinds(encoder.global_rng)}
 
 
-def check_pipeline(pipeline: Pipeline) -> None:
+def check_pipeline(pipeline: PipelineFunction) -> None:
     """Raise ValueError unless `pipeline` can be called with one argument, a lane."""
     try:
         inspect.signature(pipeline).bind(None)
@@ -33,35 +33,14 @@ def check_pipeline(pipeline: Pipeline) -> None:
         ) from None
 
 
-def named_pipeline(text: str) -> Pipeline:
+def named_pipeline(text: str) -> PipelineFunction:
     """The pipeline function `module:name`. Raises as `named_object` does, and ValueError if it is no pipeline."""
-    found: Pipeline = named_object(text)
+    found: PipelineFunction = named_object(text)
     check_pipeline(found)
     return found
 
 
 _NAMED = 3  # samples of a pack that are named
-_SHOWN = 60  # characters of a setting that are printed
-
-
-def data_path(last: Stage) -> str:
-    """The stages of a lane as a tree, the last one first."""
-    return "\n".join(_lines(last))
-
-
-def _lines(stage: Stage) -> list[str]:
-    settings = ", ".join(f"{name}={_short(value)}" for name, value in stage.settings().items() if value is not None)
-    lines = [f"└─ {type(stage).__name__}({settings})"]
-    for source in stage.sources:
-        lines += [f"   {line}" for line in _lines(source)]
-    return lines
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list | tuple) and (len(value) > 4 or any(isinstance(part, list | tuple) for part in value)):
-        return f"{len(value)} of them"
-    shown = repr(value)
-    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…"
 
 
 def sample_names(stage: Stage, ref: ItemRef) -> str:

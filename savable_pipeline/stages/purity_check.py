@@ -1,13 +1,16 @@
-"""`PurityCheck`: encodes a share of samples twice, to find an encoder whose items do not depend on the sample alone.
+"""`PurityCheck`: encodes some samples twice, to find an encoder whose items do not depend on the sample alone.
 
 It finds causes that change from one call to the next: a clock, an unseeded generator, a counter of calls. A cause that
-is constant within a process, such as the order of a set of strings, is found only by `savable verify-resume`.
+is constant within a process, such as the order of a set of strings, is found only by `savable verify-resume`. What
+cannot be copied, or is compared by its address alone, is not looked at.
 """
 
 from __future__ import annotations
 
-import copy
+import math
+import time
 from collections.abc import Callable, Iterator
+from itertools import chain, count
 from typing import Any, TypeVar
 
 from savable_pipeline.core.global_rng import seeder
@@ -15,43 +18,61 @@ from savable_pipeline.core.keyed_random import word
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.batch_difference import find_difference
+from savable_pipeline.stages.batch_difference import copied_leaves, difference_of_leaves, has_a_value
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 T = TypeVar("T")
+_FIRST = 8  # samples of a process, and items of one, that are checked unless a share is given
+_LONGEST_S = 1.0  # that an item may take, to be made twice
 _WORD = -4  # this word of a sample's key decides whether it is checked; `Rng.numpy` and the like use words -1 to -3
 
 
 class PurityCheck:
-    """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice."""
+    """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice.
 
-    def __init__(self, encoder: TaskEncoder, share: float) -> None:
-        if not 0 <= share <= 1:
+    None: the first ones of a process, unless one takes longer than a second.
+    """
+
+    def __init__(self, encoder: TaskEncoder, share: float | None) -> None:
+        if share is not None and not 0 <= share <= 1:
             raise ValueError(f"Encode: check must be a share of the samples, 0.0 to 1.0, not {share!r}")
+        self.left = self._parts_of_one = _FIRST if share is None else math.inf  # samples, and parts of each, to check
+        self._longest_s = _LONGEST_S if share is None else math.inf
         self._encoder = encoder
-        self._limit = int(share * 2.0**64)
+        self._limit = int((1.0 if share is None else share) * 2.0**64)
         self._seed_globals = seeder(encoder.global_rng)
 
     def __call__(self, sample: Sample, rng: Rng) -> Any:
-        """Encode `sample`, twice if it is among the share. Raises `EncodeError` if the two results differ."""
+        """Encode `sample`, twice if it is to be checked. Raises `EncodeError` if the two results differ."""
+        begun = time.perf_counter()
         made = self._encoder.encode(sample, rng)
-        if word(rng.key, _WORD) >= self._limit:
+        slow = time.perf_counter() - begun > self._longest_s
+        if slow or self.left <= 0 or word(rng.key, _WORD) >= self._limit:
             return made
+        self.left -= 1
         again = rng.restarted()
+        if hasattr(made, "pass_over"):  # goes on in the middle of a sample without making what was given: stays so
+            return made
         if hasattr(made, "__next__"):
             other = self._once_more(sample, again, lambda: self._encoder.encode(sample, again))
             return self._parts(sample, made, other, rng, again)
-        before = self._copy(sample, made)
+        before = _leaves(made)
         self._compare(sample, before, self._once_more(sample, again, lambda: self._encoder.encode(sample, again)))
         return made
 
     def _parts(self, sample: Sample, made: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
-        """The parts of `made`, each compared with one of `other`; the caller sets the key of `rng` before each part."""
+        """The parts of `made`, the first ones compared with those of `other`; the caller sets the key of `rng` before
+        each.
+        """
         if not hasattr(other, "__next__"):
             raise self._differs(sample, f"an iterator at first, {type(other).__name__} then")
-        while True:
+        for number in count():
+            begun = time.perf_counter()
             part = next(made, _DONE)
-            before = part if part is _DONE else self._copy(sample, part)
+            before = _leaves(part)
+            if number >= self._parts_of_one or time.perf_counter() - begun > self._longest_s:
+                yield from () if part is _DONE else chain([part], made)
+                return
             again.rekey(rng.parts)
             second = self._once_more(sample, again, lambda: next(other, _DONE))
             if part is _DONE and second is _DONE:
@@ -69,18 +90,8 @@ class PurityCheck:
         except Exception as error:
             raise self._differs(sample, f"the second time it raised {type(error).__name__}: {error}") from error
 
-    def _copy(self, sample: Sample, made: Any) -> Any:
-        """A deep copy of an item: the encoder may overwrite the item's buffers in its next call."""
-        try:
-            return copy.deepcopy(made)
-        except Exception as error:
-            raise EncodeError(
-                f"{type(self._encoder).__name__}.encode cannot be checked: the item it returned cannot be copied "
-                f"({type(error).__name__}: {error}); leave out check= or give plain items; {_place(sample)}"
-            ) from error
-
-    def _compare(self, sample: Sample, first: Any, second: Any) -> None:
-        difference = find_difference(first, second, "item")
+    def _compare(self, sample: Sample, before: list[tuple[str, Any]], second: Any) -> None:
+        difference = difference_of_leaves(before, _leaves(second), has_a_value) if before else None
         if difference is not None:
             raise self._differs(sample, str(difference))
 
@@ -88,12 +99,20 @@ class PurityCheck:
         return EncodeError(
             f"{type(self._encoder).__name__}.encode gave two results for one sample, {difference}; {_place(sample)}; "
             "an item must depend on the sample, the encoder's settings and `rng` alone, not on a clock, an unseeded "
-            "generator or the calls before"
+            "generator or the calls before: else a resumed run gives other batches (check=0.0 would not look)"
         )
 
 
 def _place(sample: Sample) -> str:
     return f"stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
+
+
+def _leaves(made: Any) -> list[tuple[str, Any]]:
+    """The leaves of an item as they are before the encoder is called again; none where they cannot be had."""
+    try:
+        return copied_leaves(made, "item")
+    except Exception:  # of whatever class the item is
+        return []
 
 
 _DONE: Any = object()

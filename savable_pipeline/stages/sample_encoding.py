@@ -14,6 +14,7 @@ import numpy as np
 
 from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.keyed_random import derive_key
+from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.ref import REF, Ref, RefArray
 from savable_pipeline.data.dataset.sample import Sample
@@ -37,20 +38,31 @@ class EncoderError(Exception):
 
 
 class KeyedEncoder:
-    """Calls `encode` of an encoder with the random numbers of a sample: their key is of the run's seed and its ref."""
+    """Calls `encode` of an encoder with the random numbers of a sample: their key is of the run's seed and its ref.
 
-    def __init__(self, encoder: TaskEncoder, run_seed: int, *, check: float) -> None:
-        self.encode: EncodeCall = PurityCheck(encoder, check) if check else encoder.encode
+    `purpose` keeps the numbers of a stage other than `Encode` apart from those.
+    """
+
+    def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
+        self._check = _purity_check(encoder, lane, check)
+        self._plain: EncodeCall = encoder.encode
+        self.encode: EncodeCall = self._check or self._plain
         self.seed_globals = seeder(encoder.global_rng)
         self.told = ToldSize(encoder)
         self._name = type(encoder).__name__
-        self._run_seed = run_seed
+        self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
+
+    def encode_many(self) -> EncodeCall:
+        """What encodes the next samples: the encoder itself, once no more samples are to be checked."""
+        if self._check is not None and self._check.left <= 0 and self.encode is self._check:
+            self.encode, self._check = self._plain, None
+        return self.encode
 
     def base(self, source: int) -> int:
         """The base of the keys of the random numbers of samples with this `Ref.source`."""
         if source not in self._bases:
-            self._bases[source] = derive_key(self._run_seed, "encode", source)
+            self._bases[source] = derive_key(self._run_seed, self._purpose, source)
         return self._bases[source]
 
     def encoded(self, sample: Sample) -> tuple[Any, Rng]:
@@ -83,6 +95,13 @@ class KeyedEncoder:
                 "must depend on the sample and `rng` alone"
             )
         return item
+
+
+def _purity_check(encoder: TaskEncoder, lane: Lane, share: float | None) -> PurityCheck | None:
+    """The check of some samples, by default of the first ones that all lanes of a process encode."""
+    if share is None:
+        return lane.shared(("purity", id(encoder)), lambda: PurityCheck(encoder, None))
+    return PurityCheck(encoder, share) if share else None
 
 
 @runtime_checkable

@@ -11,13 +11,13 @@ import numpy as np
 
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
-from savable_pipeline.core.user_frames import from_user_code
+from savable_pipeline.core.user_frames import described, from_user_code
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.sample_encoding import SamplesAhead
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
+from savable_pipeline.stages.task_encoder import Skip
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ class _Snapshot(NamedTuple):
 class SkippedSamples:
     """The samples that one stage leaves out, counted in its `counts` by reason.
 
-    Raises ValueError for wrong settings of `Encode`.
+    `function` names what leaves them out, in messages. Raises ValueError for wrong settings of `Encode`.
     """
 
     def __init__(
         self,
-        encoder: TaskEncoder,
+        function: str,
         on_error: OnError,
         max_errors: int | float,
         counts: Counter[str],
@@ -55,7 +55,7 @@ class SkippedSamples:
         self._lane = upstream.lane
         self._ahead = ahead
         self._population = upstream.population
-        self._encoder = type(encoder).__name__
+        self._function = function
         self._on_error = on_error
         self._max_errors = max_errors
         self.errors = 0  # samples left out because of an error
@@ -90,7 +90,7 @@ class SkippedSamples:
             log.warning("%d samples in a row were skipped, the last as %r", self._row, skip.reason)
         if self._row >= max_empty_samples(self._population):
             raise EncodeError(
-                f"{self._encoder}.encode skipped {self._row} samples in a row, the last as {skip.reason!r}: no item "
+                f"{self._function} skipped {self._row} samples in a row, the last as {skip.reason!r}: no item "
                 "will ever come of this data; mend the encoder's conditions or the data"
             )
 
@@ -171,7 +171,7 @@ class SkippedSamples:
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
         """The `EncodeError` that says for which sample the encoder raised."""
         return EncodeError(
-            f"{self._encoder}.encode raised {type(error).__name__}: {error}; stage Encode, shard "
+            f"{self._function} raised {described(error)}; stage Encode, shard "
             f"{sample.shard}, key {_key_of(sample)!r}, {sample.place}, ref {tuple(sample.ref)}"
         )
 

@@ -25,6 +25,7 @@ from savable_pipeline.stages.class_checks import check_class, gives
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.tree import called, tree
 
 State: TypeAlias = dict[str, Any]
 
@@ -106,6 +107,9 @@ class Stage:
 
     def __iter__(self) -> Stage:
         return self
+
+    def __repr__(self) -> str:
+        return tree(called(type(self).__name__, self.settings()), map(repr, self.sources))
 
     def __next__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no __next__")

@@ -35,8 +35,11 @@ def test_every_argument_is_shown_with_its_type(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in sp.__all__ if isinstance(getattr(sp, name), type)])
 def test_so_is_every_argument_of_a_public_method(name: str) -> None:
-    methods = inspect.getmembers(getattr(sp, name), inspect.isfunction)
-    assert not {each: hidden(method, first=1) for each, method in methods if each[0] != "_" and hidden(method, first=1)}
+    methods = dict(inspect.getmembers(getattr(sp, name), inspect.isfunction))
+    methods.pop("then", None)  # it passes on what a user's own stage takes
+    assert not {
+        each: hidden(method, first=1) for each, method in methods.items() if each[0] != "_" and hidden(method, first=1)
+    }
 
 
 def test_a_stage_of_two_kinds_shows_all_its_arguments_with_their_defaults() -> None:

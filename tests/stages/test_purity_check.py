@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import savable_pipeline as sp
 from tests.support.toy_pipelines import ToyEncoder
@@ -94,11 +95,93 @@ def test_a_share_of_the_samples_is_checked_the_same_ones_after_a_resume(items: A
     assert twice(first) | twice(second) == twice(whole) and twice(first) and twice(second)
 
 
-def test_without_check_nothing_is_encoded_twice_and_the_encoder_is_called_itself(items: Any) -> None:
-    encoder = OneField(lambda rng: next(SEQUENCE))
+def test_without_asking_the_first_eight_samples_of_a_process_are_checked_and_then_the_encoder_is_called_itself(
+    items: Any,
+) -> None:
+    encoder = OneField(lambda rng: rng.random())
     stage = items(encoder)
+    assert len(list(stage)) == 30 and len(encoder.given) == 38
     assert stage.keyed.encode == encoder.encode
-    assert len(list(stage)) == len(encoder.given) == 30
+    nothing = OneField(lambda rng: next(SEQUENCE))
+    assert len(list(items(nothing, check=0.0))) == len(nothing.given) == 30
+
+
+def test_lanes_of_a_process_share_the_eight(make_shards: Any) -> None:
+    encoder = OneField(lambda rng: rng.random())
+    loader = sp.SavableLoader(sp.read(str(make_shards([60])), epochs=1).encode(encoder).batch(2), seed=0, lanes=5)
+    assert sum(len(batch["id"]) for batch in loader) == 60 == len(encoder.given) - 8
+
+
+class OwnGenerator(sp.TaskEncoder):
+    """Draws from a generator of its own, whose position no state knows."""
+
+    def __init__(self) -> None:
+        self.drawn = np.random.RandomState(0)
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"crop": self.drawn.randint(100, size=2)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_encoder_with_a_generator_of_its_own_is_an_error_without_asking(make_shards: Any, workers: int) -> None:
+    chain = sp.read(str(make_shards([20]))).encode(OwnGenerator()).batch(4)
+    two = pytest.raises(sp.EncodeError, match=r"gave two results for one sample, item\['crop'\]")
+    with sp.SavableLoader(chain, seed=0, lanes=2, num_workers=workers) as loader, two:
+        next(loader)
+
+
+class Slow(sp.TaskEncoder):
+    """Takes long by a clock that the test turns."""
+
+    def __init__(self, seconds: float, clock: list[float]) -> None:
+        self.seconds, self.clock, self.calls = seconds, clock, 0
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        self.calls += 1
+        self.clock[0] += self.seconds
+        return self.calls if self.seconds > 1 else 0
+
+
+@pytest.mark.parametrize("seconds", [0.9, 1.1])
+def test_what_takes_more_than_a_second_is_not_made_twice(
+    items: Any, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    slow = Slow(seconds, clock)
+    assert len(list(items(slow))) == 30
+    assert slow.calls == (30 if seconds > 1 else 38)
+
+
+class Handle:
+    """Cannot be copied, and is known by its address alone."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("no copies")
+
+
+def test_what_cannot_be_compared_is_not_and_pictures_are_by_their_pixels(items: Any) -> None:
+    pixels = iter(range(1000))
+    assert len(list(items(OneField(lambda rng: Handle()), check=1.0))) == 30
+    assert len(list(items(OneField(lambda rng: (x for x in "ab")), check=1.0))) == 30
+    assert len(list(items(OneField(lambda rng: Image.new("L", (2, 2), 7)), check=1.0))) == 30
+    with pytest.raises(sp.EncodeError, match="gave two results"):
+        list(items(OneField(lambda rng: Image.new("L", (2, 2), next(pixels))), check=1.0))
+
+
+def test_of_a_sample_of_many_parts_the_first_are_checked_and_all_are_given(items: Any) -> None:
+    made: list[int] = []
+
+    class Many(sp.TaskEncoder):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            for part in range(20):
+                made.append(part)
+                yield part, rng.random()
+
+    plain = list(items(Many(), check=0.0))
+    made.clear()
+    assert list(items(Many())) == plain and len(plain) == 600
+    assert len(made) == 600 + 8 * 8
 
 
 def test_a_buffer_that_is_given_again_and_again_is_compared_as_it_was(items: Any) -> None:
@@ -112,15 +195,13 @@ def test_a_buffer_that_is_given_again_and_again_is_compared_as_it_was(items: Any
         next(items(OneField(value), check=1.0))
 
 
-def test_what_fails_the_second_time_or_cannot_be_copied_is_told(items: Any) -> None:
+def test_what_fails_the_second_time_is_told(items: Any) -> None:
     def fails(rng: sp.Rng, calls: list[int] = []) -> int:  # noqa: B006
         calls.append(1)
         return 1 // (len(calls) % 2)
 
     with pytest.raises(sp.EncodeError, match="the second time it raised ZeroDivisionError"):
         next(items(OneField(fails), check=1.0, on_error="skip"))
-    with pytest.raises(sp.EncodeError, match="cannot be copied"):
-        next(items(OneField(lambda rng: SEQUENCE.__next__ and (x for x in "a")), check=1.0, on_error="skip"))
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])

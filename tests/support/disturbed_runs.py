@@ -12,7 +12,6 @@ import random
 import signal
 import tempfile
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from savable_pipeline.trainers.whole import Whole
 from tests.support.exact_search import compared, with_enough
 from tests.support.processes import descendants, workers
 from tests.support.streams import through_a_file
-from tests.support.toy_pipelines import toy_pipeline
+from tests.support.toy_chains import toy
 from tests.support.toy_stores import WRITERS, write_captions
 
 LANES = 12
@@ -55,7 +54,7 @@ def check_disturbed(
         write_captions(Path(root, "joined"), sum(sizes) + 60)
         for stage in range(3 if grows else 1):
             WRITERS[chosen["store"]](Path(root, str(stage)), [*sizes, *[20, 40][:stage]])
-            plan.append((partial(toy_pipeline, f"{root}/{stage}", joined=f"{root}/joined", **chosen), slots))
+            plan.append((toy(f"{root}/{stage}", joined=f"{root}/joined", **chosen), slots))
         settings: dict[str, Any] = {"seed": seed, "lanes": LANES, "ids": ids, "epoch_slots": epoch_slots}
         expected = _Disturbed(plan, settings).run()
         folder = Path(root, "ledger") if ledger else None

@@ -23,7 +23,8 @@ import savable_pipeline as sp
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.streams import through_a_file
-from tests.support.toy_pipelines import numbers, reads_of, toy_pipeline
+from tests.support.toy_chains import toy
+from tests.support.toy_pipelines import numbers, reads_of
 from tests.support.toy_stores import KEYED, READERS, WRITERS, write_captions
 
 compared: Counter[str] = Counter()
@@ -58,13 +59,20 @@ pipelines = st.fixed_dictionaries(
         "max_cost": st.sampled_from([None, None, 30, 300]),
         "hold": st.sampled_from([None, None, 1, 3, 8, 20]),
         "tells": st.booleans(),
+        "chain": st.booleans(),
+        "filters": st.sampled_from([(), ("samples",), ("items",), ("samples", "items")]),
         "own": st.sampled_from([(), (), ("samples",), ("items",), ("batches",), ("samples", "items", "batches")]),
     }
 ).map(lambda chosen: possible(chosen))
 
 
 def possible(chosen: dict[str, Any]) -> dict[str, Any]:
-    """The settings that go together: windows of tokens have no keys to join by, and a function packs no long item."""
+    """The settings that go together: windows of tokens have no keys to join by, and a function packs no long item.
+
+    Filters are of chains.
+    """
+    if not chosen["chain"]:
+        chosen = {**chosen, "filters": ()}
     if chosen["store"] not in KEYED:
         chosen = {**chosen, "join": None}
     return {**chosen, "max_length": max(9, chosen["max_length"])} if chosen["pack"] == "function" else chosen
@@ -73,7 +81,8 @@ def possible(chosen: dict[str, Any]) -> dict[str, Any]:
 def with_an_end(chosen: dict[str, Any]) -> dict[str, Any]:
     """The settings for a run that ends, of which nothing is left out; a schedule has no end."""
     weights = "fixed" if chosen["weights"] in ("step", "linear") else chosen["weights"]
-    return {**chosen, "drop_last": False, "skip": 0, "subset": None, "join": None, "weights": weights}
+    nothing: dict[str, Any] = {"drop_last": False, "skip": 0, "subset": None, "join": None, "filters": ()}
+    return {**chosen, **nothing, "weights": weights}
 
 
 def examples(count: int, *, shrink: bool = True) -> settings:
@@ -92,7 +101,7 @@ def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[in
     In file order all passes of a lane may be alike: it has at least two blocks, which are not skipped both, since no
     number of lanes is a multiple of 5 or 7; and eight where other things leave out some.
     """
-    others = chosen["subset"] or chosen["join"] or chosen["weights"] != "fixed"
+    others = chosen["subset"] or chosen["join"] or chosen["filters"] or chosen["weights"] != "fixed"
     blocks = 8 if others and not chosen["shuffle"] else 2
     enough = blocks * lanes * (chosen["block_size"] or 8) + 5
     return [*sizes, enough] if others or chosen["skip"] else sizes
@@ -100,11 +109,11 @@ def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[in
 
 @contextmanager
 def written(sizes: list[int], chosen: dict[str, Any], **settings: Any) -> Iterator[Any]:
-    """The pipeline over a folder of these shards, which is removed at the end."""
+    """The pipeline, a function or a chain, over a folder of these shards, which is removed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         WRITERS[chosen["store"]](Path(folder, "data"), sizes)
         write_captions(Path(folder, "joined"), sum(sizes) + 60)
-        yield partial(toy_pipeline, f"{folder}/data", joined=f"{folder}/joined", **chosen, **settings)
+        yield toy(f"{folder}/data", joined=f"{folder}/joined", **chosen, **settings)
 
 
 def check_endless(sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, **settings: Any) -> None:
@@ -167,7 +176,8 @@ def _drawn(samples: int, share: float, seed: int) -> Iterator[tuple[frozenset[in
 
 
 def _with_keys(chosen: dict[str, Any]) -> dict[str, Any]:
-    return {**chosen, "store": chosen["store"] if chosen["store"] in KEYED else "tar"}
+    store = chosen["store"] if chosen["store"] in KEYED else "tar"
+    return {**chosen, "store": store, "chain": False, "filters": ()}
 
 
 def _stays_in_order(chosen: dict[str, Any]) -> bool:

@@ -188,7 +188,7 @@ def toy_pipeline(
         return Numbered(batches) if "batches" in own else batches
 
     def blended(sources: dict[str, Any], by: str) -> Any:
-        how: Any = {"weights": _weights(list(sources), weights, by, point), "by": by, "stride": stride}
+        how: Any = {"weights": weights_of(list(sources), weights, by, point), "by": by, "stride": stride}
         return sp.Blend(sources, until=until, **how)
 
     stage: Any
@@ -229,7 +229,7 @@ def toy_pipeline(
     return batched(sp.Batcher(stage, size=size, drop_last=drop_last))
 
 
-def _weights(names: list[str], how: str, by: str, point: int) -> Any:
+def weights_of(names: list[str], how: str, by: str, point: int) -> Any:
     """Weights of sources; in a schedule the second begins and the first ends, or all change together."""
     fixed = {name: 1 + 2 * i for i, name in enumerate(names)}
     if how == "none" and by == "samples":

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +48,9 @@ def savable(*words: str) -> None:
     subprocess.run([Path(sysconfig.get_path("scripts")) / "savable", *words], check=True)
 
 
-def pipeline(shards: Path, encoder: sp.TaskEncoder, lane: sp.Lane) -> sp.Stage:
+def pipeline(shards: Path, encoder: sp.TaskEncoder) -> sp.Pipeline:
     """Pictures with captions, shuffled and randomly cropped, 4 a batch."""
-    samples: sp.SampleStage = sp.TarShardReader(str(shards), lane)
-    samples = sp.ShuffleBuffer(samples, size=4)
-    items = sp.Encode(samples, encoder)
-    return sp.Batcher(items, size=4)
+    return sp.read(str(shards)).shuffle(4).encode(encoder).batch(4)
 
 
 def take_batches(
@@ -63,8 +59,8 @@ def take_batches(
     """Do what a trainer does, without a model: take batches, log each, save now and then; go on from a checkpoint."""
     import torch
 
-    lanes, saved = partial(pipeline, shards, encoder), log_path.with_suffix(".pt")
-    with sp.SavableLoader(lanes, seed=7, lanes=4, num_workers=num_workers) as loader, log_path.open("w") as log:
+    chain, saved = pipeline(shards, encoder), log_path.with_suffix(".pt")
+    with sp.SavableLoader(chain, seed=7, lanes=4, num_workers=num_workers) as loader, log_path.open("w") as log:
         first = 0
         if checkpoint:
             found = torch.load(checkpoint)
@@ -88,7 +84,7 @@ def main(out: Annotated[Path, typer.Option(help="For what is made.")] = Path("fi
     from task_encoders import CaptioningEncoder  # imports torch: once, since what follows is forked
 
     encoder = CaptioningEncoder(image_size=32)
-    batch = next(pipeline(out / "shards", encoder, sp.Lane()))
+    [batch] = pipeline(out / "shards", encoder).take(1)
     print("\na batch:", ", ".join(f"{name} {tuple(batch[name].shape)}" for name in ("image", "tokens")))
 
     def start(run: str, *settings: object) -> Run:

@@ -66,27 +66,20 @@ def write_python(folder: Path) -> None:
             (folder / name).write_bytes(path.read_bytes())
 
 
-# 2. What a sample becomes, and the pipeline of one lane. Encoders are built once, outside.
+# 2. What a sample becomes, and the pipeline.
 
 DIGITS = CaptioningEncoder(image_size=16, crop_scale=(0.7, 1.0), flip=0.0)  # a mirrored 2 would be no 2
 PYTHON = LanguageModelingEncoder(max_length=PACK, part="py")
 
 
-def digits_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def digits_pipeline(shards: Path) -> sp.Pipeline:
     """Images, randomly cropped, with their captions; 32 a batch."""
-    samples: sp.SampleStage = sp.TarShardReader(str(shards), lane)
-    samples = sp.ShuffleBuffer(samples, size=64)
-    items = sp.Encode(samples, DIGITS)
-    return sp.Batcher(items, size=32)
+    return sp.read(shards).shuffle(64).encode(DIGITS).batch(32)
 
 
-def python_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def python_pipeline(shards: Path) -> sp.Pipeline:
     """Source files in pieces of at most 256 bytes, end to end in packs of 256; 4 packs a batch."""
-    samples: sp.SampleStage = sp.TarShardReader(str(shards), lane)
-    samples = sp.ShuffleBuffer(samples, size=32)
-    pieces = sp.Encode(samples, PYTHON)
-    packs = sp.OnlinePacker(pieces, max_length=PACK)
-    return sp.Batcher(packs, size=4)
+    return sp.read(shards).shuffle(32).encode(PYTHON).pack(max_length=PACK).batch(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +89,12 @@ class Recipe:
     name: str
     title: str
     write_files: Callable[[Path], None]
-    pipeline: Callable[[Path, sp.Lane], sp.Stage]
+    pipeline: Callable[[Path], sp.Pipeline]
     model: Callable[[], torch.nn.Module]  # from a batch to its loss
 
     def loader(self, folder: Path, num_workers: int) -> sp.SavableLoader:
         """The batches of this rank; of the only one if torch.distributed knows of none."""
-        pipeline = partial(self.pipeline, folder / "shards")
+        pipeline = self.pipeline(folder / "shards")
         return sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=num_workers)
 
 
@@ -214,7 +207,7 @@ def prepare(recipe: Recipe, folder: Path) -> None:
 
 def show_batch(recipe: Recipe, folder: Path) -> None:
     """Make a batch, for which no loader is needed."""
-    batch = next(recipe.pipeline(folder / "shards", sp.Lane(count=LANES, seed=SEED)))
+    [batch] = recipe.pipeline(folder / "shards").take(1)
     shapes = ", ".join(f"{field} {tuple(batch[field].shape)}" for field in ("image", "tokens") if field in batch)
     console.print(f"{recipe.name}: a batch has {shapes}")
 

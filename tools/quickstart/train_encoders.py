@@ -46,7 +46,7 @@ CHAT_LENGTH = DOCUMENT_LENGTH = 192  # tokens of a pack
 TEXT_LENGTH = 256
 CLIP_FRAMES = 4
 
-# 1. What a sample becomes, and the pipeline of one lane. An encoder is built once a process.
+# 1. What a sample becomes, and the pipeline. An encoder is built once a process.
 
 
 def train_tokenizer(path: Path) -> None:
@@ -111,53 +111,48 @@ def text_encoder(path: Path) -> LanguageModelingEncoder:
     return LanguageModelingEncoder(tokenizer(path), max_length=TEXT_LENGTH, part="py")
 
 
-def classes_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def classes_pipeline(shards: Path) -> sp.Pipeline:
     """Images, randomly cropped and mixed; 32 a batch."""
-    return sp.Batcher(sp.Encode(shuffled(shards, lane), class_encoder()), size=32)
+    return sp.read(shards).shuffle(64).encode(class_encoder()).batch(32)
 
 
-def pairs_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def pairs_pipeline(shards: Path) -> sp.Pipeline:
     """Images with one of their captions; 32 a batch."""
-    return sp.Batcher(sp.Encode(shuffled(shards, lane), PAIRS), size=32)
+    return sp.read(shards).shuffle(64).encode(PAIRS).batch(32)
 
 
-def chat_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def chat_pipeline(shards: Path) -> sp.Pipeline:
     """Conversations end to end in packs; 4 packs a batch."""
-    items = sp.Encode(shuffled(shards, lane), chat_encoder(shards.parent / "tokenizer.json"))
-    return sp.Batcher(sp.OnlinePacker(items, max_length=CHAT_LENGTH), size=4)
+    encoder = chat_encoder(shards.parent / "tokenizer.json")
+    return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=CHAT_LENGTH).batch(4)
 
 
-def documents_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def documents_pipeline(shards: Path) -> sp.Pipeline:
     """Documents end to end in packs; 4 packs a batch."""
-    items = sp.Encode(shuffled(shards, lane), document_encoder(shards.parent / "tokenizer.json"))
-    return sp.Batcher(sp.OnlinePacker(items, max_length=DOCUMENT_LENGTH), size=4)
+    encoder = document_encoder(shards.parent / "tokenizer.json")
+    return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=DOCUMENT_LENGTH).batch(4)
 
 
-def text_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def text_pipeline(shards: Path) -> sp.Pipeline:
     """Pieces of source files end to end in packs; 4 packs a batch."""
-    items = sp.Encode(shuffled(shards, lane), text_encoder(shards.parent / "tokenizer.json"))
-    return sp.Batcher(sp.OnlinePacker(items, max_length=TEXT_LENGTH), size=4)
+    encoder = text_encoder(shards.parent / "tokenizer.json")
+    return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=TEXT_LENGTH).batch(4)
 
 
-def speech_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def speech_pipeline(shards: Path) -> sp.Pipeline:
     """Sounds, a little faster or slower, and their text; 16 a batch."""
-    return sp.Batcher(sp.Encode(shuffled(shards, lane), SOUNDS), size=16)
+    return sp.read(shards).shuffle(64).encode(SOUNDS).batch(16)
 
 
-def videos_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def videos_pipeline(shards: Path) -> sp.Pipeline:
     """A clip of half a second of each video, randomly cropped, and its text; 32 a batch."""
-    return sp.Batcher(sp.Encode(shuffled(shards, lane), VIDEOS), size=32)
+    return sp.read(shards).shuffle(64).encode(VIDEOS).batch(32)
 
 
-def films_pipeline(shards: Path, lane: sp.Lane) -> sp.Stage:
+def films_pipeline(shards: Path) -> sp.Pipeline:
     """Conversations about videos end to end in packs; 4 packs a batch."""
-    items = sp.Encode(shuffled(shards, lane), film_encoder(shards.parent / "tokenizer.json"))
-    return sp.Batcher(sp.OnlinePacker(items, max_length=CHAT_LENGTH), size=4)
-
-
-def shuffled(shards: Path, lane: sp.Lane) -> sp.SampleStage:
-    """Samples through a small buffer."""
-    return sp.ShuffleBuffer(sp.TarShardReader(str(shards), lane), size=64)
+    encoder = film_encoder(shards.parent / "tokenizer.json")
+    return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=CHAT_LENGTH).batch(4)
 
 
 SEEING = partial(SeeingTransformer, image_token=IMAGE_TOKEN, patch=4, merge=2, vocabulary=VOCABULARY)

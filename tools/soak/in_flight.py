@@ -23,7 +23,7 @@ import savable_pipeline as sp
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.stages.pipeline import PipelineFunction
 
 LANES, WORLD_SIZES = 4, (1, 2, 4)
 Receipt = tuple[int, int]
@@ -250,7 +250,7 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
 @lru_cache
 def settings_of(shards: str, pack: bool, epochs: int | None, size: int, tail: Any, order: int) -> LoaderSettings:
     """Those of a history; few, so that `expected` is asked for the same again."""
-    pipeline: Pipeline = partial(numbers_pipeline, shards, pack=pack, epochs=epochs, size=size)
+    pipeline: PipelineFunction = partial(numbers_pipeline, shards, pack=pack, epochs=epochs, size=size)
     return LoaderSettings(pipeline, seed=order, lanes=LANES, rank=0, world_size=1, tail=tail, acknowledge=True)
 
 

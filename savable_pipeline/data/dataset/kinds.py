@@ -143,6 +143,9 @@ def open_store(
     taken. Raises `ShardError`, `RemoteError`.
     """
     kind = STORES[name]
+    named = _kind_of_name(os.fspath(files)) if isinstance(files, str | os.PathLike) else ""
+    if named not in ("", name) and not Path(files).is_dir():  # type: ignore[arg-type]
+        raise ShardError(f"{files}: is a file of the kind {named}, not {name}; sp.read(…) reads any kind")
     if settings.get("ranges") is None:
         settings.pop("ranges", None)
     if "ranges" in settings:

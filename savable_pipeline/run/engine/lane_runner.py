@@ -20,7 +20,7 @@ from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.stages.capabilities import FillsUp, HoldsItems, ReadsFiles
 from savable_pipeline.stages.item_ref import ItemRef
-from savable_pipeline.stages.pipeline import Pipeline, upstream
+from savable_pipeline.stages.pipeline import PipelineFunction, upstream
 from savable_pipeline.stages.stage import BatchStage, Stage
 
 _WATCH_S = 0.25
@@ -54,7 +54,7 @@ class LaneRunner:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: PipelineFunction,
         *,
         seed: int,
         lanes: int,

@@ -24,17 +24,20 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.fork_server import OBEYED, serve
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, FreshProcess, SealedJob, check_main_is_guarded
 from savable_pipeline.run.engine.worker_main import work
 from savable_pipeline.run.transport.channel import Channel
-from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.stages.mapped_function import LAMBDA
+from savable_pipeline.stages.pipeline import PipelineFunction
 
 log = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 5.0
+_LARGE_BYTES = 64 << 20  # of a pipeline, from which on it is better made where it is used
 _LOOK_WAIT_S = 5.0  # for a last look at the shards, which takes milliseconds
 _SILENT_S = 10.0  # after which a server that leaves an order unanswered has been stopped
 _GLANCE_S = 5.0  # that count of the time between two looks: the trainer may have been stopped too
@@ -237,19 +240,29 @@ def close_with(owner: object, closed: Any) -> Any:
     return Finalize(owner, closed.close, exitpriority=_priority)
 
 
-def check_picklable(pipeline: Pipeline, context: BaseContext) -> None:
+def check_picklable(pipeline: PipelineFunction, context: BaseContext) -> None:
     """Raise ValueError if the start method pickles the pipeline and it cannot be pickled."""
     method = context.get_start_method()
     if method == "fork":
         return
     try:
-        pickle.dumps(pipeline)
+        size = len(pickle.dumps(pipeline))
     except Exception as error:
+        named = getattr(pipeline, "__qualname__", f"\n{pipeline!r}\n")
+        cure = "Define it at the top of a module and bind its arguments with functools.partial"
+        if LAMBDA in str(error):
+            cure = "It has a lambda in it: give it a name with def, at the top of a module"
         raise ValueError(
-            f"the pipeline {getattr(pipeline, '__qualname__', pipeline)!r} cannot be sent to workers started by "
-            f"{method}: {error}. Define it at the top of a module and bind its arguments with functools.partial, or "
-            "use multiprocessing_context='fork'"
+            f"the pipeline {named} cannot be sent to workers started by {method}: {error}. {cure}, or use "
+            "multiprocessing_context='fork'"
         ) from error
+    if size > _LARGE_BYTES:
+        log.warning(
+            "the pipeline takes %s, which each worker started by %s receives and keeps: make its encoder there, by "
+            "a function, .encode(make)",
+            human_bytes(size),
+            method,
+        )
 
 
 def get_context(method: str | BaseContext | None) -> BaseContext:

@@ -16,7 +16,7 @@ from savable_pipeline.errors import EncodeError, SavableError, ShardError, Worke
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef, batch_rows
-from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.stages.pipeline import PipelineFunction
 
 STARTED = 0  # the ticket of a worker's first message
 LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
@@ -31,7 +31,7 @@ earlier batch again; the state is that of a `remaking.Remake`.
 class LaneJob:
     """The pipeline and settings with which workers build their lanes."""
 
-    pipeline: Pipeline
+    pipeline: PipelineFunction
     seed: int
     lanes: int
     pad: bool = False

@@ -13,7 +13,7 @@ from savable_pipeline.run.loader.given_keys import Found, find_keys
 from savable_pipeline.run.loader.outcomes import Outcome, outcomes
 
 if TYPE_CHECKING:
-    from savable_pipeline.stages.pipeline import Pipeline
+    from savable_pipeline.stages.pipeline import PipelineFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Ledger:
         became = outcomes(self._files, [(given, rows) for _, given, rows in found])
         return [Sighting.of(name, given, each) for (name, given, _), each in zip(found, became, strict=True)]
 
-    def batch(self, pipeline: Pipeline, *, slot: int, epoch: int = 0) -> Any:
+    def batch(self, pipeline: PipelineFunction, *, slot: int, epoch: int = 0) -> Any:
         """Make a batch of the run again, byte for byte as it was given.
 
         The lane runs from its last state in the ledger, so at most 1,000 batches are passed over first.

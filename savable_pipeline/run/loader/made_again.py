@@ -18,7 +18,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.state.fingerprint import compare, fingerprint, subset_order_of, unpack_fingerprint
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.stage import Stage
 
 
@@ -30,7 +30,7 @@ class MadeBatch(NamedTuple):
     given: GivenBatch
 
 
-def make_again(pipeline: Pipeline, ledger: LedgerFiles, epoch: int, slot: int) -> MadeBatch:
+def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot: int) -> MadeBatch:
     """The batch of a slot, byte for byte as the run was given it.
 
     The lane runs from its last state in the ledger, at most 1,000 batches before. Shards may have been added since, but

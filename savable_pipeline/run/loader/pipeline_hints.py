@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from savable_pipeline.core.wording import listed
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.class_checks import gives
+from savable_pipeline.stages.mapped_function import LAMBDA
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
@@ -27,7 +28,7 @@ def log_hints(last: Stage) -> None:
     if any(isinstance(stage, ShuffleBuffer) for stage in stages):
         return
     for stage in stages:
-        if isinstance(stage, RecordReader) and stage.shuffle and (stage.block_size or 8) > 1:
+        if isinstance(stage, RecordReader) and stage.shuffles and (stage.block_size or 8) > 1:
             log.info(
                 "no ShuffleBuffer: blocks of %d neighbouring samples of a shard come in the shard's order; "
                 "sp.ShuffleBuffer(samples, size=...) after the reader mixes them",
@@ -44,6 +45,11 @@ def _warnings(last: Stage) -> Iterator[str]:
         )
     for encoder in {type(found): found for stage in upstream(last) if (found := stage.info.encoder)}.values():
         yield from _untold_settings(encoder)
+    if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
+        yield (
+            "a saved state does not compare what is in a lambda, so that a run resumes with a changed one without a "
+            "word: give it a name with def"
+        )
     for stage in upstream(last):
         if isinstance(stage, ShuffleBuffer) and isinstance(stage, SampleStage):
             yield from _long_buffer(stage)

@@ -22,7 +22,7 @@ from savable_pipeline.run.loader.trainer_calls import (
     refuse_trainer,
     warn_unsaved,
 )
-from savable_pipeline.stages.pipeline import Pipeline, data_path
+from savable_pipeline.stages.pipeline import PipelineFunction
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -81,7 +81,7 @@ class SavableLoader(Acknowledging):
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: PipelineFunction,
         *,
         seed: int,
         lanes: int = 96,
@@ -310,7 +310,7 @@ class SavableLoader(Acknowledging):
             place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
         if position.decisions:
             place += f"; decided {position.decisions}"
-        return f"SavableLoader({shown}): {rank}, {place}\n{data_path(self._run.local.last_stage)}"
+        return f"SavableLoader({shown}): {rank}, {place}\n{self._run.local.last_stage!r}"
 
 
 def run_of(loader: SavableLoader) -> Run:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from savable_pipeline.run.engine.launchers import get_context
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.ranks import Ranks, find_ranks
-from savable_pipeline.stages.pipeline import Pipeline, check_pipeline
+from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LoaderSettings:
     """`SavableLoader` says what each argument means. Raises ValueError for a wrong one."""
 
-    pipeline: Pipeline
+    pipeline: PipelineFunction
     _: KW_ONLY
     seed: int
     lanes: int = 96

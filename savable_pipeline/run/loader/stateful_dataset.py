@@ -24,7 +24,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.ranks import find_ranks
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.stages.pipeline import Pipeline
+from savable_pipeline.stages.pipeline import PipelineFunction
 
 _SEED_BITS = 40
 
@@ -64,7 +64,7 @@ class StatefulDataset(IterableDataset[Any]):
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: PipelineFunction,
         *,
         seed: int,
         lanes: int = 96,

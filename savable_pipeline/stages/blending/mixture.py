@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -11,9 +12,10 @@ import msgspec
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.weights import Weight
+from savable_pipeline.data.shards.index_file import TAR
 from savable_pipeline.stages.blending.blend import Blend
-from savable_pipeline.stages.blending.mixture_readers import SharedSettings, reader_of
 from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.readers.reader_of import kind_at, reader_of
 from savable_pipeline.stages.stage import SampleStage
 
 
@@ -68,6 +70,7 @@ class Mixture(msgspec.Struct, frozen=True):
         cache: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         exclude: str | os.PathLike[str] | None = None,
+        epochs: int | None = None,
         stride: int = 8,
     ) -> SampleStage:
         """Build a `Blend` of one reader for each dataset.
@@ -83,6 +86,7 @@ class Mixture(msgspec.Struct, frozen=True):
             cache: As for `sp.TarShardReader`.
             cache_bytes: As for `sp.TarShardReader`.
             exclude: As for `sp.TarShardReader`.
+            epochs: Of datasets without repetitions. None: they repeat for ever.
             stride: As for `sp.Blend`.
 
         Raises:
@@ -95,7 +99,8 @@ class Mixture(msgspec.Struct, frozen=True):
             >>> len(list(sp.read_mixture("one.yaml").samples(sp.Lane(seed=7))))
             200
         """
-        return _built(self, lane, SharedSettings(shuffle, block_size, window, cache, cache_bytes, exclude), stride)
+        shared = {"shuffle": shuffle, "block_size": block_size, "window": window, "exclude": exclude, "epochs": epochs}
+        return _Building(lane, shared, {"cache": cache, "cache_bytes": cache_bytes}, stride).built(self)
 
     def tags(self) -> dict[str, dict[str, Any]]:
         """Return the tags of each dataset, by the name that `Sample.source` has: "code/python" in a nested mixture.
@@ -116,23 +121,35 @@ class Mixture(msgspec.Struct, frozen=True):
                 yield from ((f"{name}/{inner}", tags) for inner, tags in entry.tags().items())
 
 
-def _built(entry: MixtureSource | Mixture, lane: Lane, settings: SharedSettings, stride: int) -> SampleStage:
-    """The reader of a dataset, or the `Blend` of a nested mixture."""
-    if isinstance(entry, MixtureSource):
-        return reader_of(
-            entry.path,
-            lane,
-            settings,
-            {name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype")},
-            epochs=1 if entry.repetitions == 0 else entry.repetitions,  # 0: off, by its weight in the Blend
-            split=entry.split,
-            subset=entry.subset,
-        )
-    stages = {name: _built(inner, lane, settings, stride) for name, inner in entry.sources.items()}
-    if entry.schedule is not None:
-        return Blend(stages, weights=entry.schedule, stride=stride)
-    weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
-    return Blend(stages, weights=weights, stride=stride)
+@dataclass(frozen=True, slots=True)
+class _Building:
+    """How a mixture is built: the options that its readers share, and those that only readers of tars have."""
+
+    lane: Lane
+    shared: dict[str, Any]
+    of_tars: dict[str, Any]
+    stride: int
+
+    def built(self, entry: MixtureSource | Mixture) -> SampleStage:
+        """The reader of a dataset, or the `Blend` of a nested mixture."""
+        if isinstance(entry, MixtureSource):
+            return self._reader(entry)
+        stages = {name: self.built(inner) for name, inner in entry.sources.items()}
+        if entry.schedule is not None:
+            return Blend(stages, weights=entry.schedule, stride=self.stride)
+        weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
+        return Blend(stages, weights=weights, stride=self.stride)
+
+    def _reader(self, entry: MixtureSource) -> SampleStage:
+        own = {
+            name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")
+        }
+        options = {**self.shared, **{name: value for name, value in own.items() if value is not None}}
+        if kind_at(entry.path, self.lane) == TAR:
+            options |= self.of_tars
+        if entry.repetitions is not None:
+            options["epochs"] = entry.repetitions or 1  # 0: off, by its weight in the Blend
+        return reader_of(entry.path, self.lane, options)
 
 
 def _weight(entry: MixtureSource | Mixture, stage: SampleStage) -> Weight:

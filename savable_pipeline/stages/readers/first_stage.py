@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.stage_bases import TakesRefs
 from savable_pipeline.stages.stage_info import StageInfo
 
+_STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # of a pipeline value
 _DAMAGED = "rest of a damaged or missing shard"
 
 
@@ -34,6 +36,23 @@ class FirstStage(TakesRefs):
     """
 
     epochs: int | float | None
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """A reader; raises TypeError where there is no lane, which a call without a loader easily lacks."""
+        lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
+        if not isinstance(lane, Lane):
+            named = repr(arguments[0]) if arguments else "…"
+            raise TypeError(
+                f"{cls.__name__} takes the lane of a pipeline's function after {named}, not {lane!r}: sp.read({named}) "
+                "begins a pipeline without one"
+            )
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            cure = "" if name not in _STEPS else f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{cure}")
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ class RecordReader(FirstStage):
             exclude=exclude,
             unpacked_bytes=unpacked_bytes,
         )
-        self.epochs, self.shuffle, self.window = check_epochs(type(self).__name__, epochs), shuffle, window
+        self.epochs, self.shuffles, self.window = check_epochs(type(self).__name__, epochs), shuffle, window
         self._deals = shuffle and block_size is None and self.dataset.store.row_groups(0) is not None
         self.block_size = BLOCK if shuffle and block_size is None else block_size
         self._endless = lane if self.epochs is None else None
@@ -149,7 +149,7 @@ class RecordReader(FirstStage):
 
     def _begin_pass(self) -> None:
         """Go to the beginning of the pass, cut as other lanes have begun it, if some have; else in the best unit."""
-        settings = (self.epochs, self.shuffle, self.block_size, self.tag, self._rows, self._aligned)
+        settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
         begun = self.lane.cuts.get(self.branch)
         self._shares = shares if begun is None else shares.cut_by(begun)
@@ -229,7 +229,7 @@ class RecordReader(FirstStage):
 
     def _refs(self, start: int, stop: int) -> RefArray:
         """The refs at positions `start` to `stop - 1` of the lane's share of the epoch: REF (stop - start,)."""
-        if self.shuffle:
+        if self.shuffles:
             order = self._orders.of(self._shares, self._epoch, self.origin)
             index = order.locate(self._begin + start, self._begin + stop)
         else:
@@ -295,13 +295,13 @@ class RecordReader(FirstStage):
             "subset": self.subset,
             "selection": None if self.selection is None else self.selection.manifest(),
             "epochs": self.epochs,
-            "shuffle": self.shuffle,
+            "shuffle": self.shuffles,
             "block_size": self.block_size,
-            "window": self.window if self.shuffle and not self._deals else None,
+            "window": self.window if self.shuffles and not self._deals else None,
             **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
             "shards": summary(self.dataset.entries),
             **self._newest(),
-            **({"order": _ORDER} if self.epochs is not None or not self.shuffle else {}),
+            **({"order": _ORDER} if self.epochs is not None or not self.shuffles else {}),
             **self.dataset.known_media.settings(),
             **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
         }

@@ -131,8 +131,10 @@ def _info_object(info: Info) -> dict[str, object]:
 def print_state(console: Console, state: StateSummary, size: int) -> None:
     """Where a saved run stands: its settings, then a table of the lanes that have begun."""
     begun = {lane: row for lane, row in state.lanes.items() if row}
+    epochs = {value for row in begun.values() for field, value in row.items() if field.endswith("Reader.epoch")}
+    epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"  # one that has no end
     console.print(
-        f"slot {state.numbers['slot']:,} of epoch {state.numbers['epoch']}; {len(state.lanes)} of "
+        f"slot {state.numbers['slot']:,}{epoch}; {len(state.lanes)} of "
         f"{state.numbers['lanes']} lanes, {len(begun)} have begun; {human_bytes(size)}"
     )
     settings = Table("setting", "value", title="the run", title_justify="left")

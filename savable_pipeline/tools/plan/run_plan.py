@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from savable_pipeline.run.loader.settings import LoaderSettings
-from savable_pipeline.stages.pipeline import data_path
 from savable_pipeline.tools.plan.measure import RankMeasurement, measure
 from savable_pipeline.tools.plan.memory import RankMemory, SourceBytes, plan_bytes, plan_memory
 from savable_pipeline.tools.plan.mixing import Mixing, measure_mixing
@@ -96,7 +95,7 @@ def plan_run(
         lanes=settings.lanes,
         planned_lanes=lanes,
         better_lanes=better_lanes(settings, choices, planned=lanes),
-        path=data_path(parts.last),
+        path=repr(parts.last),
         population=parts.population,
         lengths=lengths,
         steps=count_steps(settings, parts, lengths, ranks=wanted.ranks, items_a_batch=batch),

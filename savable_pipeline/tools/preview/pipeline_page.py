@@ -14,7 +14,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.loader.trace import traced_rows
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.pipeline import Pipeline, data_path
+from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
@@ -37,7 +37,7 @@ class PipelinePage(NamedTuple):
 
 
 def preview_pipeline(
-    pipeline: Pipeline, name: str, *, batches: int = 3, seed: int = 0, lane: int = 0, lanes: int = 1
+    pipeline: PipelineFunction, name: str, *, batches: int = 3, seed: int = 0, lane: int = 0, lanes: int = 1
 ) -> PipelinePage:
     """A page with the first batches of one lane of a run with `seed` and `lanes`; UTF-8.
 
@@ -62,7 +62,7 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
     return render(
         "pipeline.html.jinja",
         title=title,
-        path=data_path(stage),
+        path=repr(stage),
         encoder=type(stage.info.encoder).__name__ if stage.info.encoder is not None else "none",
         seed=lane.seed,
         lane=lane.index,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.stages.readers.reader_settings import ReaderSettings
-from tests.conftest import write_tar
+from tests.conftest import MakeShards, write_tar
 from tests.support.toy_dataset import NumberDataset, drained, first, pairs, readers
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
@@ -376,3 +376,15 @@ def test_a_reader_of_a_users_own_shows_what_it_says_itself() -> None:
             super().__init__("mine/", lane, **more)
 
     assert list(inspect.signature(Mine).parameters) == ["lane", "more"]
+
+
+def test_a_reader_without_a_lane_or_of_other_files_says_what_to_write(make_shards: MakeShards, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"takes the lane of .* after 'x', not None: sp\.read\('x'\) begins a pipeline"):
+        sp.TarShardReader("x")  # type: ignore[call-arg]
+    (tmp_path / "chat.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(
+        sp.ShardError, match=r"a file of the kind jsonl, not tar; sp\.read\(…\) reads any kind"
+    ):
+        sp.TarShardReader(str(tmp_path / "chat.jsonl"), sp.Lane())
+    with pytest.raises(AttributeError, match=r"no attribute 'shuffle': sp\.read\(…\)\.shuffle\(…\) makes a chain"):
+        sp.TarShardReader(str(make_shards([3])), sp.Lane()).shuffle(100)  # type: ignore[attr-defined]

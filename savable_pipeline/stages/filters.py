@@ -1,0 +1,204 @@
+"""The stages that `.filter(f)` makes: of samples, before `Encode`, and of items, after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.on_error import OnError, check_on_error, reason_of, skips
+from savable_pipeline.core.saved_count import SavedCount
+from savable_pipeline.core.user_frames import described, from_user_code
+from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.errors import EncodeError, SavableError
+from savable_pipeline.stages.held_items import known_refs
+from savable_pipeline.stages.item_ref import sample_indices
+from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
+from savable_pipeline.stages.pipeline import sample_names
+from savable_pipeline.stages.sample_encoding import EncoderError, KeyedEncoder, SamplesAhead
+from savable_pipeline.stages.skipped_samples import SkippedSamples, max_empty_samples
+from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage_bases import PassThrough, TakesRefs
+
+_NONE = np.empty(0, REF)
+_NOTHING = "it returned None; return True or False"
+
+
+class _FilterState(msgspec.Struct):
+    refs: bytes
+    source: dict[str, Any]
+    samples: SavedCount = 0
+    errors: SavedCount = 0
+    avoided: dict[str, bytes] = {}
+
+
+class SampleFilter(TakesRefs):
+    """Yields the samples of which `keep(sample)`, or `keep(sample, rng)`, is true.
+
+    Samples that a reader excludes pass through it, untried, as they do through a buffer.
+
+    Args:
+        source: A stage of samples.
+        keep: Says whether a sample stays, by the sample and `rng` alone.
+        on_error: For a sample of which `keep` raises, as for `sp.Encode`.
+
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: `keep` raised, or no sample is kept of very many in a row, or of a whole pass without a loader.
+    """
+
+    source: SampleStage
+
+    def __init__(self, source: SampleStage, keep: Callable[..., bool], *, on_error: OnError = "raise") -> None:
+        self._check_source(source, SampleStage)
+        super().__init__(source)
+        self.keep, self.on_error = keep, on_error
+        encoder = MappedFunction(".filter", keep)
+        self._ahead = SamplesAhead()
+        self._skipped = SkippedSamples(
+            f".filter({mapped_name(keep)})", on_error, 0.1, self.counts, source.info, self._ahead
+        )
+        self._keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
+        self._kept, self._in_vain = 0, _InVain(self, keep)
+
+    def take_refs(self, n: int) -> RefArray:
+        """The refs of the next samples that stay, 1 to `n` of them: REF (any,); empty only at the end."""
+        ahead, excluded = self._ahead, self.info.excluded
+        while n:
+            if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, keep=ahead.next):
+                self._in_vain.end()
+                break
+            first, before, kept = ahead.next, self._skipped.begin(), list[bool | None]()
+            try:
+                chosen = ahead.samples[first : first + n]
+                for ahead.next, sample in enumerate(chosen, first):
+                    kept.append(sample.index in excluded or self._keeps(sample))
+                ahead.next += 1
+            except SavableError:
+                if not any(kept):
+                    raise
+                # those before it are given first, as without reading ahead; the next call tries it again
+            except BaseException:
+                ahead.next = first  # the call returns no sample: undo it as a whole
+                self._skipped.roll_back(before)
+                raise
+            self._kept += sum(map(bool, kept))
+            self._in_vain.count(kept)
+            if any(kept):
+                left: RefArray = ahead.refs[first : ahead.next][np.array(kept, bool)]
+                return left
+        return _NONE
+
+    def _keeps(self, sample: Sample) -> bool | None:
+        """Whether a sample stays; None if it is skipped because of an error."""
+        try:
+            found, _ = self._keyed.encoded(sample)
+            if found is not None:
+                return bool(found)
+            error: Exception = TypeError(_NOTHING)
+        except EncoderError as failed:
+            error = failed.error
+        self._skipped.tolerate(sample, error, self._kept)
+        return None
+
+    def save_state(self) -> State:
+        """`refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried."""
+        return {
+            "refs": self._ahead.left.tobytes(),
+            "samples": self._ahead.done,
+            **self._skipped.save_state(),
+            "source": self.source.save_state(),
+        }
+
+    def restore_state(self, state: State) -> None:
+        """Return to the position in `state`; no sample is tried."""
+        saved = parse_state(self, state, _FilterState)
+        self.source.restore_state(saved.source)
+        self._ahead.restore(self.source, known_refs(self, saved_refs(self, saved.refs)), saved.samples)
+        self._skipped.restore(saved.errors, {name: saved_refs(self, raw) for name, raw in saved.avoided.items()})
+
+    def settings(self) -> dict[str, Any]:
+        """The name of `keep`, and the arguments that a `partial` binds."""
+        return mapped_settings("keep", self.keep)
+
+
+class ItemFilter(PassThrough, ItemStage):
+    """Yields the items, or packs, of which `keep(item)` is true.
+
+    Args:
+        source: A stage of items.
+        keep: Says whether an item stays, by the item alone.
+        on_error: For an item of which `keep` raises: "raise", "skip", or a function of the `EncodeError`.
+
+    Raises:
+        ValueError: A setting is wrong.
+        EncodeError: As for `SampleFilter`.
+    """
+
+    source: ItemStage
+
+    def __init__(self, source: ItemStage, keep: Callable[[Any], bool], *, on_error: OnError = "raise") -> None:
+        self._check_source(source, ItemStage)
+        super().__init__(source)
+        check_mapped(".filter", keep, most=1)
+        check_on_error("filter", on_error)
+        self.keep, self.on_error = keep, on_error
+        self._in_vain = _InVain(self, keep)
+
+    def __next__(self) -> Any:
+        for item in self.source:
+            kept = self._keeps(item)
+            self._in_vain.count([kept])
+            if kept:
+                return item
+        self._in_vain.end()
+        raise StopIteration
+
+    def _keeps(self, item: Any) -> bool | None:
+        """Whether an item stays; None if it is skipped because of an error."""
+        try:
+            found = self.keep(item)
+            if found is None:
+                raise TypeError(_NOTHING)
+            return bool(found)
+        except Exception as error:
+            ref = self.source.ref
+            fault = EncodeError(
+                f".filter({mapped_name(self.keep)}) raised {described(error)}; {sample_names(self.source, ref)}"
+            )
+            if isinstance(error, ImportError) or not skips(self.on_error, fault):
+                raise fault from from_user_code(error)
+            self.counts.update(skip_counters(reason_of(error), next(iter(sample_indices(ref)))))
+            return None
+
+    def settings(self) -> dict[str, Any]:
+        """The name of `keep`, and the arguments that a `partial` binds."""
+        return mapped_settings("keep", self.keep)
+
+
+class _InVain:
+    """Counts what a filter leaves out, and raises where it leaves out all."""
+
+    def __init__(self, stage: SampleFilter | ItemFilter, keep: object) -> None:
+        self._stage, self._name = stage, mapped_name(keep)
+        self._row, self._kept = 0, False
+
+    def count(self, kept: Sequence[bool | None]) -> None:
+        """Count a call's results. Raises `EncodeError` after very many in a row without one that stays."""
+        if left_out := kept.count(False):
+            self._stage.counts["filtered"] += left_out
+        self._kept = self._kept or any(kept)
+        self._row = 0 if any(kept) else self._row + left_out
+        if self._row >= max_empty_samples(self._stage.info.population):
+            self._raise(f"the last {self._row} in a row")
+
+    def end(self) -> None:
+        """The pass is over. Raises `EncodeError` if it was one of all samples, and nothing was kept."""
+        if self._row and not self._kept and self._stage.lane.count == 1:
+            self._raise(f"a whole pass of {self._row}")
+
+    def _raise(self, which: str) -> NoReturn:
+        raise EncodeError(f".filter({self._name}) left out {which}: nothing would ever come; mend its condition")

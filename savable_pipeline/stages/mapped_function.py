@@ -1,0 +1,104 @@
+"""`MappedFunction`: an encoder made of a plain function, for `.map(f)`; and what a fingerprint keeps of a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from savable_pipeline.core.rng import Rng
+from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.stages.setting_rules import function_settings
+from savable_pipeline.stages.task_encoder import TaskEncoder
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+LAMBDA = "<lambda>"
+
+
+class MappedFunction(TaskEncoder):
+    """Encodes by `function(sample)`, or `function(sample, rng)` where it takes two arguments.
+
+    Args:
+        stage: What it is for, in messages: ".map".
+        function: Makes an item, a `Skip` or an iterator of items of a sample.
+        global_rng: As `TaskEncoder.global_rng`.
+        one_to_one: As `TaskEncoder.one_to_one`.
+
+    Raises:
+        ValueError: It is no function of one or two arguments.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        function: Callable[..., Any],
+        *,
+        global_rng: bool | tuple[str, ...] = True,
+        one_to_one: bool = False,
+    ) -> None:
+        self.function, self.global_rng, self.one_to_one = function, global_rng, one_to_one
+        self._with_rng = check_mapped(stage, function, most=2) == 2
+
+    def encode(self, sample: Sample, rng: Rng) -> Any:
+        """Return what the function makes of the sample."""
+        return self.function(sample, rng) if self._with_rng else self.function(sample)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the function's name, and the arguments that a `partial` binds."""
+        return mapped_settings("function", self.function)
+
+
+def encoder_call(encoder: TaskEncoder) -> str:
+    """What encodes, as messages name it: "Captions.encode", or "f" of `.map(f)`."""
+    if isinstance(encoder, MappedFunction):
+        return mapped_name(encoder.function)
+    return f"{type(encoder).__name__}.encode"
+
+
+def check_mapped(stage: str, function: object, *, most: int) -> int:
+    """How many arguments, 1 to `most`, a function takes. Raises ValueError if it is none of so many."""
+    if not callable(function) or isinstance(function, type | TaskEncoder):
+        cure = "; an encoder goes into .encode" if isinstance(function, TaskEncoder) else ""
+        raise ValueError(f"{stage} takes a function, not {function!r}{cure}")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of a builtin, such as `dict`'s methods
+        return 1
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = sum(each.default is each.empty for each in positional)
+    takes_more = any(each.kind == each.VAR_POSITIONAL for each in parameters)
+    asked = [each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
+    if not needed <= most or asked or not (positional or takes_more):
+        names = "f(sample) or f(sample, rng)" if most == 2 else "f(item)"
+        raise ValueError(f"{stage} takes a function {names}, not {mapped_name(function)}{inspect.signature(function)}")
+    return min(most, max(needed, 1))
+
+
+def mapped_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """What a fingerprint has of a function: its name, or class and `settings()`; of a `partial` its arguments too.
+
+    Arguments that are no plain values are there by their class.
+    """
+    if not isinstance(function, partial):
+        found = function_settings(argument, function)
+        return {**found, argument: mapped_name(function)}
+    bound = {**{str(number): value for number, value in enumerate(function.args)}, **function.keywords}
+    plain = {f"{argument}.{name}": _plain(value) for name, value in bound.items()}
+    return {**mapped_settings(argument, function.func), **plain}
+
+
+def mapped_name(function: object) -> str:
+    """The name of a function in messages and settings; "<lambda>" for each lambda."""
+    while isinstance(function, partial):
+        function = function.func
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    return LAMBDA if name.endswith(LAMBDA) else name
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    return value if isinstance(value, _PLAIN) else mapped_name(value)

@@ -1,0 +1,196 @@
+"""How a pipeline value begins: `read`, `mixture`, and `blend` and `join` of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import OnError
+from savable_pipeline.core.weights import Weight
+from savable_pipeline.data.shards.paths import Shards, as_names
+from savable_pipeline.data.shards.selection import Subset
+from savable_pipeline.data.stores.file_kinds import RangeColumns
+from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.blending.schedule import Schedule
+from savable_pipeline.stages.blending.weighted_sources import By, Until
+from savable_pipeline.stages.pipeline_step import ALONE, PipelineStep, unlike_defaults
+from savable_pipeline.stages.pipeline_value import AnyPipeline, ItemPipeline, Pipeline, SamplePipeline
+from savable_pipeline.stages.readers.join import Join, Missing
+from savable_pipeline.stages.readers.reader_of import Readable, reader_of
+from savable_pipeline.stages.stage import Stage
+
+
+def read(
+    path: Readable,
+    *,
+    split: str | None = None,
+    subset: Subset | None = None,
+    epochs: int | float | None = None,
+    shuffle: bool = True,
+    block_size: int | None = None,
+    window: int | None = 128,
+    on_error: OnError = "raise",
+    quarantine: str | os.PathLike[str] | None = None,
+    exclude: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+    columns: Sequence[str] | None = None,
+    key: str | None = None,
+    ranges: RangeColumns | None = None,
+    length: int | None = None,
+    stride: int | None = None,
+    dtype: str | None = None,
+) -> SamplePipeline:
+    """Begin a pipeline: the samples of tars, Parquet, Arrow, JSONL or token files, or of a folder of MDS or LitData.
+
+    Which it is is recognized by the names of the files, and they are opened when the pipeline is used.
+
+    Args:
+        path: A folder (with its subfolders), a glob, a brace pattern (`{000..099}.tar`), one file, a URL (s3, gs, az,
+            http, https), or a list of these; or a `sp.RecordStore`, or a function that makes one.
+        split: Name in `.nv-meta/split.yaml`. None: all samples.
+        subset: Share of the samples (0.1), range of shares (0.1, 0.3), or count.
+        epochs: Epochs of a pass, 2.5 with half of the third. None: endless in a loader, one where it is iterated.
+        shuffle: Permute shards and blocks in each epoch: see `sp.TarShardReader`. A `.shuffle(size)` mixes the blocks.
+        block_size: Samples that stay together. None: 8.
+        window: Shards whose blocks are mixed; None: all.
+        on_error: For missing or unreadable shards: "raise", "skip" or a function.
+        quarantine: File that gets a line of JSON for each skipped sample.
+        exclude: File that names samples to leave out.
+        cache: Tars behind a URL: the folder of the cache.
+        cache_bytes: Its limit; of Parquet, Arrow, MDS and LitData most bytes that are kept unpacked.
+        columns: Parquet and Arrow: the columns to read. None: all.
+        key: All but tars and tokens: the column or field with a sample's key.
+        ranges: Parquet, Arrow and JSONL: parts that are ranges of long audio or video files.
+        length: Tokens: of a window. None: a sample is a document.
+        stride: Tokens from the start of a window to the next.
+        dtype: Type of the tokens in flat files, such as "uint16".
+
+    Returns:
+        A pipeline of samples. An option that the files do not have is a ValueError when it is used.
+
+    Example:
+        >>> samples = sp.read("shards/", shuffle=False)
+        >>> len(samples)
+        400
+        >>> for sample in samples.take(1):
+        ...     print(sample.key, list(sample), sample.json())
+        s000000 ['json', 'txt', 'png'] {'id': 0}
+    """
+    options = {name: value for name, value in locals().items() if name != "path"}
+    named: Any = path if callable(path) or not isinstance(path, Iterable | os.PathLike) else as_names(path)
+    return SamplePipeline(PipelineStep("read", _read, (named,), unlike_defaults(read, options)))
+
+
+def _read(lane: Lane, one_pass: bool, path: Readable, **options: Any) -> Stage:
+    if one_pass and options.get("epochs") is None:
+        options["epochs"] = 1
+    return reader_of(path, lane, options)
+
+
+def mixture(
+    path: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    shuffle: bool = True,
+    block_size: int | None = None,
+    window: int | None = 128,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+    exclude: str | os.PathLike[str] | None = None,
+    stride: int = 8,
+) -> SamplePipeline:
+    """Begin a pipeline: the datasets of a YAML file, with their weights or repetitions; see `sp.read_mixture`.
+
+    Args:
+        path: The YAML file.
+        split: The split of a metadataset of Megatron-Energon.
+        shuffle: As for `sp.read`; so are the others.
+        block_size: Samples that stay together.
+        window: Shards whose blocks are mixed.
+        cache: The folder of the cache.
+        cache_bytes: Its limit.
+        exclude: File that names samples to leave out.
+        stride: As for `sp.Blend`.
+
+    Returns:
+        A pipeline of samples.
+
+    Example:
+        >>> _ = Path("weights.yaml").write_text(
+        ...     "sources: {web: {path: shards/0.tar, weight: 3}, books: {path: shards/1.tar, weight: 1}}"
+        ... )
+        >>> [sample.shard for sample in sp.mixture("weights.yaml").take(8)].count("0.tar")
+        6
+    """
+    options = {name: value for name, value in locals().items() if name not in ("path", "split")}
+    return SamplePipeline(PipelineStep("mixture", _mixture, (path, split), unlike_defaults(mixture, options)))
+
+
+def _mixture(lane: Lane, one_pass: bool, path: Any, split: str | None, **options: Any) -> Stage:
+    from savable_pipeline.stages.blending.mixture_file import read_mixture  # here: it imports yaml
+
+    found = lane.shared(("mixture", str(path), split), lambda: read_mixture(path, split=split))
+    return found.samples(lane, epochs=1 if one_pass else None, **options)
+
+
+def blend(
+    sources: Mapping[str, AnyPipeline],
+    *,
+    weights: Mapping[str, Weight] | Schedule | None = None,
+    by: By = "samples",
+    until: Until = "all",
+    stride: int = 8,
+) -> AnyPipeline:
+    """Merge pipelines by weight, all of samples or all of items: `sp.Blend`.
+
+    Args:
+        sources: Pipelines by name.
+        weights: As for `sp.Blend`; so are the others.
+        by: What is counted: "samples" or "tokens".
+        until: When it ends.
+        stride: After how many draws the shares are exact.
+
+    Returns:
+        A pipeline of what the sources are.
+
+    Raises:
+        ValueError: They are not all of one kind, or there are none.
+
+    Example:
+        >>> web, books = sp.read("shards/0.tar"), sp.read("shards/1.tar")
+        >>> mixed = sp.blend({"web": web, "books": books}, weights={"web": 3, "books": 1})
+        >>> [sample.shard for sample in mixed.take(8)].count("0.tar")
+        6
+    """
+    kinds: set[type[Pipeline]] = {type(each) for each in sources.values()}
+    if len(kinds) != 1 or not kinds <= {SamplePipeline, ItemPipeline}:
+        found = {name: getattr(each, "_gives", type(each).__name__) for name, each in sources.items()}
+        raise ValueError(f"blend takes pipelines by name, all of samples or all of items, not {found}")
+    steps = {name: each.step for name, each in sources.items()}
+    kind: Any = kinds.pop()
+    return kind(PipelineStep.of(Blend, steps, weights=weights, by=by, until=until, stride=stride))  # type: ignore[no-any-return]
+
+
+def join(
+    source: SamplePipeline, stores: Mapping[str, Shards], *, on: Literal["key"] = "key", missing: Missing = "skip"
+) -> SamplePipeline:
+    """Put the parts of other datasets beside each sample, found by its key: `sp.Join`.
+
+    Args:
+        source: A pipeline of samples.
+        stores: Datasets by a name of yours.
+        on: As for `sp.Join`; so is `missing`.
+        missing: For a sample whose key a dataset lacks.
+
+    Returns:
+        A pipeline of samples.
+
+    Example:
+        >>> joined = sp.join(sp.read("shards/", shuffle=False), {"other": "shards/1.tar"})
+        >>> joined.take(1)[0]["other.txt"]
+        b'picture 100'
+    """
+    return SamplePipeline(PipelineStep.of(Join, {ALONE: source.step}, stores, on=on, missing=missing))

@@ -1,0 +1,470 @@
+"""`Pipeline`: a pipeline as a value, which names its stages in the order of the data and builds them for each lane.
+
+    sp.read("shards/")   .shuffle(1000)   .encode(encoder)   .pack(max_length=8192)   .batch(4)
+    └── SamplePipeline ──────────────┘    └── ItemPipeline ───────────────────────┘   └ BatchPipeline
+
+A value opens nothing. Each method returns a new value, one step longer; the class says what its elements are, as the
+classes of stages do, so that a type checker, and the line itself, refuse steps in a wrong order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, overload
+
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.lane import Lane
+from savable_pipeline.core.on_error import OnError
+from savable_pipeline.data.media.clips import Clips
+from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.bucket_batcher import BucketBatcher
+from savable_pipeline.stages.bucket_sizes import BatchSize, Group
+from savable_pipeline.stages.capabilities import count_of
+from savable_pipeline.stages.clip_encoder import ClipEncoder
+from savable_pipeline.stages.cost import Cost
+from savable_pipeline.stages.encode import Encode
+from savable_pipeline.stages.encoder_calls import check_encoder, is_maker
+from savable_pipeline.stages.filters import ItemFilter, SampleFilter
+from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped
+from savable_pipeline.stages.packing.balance import Balance
+from savable_pipeline.stages.packing.packer import OnlinePacker
+from savable_pipeline.stages.packing.packing_function import PackingFunction
+from savable_pipeline.stages.packing.packing_policies import Policy
+from savable_pipeline.stages.packing.piece_maker import TooLong
+from savable_pipeline.stages.pipeline_step import ALONE, PipelineStep
+from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
+from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, Stage
+from savable_pipeline.stages.task_encoder import TaskEncoder
+
+AnyPipeline = TypeVar("AnyPipeline", bound="Pipeline")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Pipeline:
+    """A chain of steps that a loader builds for each lane: `sp.read("shards/").shuffle(1000).map(f).batch(4)`.
+
+    It is immutable, and pickles by itself: encoders by value, functions and classes by name. To iterate over one, at
+    any point of the chain, is a single pass over the data without a loader: look at it so, and train with
+    `sp.SavableLoader(pipeline, seed=…)`. `print(pipeline)` shows the tree of its stages.
+
+    What a chain cannot say is said by a function of a lane, which builds the stages by hand: see the page "Your own
+    stage". The batches and the states of both are the same.
+
+    Args:
+        step: The last step, which has those before it: `sp.read` and the methods make it.
+
+    Example:
+        >>> pipeline = sp.read("shards/", shuffle=False).map(lambda sample: sample.json()["id"]).batch(4)
+        >>> pipeline.take(2)
+        [tensor([0, 1, 2, 3]), tensor([4, 5, 6, 7])]
+        >>> pipeline
+        └─ Batcher(size=4)
+           └─ Encode(<lambda>)
+              └─ read('shards/', shuffle=False)
+    """
+
+    step: PipelineStep
+    """The last step, which has those before it."""
+    _gives: ClassVar[str] = ""
+    _cures: ClassVar[Mapping[str, str]] = {}
+
+    def __call__(self, lane: Lane) -> Any:
+        """Build the stages for a lane, and return the last one.
+
+        Args:
+            lane: The lane, as a loader makes it.
+
+        Raises:
+            ValueError: A setting is wrong.
+            ShardError: Files cannot be read.
+        """
+        return self.step.build(lane, one_pass=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give the elements of a single pass over the data, in one lane of the seed 0; files are closed at its end."""
+        shared: dict[Any, Any] = {}
+        lane = Lane(shared=shared)
+        try:
+            with as_in_a_worker(set(KINDS)):
+                last = self.step.build(lane, one_pass=True)
+            excluded = last.info.excluded if isinstance(last, SampleStage) else ()
+            done: Any = object()
+            while True:
+                with as_in_a_worker(set(KINDS)):  # the caller's generators stay as they are
+                    element: Any = next(last, done)
+                if element is done:
+                    return
+                if not excluded or element.index not in excluded:
+                    yield element
+        finally:
+            shared.clear()
+
+    def take(self, n: int) -> list[Any]:
+        """Return the first elements of a pass, and close the files.
+
+        Args:
+            n: How many; fewer where the pass has fewer.
+
+        Example:
+            >>> [sample.key for sample in sp.read("shards/", shuffle=False).take(2)]
+            ['s000000', 's000001']
+        """
+        return list(islice(self, n))
+
+    def __len__(self) -> int:
+        """The number of elements of a single pass. Opens the files.
+
+        Raises:
+            TypeError: It cannot be known before they are made.
+        """
+        count = count_of(self.step.build(Lane(), one_pass=True), 0, 0)
+        if count is None:
+            raise TypeError("how many this pipeline gives is not known before they are made; sp.read(…) alone knows")
+        return count
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return self.step.tree()
+
+    def _then(
+        self, kind: type[AnyPipeline], stage: Callable[..., Stage], *arguments: Any, **options: Any
+    ) -> AnyPipeline:
+        return kind(PipelineStep.of(stage, {ALONE: self.step}, *arguments, **options))
+
+    @overload
+    def then(self, stage: type[BatchStage], *arguments: Any, **options: Any) -> BatchPipeline: ...
+    @overload
+    def then(self, stage: type[ItemStage], *arguments: Any, **options: Any) -> ItemPipeline: ...
+    @overload
+    def then(self, stage: type[SampleStage], *arguments: Any, **options: Any) -> SamplePipeline: ...
+    def then(self, stage: type[Stage], *arguments: Any, **options: Any) -> Pipeline:
+        """Add a stage of your own: `stage(source, *arguments, **options)`.
+
+        Args:
+            stage: A class derived from `SampleStage`, `ItemStage` or `BatchStage`.
+            *arguments: What it takes after its source.
+            **options: The same, by name.
+
+        Raises:
+            ValueError: It is no such class.
+
+        Example:
+            >>> class Even(sp.PassThrough, sp.SampleStage):
+            ...     def __next__(self):
+            ...         return next(sample for sample in self.source if sample.json()["id"] % 2 == 0)
+            >>> [sample.key for sample in sp.read("shards/", shuffle=False).then(Even).take(2)]
+            ['s000000', 's000002']
+        """
+        kinds = {BatchStage: BatchPipeline, ItemStage: ItemPipeline, SampleStage: SamplePipeline}
+        for base, kind in kinds.items():
+            if isinstance(stage, type) and issubclass(stage, base):
+                return kind(PipelineStep(stage.__name__, stage, arguments, options, {ALONE: self.step}))
+        raise ValueError(
+            f".then takes the class of a stage, derived from sp.SampleStage, sp.ItemStage or sp.BatchStage, not "
+            f"{stage!r}; a function goes into .map or .filter"
+        )
+
+    if not TYPE_CHECKING:  # a type checker knows which steps there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            cure = self._cures.get(name)
+            if cure is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(f".{name} does not take {self._gives}: {cure}")
+
+
+class BatchPipeline(Pipeline):
+    """A pipeline of batches: what a loader takes. Only `.then` adds a step to it."""
+
+    __slots__ = ()
+    _gives = "batches"
+    _cures: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("shuffle", "filter", "map", "encode", "pack", "balance", "batch", "bucket", "clips"),
+        "put it before .batch",
+    )
+
+
+class ItemPipeline(Pipeline):
+    """A pipeline of items, or of packs of them: what `.map` and `.encode` return."""
+
+    __slots__ = ()
+    _gives = "items"
+    _cures: ClassVar[Mapping[str, str]] = {
+        "map": "samples are encoded once; call both functions in one",
+        "encode": "samples are encoded once; write what both do into one encoder",
+        "clips": "it takes the place of .encode",
+    }
+
+    def shuffle(self, size: int, *, max_held_bytes: int | None = None) -> Self:
+        """Shuffle items, such as the pieces of one document, in a buffer: `sp.ShuffleBuffer`.
+
+        Args:
+            size: Items held in the buffer.
+            max_held_bytes: As for `sp.ShuffleBuffer`.
+        """
+        return self._then(type(self), ShuffleBuffer, size=size, max_held_bytes=max_held_bytes)
+
+    def filter(self, keep: Callable[[Any], bool], *, on_error: OnError = "raise") -> Self:
+        """Leave out items of which `keep(item)` is false; they are counted as "filtered".
+
+        Args:
+            keep: Says whether an item stays, by the item alone.
+            on_error: For an item of which it raises, as for `sp.Encode`.
+
+        Example:
+            >>> numbers = sp.read("shards/", shuffle=False).map(lambda sample: sample.json()["id"])
+            >>> numbers.filter(lambda number: number % 100 == 5).take(3)
+            [5, 105, 205]
+        """
+        check_mapped(".filter", keep, most=1)
+        return self._then(type(self), ItemFilter, keep, on_error=on_error)
+
+    def pack(
+        self,
+        max_length: int,
+        *,
+        policy: Policy | PackingFunction = "best_fit",
+        open_packs: int = 16,
+        max_images: int | None = None,
+        max_cost: int | None = None,
+        cost: Cost | None = None,
+        too_long: TooLong | None = None,
+        max_held_bytes: int = 1 << 30,
+        encoder: TaskEncoder | None = None,
+    ) -> ItemPipeline:
+        """Join items into packs of at most `max_length` tokens, by the encoder's `pack`: `sp.OnlinePacker`.
+
+        Args:
+            max_length: Most tokens of a pack.
+            policy: As for `sp.OnlinePacker`; so are the others.
+            open_packs: Most packs open.
+            max_images: Most images in a pack.
+            max_cost: Most `cost` in a pack.
+            cost: `cost(length, images)`.
+            too_long: What happens to longer items.
+            max_held_bytes: Most bytes of items in all open packs of a process.
+            encoder: Measures, cuts and packs.
+        """
+        return self._then(
+            ItemPipeline,
+            OnlinePacker,
+            max_length=max_length,
+            policy=policy,
+            open_packs=open_packs,
+            max_images=max_images,
+            max_cost=max_cost,
+            cost=cost,
+            too_long=too_long,
+            max_held_bytes=max_held_bytes,
+            encoder=encoder,
+        )
+
+    def balance(
+        self, hold: int, *, cost: Cost, max_held_bytes: int = 1 << 30, encoder: TaskEncoder | None = None
+    ) -> ItemPipeline:
+        """Give the ranks of a step packs of about equal cost: `sp.Balance`.
+
+        Args:
+            hold: Packs that each lane holds.
+            cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
+            max_held_bytes: As for `sp.Balance`; so is `encoder`.
+            encoder: Measures items.
+        """
+        options = {"hold": hold, "cost": cost, "max_held_bytes": max_held_bytes, "encoder": encoder}
+        return self._then(ItemPipeline, Balance, **options)
+
+    def batch(self, size: int, *, drop_last: bool | None = None, encoder: TaskEncoder | None = None) -> BatchPipeline:
+        """Make batches of `size` items or packs: `sp.Batcher`.
+
+        Args:
+            size: Items or packs of a batch.
+            drop_last: As for `sp.Batcher`; so is `encoder`.
+            encoder: Makes the batches.
+        """
+        return self._then(BatchPipeline, Batcher, size=size, drop_last=drop_last, encoder=encoder)
+
+    def bucket(
+        self,
+        bounds: Sequence[int] = (),
+        *,
+        size: BatchSize | Mapping[Group, BatchSize] | Callable[[Group], int] | None = None,
+        max_tokens: int | None = None,
+        group: Callable[[Any], Group] | str | None = None,
+        drop_last: bool | None = None,
+        same_bucket: bool = False,
+        hold: int = 32,
+        encoder: TaskEncoder | None = None,
+    ) -> BatchPipeline:
+        """Make batches of items of similar length, or of one group: `sp.BucketBatcher`.
+
+        Args:
+            bounds: The greatest length of each bucket.
+            size: As for `sp.BucketBatcher`; so are the others.
+            max_tokens: In place of `size`.
+            group: Only items of one group share a batch.
+            drop_last: Whether rests are dropped.
+            same_bucket: Whether the ranks of a step take batches of the same bucket.
+            hold: Full batches that a lane holds for that.
+            encoder: Measures items and makes the batches.
+        """
+        return self._then(
+            BatchPipeline,
+            BucketBatcher,
+            bounds=bounds,
+            size=size,
+            max_tokens=max_tokens,
+            group=group,
+            drop_last=drop_last,
+            same_bucket=same_bucket,
+            hold=hold,
+            encoder=encoder,
+        )
+
+
+class SamplePipeline(Pipeline):
+    """A pipeline of samples: what `sp.read`, `sp.blend`, `sp.join` and `sp.mixture` return."""
+
+    __slots__ = ()
+    _gives = "samples"
+    _cures: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("pack", "balance", "bucket"), "make items of them first, by .encode(encoder) or .map(function)"
+    )
+
+    def shuffle(self, size: int) -> Self:
+        """Shuffle samples in a buffer, which holds only their refs: `sp.ShuffleBuffer`.
+
+        Args:
+            size: Samples held in the buffer of each lane.
+        """
+        return self._then(type(self), ShuffleBuffer, size=size)
+
+    def filter(self, keep: Callable[..., bool], *, on_error: OnError = "raise") -> Self:
+        """Leave out samples of which `keep(sample)`, or `keep(sample, rng)`, is false; they are counted as "filtered".
+
+        A long filter belongs into the encoder, as a `Skip`, or into a file for `exclude=`: this one runs in each epoch.
+
+        Args:
+            keep: Says whether a sample stays, by the sample and `rng` alone.
+            on_error: For a sample of which it raises, as for `sp.Encode`.
+
+        Raises:
+            ValueError: It is no such function.
+
+        Example:
+            >>> even = sp.read("shards/", shuffle=False).filter(lambda sample: sample.json()["id"] % 2 == 0)
+            >>> [sample.key for sample in even.take(3)]
+            ['s000000', 's000002', 's000004']
+        """
+        check_mapped(".filter", keep, most=2)
+        return self._then(type(self), SampleFilter, keep, on_error=on_error)
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *,
+        on_error: OnError = "raise",
+        max_errors: int | float = 0.1,
+        check: float | None = None,
+        global_rng: bool | tuple[str, ...] = True,
+        one_to_one: bool = False,
+    ) -> ItemPipeline:
+        """Make items of samples by `function(sample)` or `function(sample, rng)`: a dict, a tensor, any value but None.
+
+        A `Skip` leaves the sample out, a generator makes several items of it. Batches stack them as torch's
+        `default_collate`; to pack them, write a `TaskEncoder`.
+
+        Args:
+            function: Depends on the sample and `rng` alone. Its name, and the arguments that a `functools.partial`
+                binds, are compared when a state is loaded.
+            on_error: As for `sp.Encode`; so are `max_errors` and `check`.
+            max_errors: Most samples that a lane may skip because of errors.
+            check: Share of samples to encode twice. None: the first 8 of a process.
+            global_rng: As `TaskEncoder.global_rng`; so is `one_to_one`.
+            one_to_one: Whether it makes exactly one item of every sample.
+
+        Raises:
+            ValueError: It is no such function.
+
+        Example:
+            >>> def crop(sample, rng):
+            ...     left = rng.integers(5)
+            ...     return {"pixels": torch.tensor(np.asarray(sample.image())[:4, left : left + 4])}
+            >>> sp.read("shards/").map(crop).batch(2).take(1)[0]["pixels"].shape
+            torch.Size([2, 4, 4, 3])
+        """
+        encoder = MappedFunction(".map", function, global_rng=global_rng, one_to_one=one_to_one)
+        return self.encode(encoder, on_error=on_error, max_errors=max_errors, check=check)
+
+    def encode(
+        self,
+        encoder: TaskEncoder | Callable[[], TaskEncoder],
+        *,
+        on_error: OnError = "raise",
+        max_errors: int | float = 0.1,
+        check: float | None = None,
+    ) -> ItemPipeline:
+        """Make items of samples by an encoder: `sp.Encode`.
+
+        Args:
+            encoder: The encoder; or a function that makes it, once a process, for one that is too large to be sent to
+                workers.
+            on_error: As for `sp.Encode`; so are the others.
+            max_errors: Most samples that a lane may skip because of errors.
+            check: Share of samples to encode twice. None: the first 8 of a process.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        if not is_maker(encoder):
+            check_encoder(".encode", encoder)
+        return self._then(
+            ItemPipeline,
+            Encode,
+            encoder,
+            on_error=on_error,
+            max_errors=max_errors,
+            check=check,
+        )
+
+    def clips(
+        self,
+        clips: Clips,
+        *,
+        video: str | bool = True,
+        audio: str | bool = False,
+        rate: int | None = None,
+        on_error: OnError = "raise",
+    ) -> ItemPipeline:
+        """Make an item of each clip of a video, of a sound or of both: dicts of "frames", "times_s", "audio".
+
+        Args:
+            clips: Which clips to take.
+            video: The name of the part; True: the first video; False: none.
+            audio: The name of the part; True: the first sound; False: none.
+            rate: Samples of the sound in a second, in Hz. None: its own.
+            on_error: As for `sp.Encode`.
+
+        Raises:
+            ValueError: Neither video nor audio is taken.
+
+        Example:
+            ```python
+            films = sp.read("films/").clips(sp.Clips(length_s=2.0, fps=8, count=2, size=(224, 224)))
+            films.batch(4).take(1)[0]["frames"]  # uint8 (4, 16, 3, 224, 224)
+            ```
+        """
+        return self.encode(ClipEncoder(clips, video=video, audio=audio, rate=rate), on_error=on_error)
+
+    def batch(self, size: int, *, drop_last: bool | None = None, encoder: TaskEncoder | None = None) -> BatchPipeline:
+        """Make lists of `size` samples, or batches by the `batch` of an encoder: `sp.Batcher`.
+
+        Args:
+            size: Samples of a batch.
+            drop_last: As for `sp.Batcher`; so is `encoder`.
+            encoder: Makes the batches.
+        """
+        return self._then(BatchPipeline, Batcher, size=size, drop_last=drop_last, encoder=encoder)

@@ -1,0 +1,146 @@
+"""`.filter`: what is kept, what is counted, and errors; before and after encoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import savable_pipeline as sp
+from savable_pipeline.testing import assert_exact_resume
+from tests.conftest import MakeShards
+from tests.support.shards import write_numbered_shards
+from tests.support.toy_stores import number_of
+
+
+def number(sample: sp.Sample) -> int:
+    return number_of(sample)
+
+
+def few(sample: sp.Sample, rng: sp.Rng) -> bool:
+    return rng.random() < 0.3
+
+
+def short(item: int) -> bool:
+    return item % 5 > 1
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 9))
+def test_samples_and_items_are_those_of_a_comprehension(
+    tmp_path_factory: pytest.TempPathFactory, buffer: int, size: int, divisor: int
+) -> None:
+    shards = tmp_path_factory.mktemp("shards")
+    write_numbered_shards(shards, [40, 3])
+    read = sp.read(str(shards), shuffle=False)
+    kept = [n for n in range(43) if n % divisor]
+    assert [number_of(s) for s in read.filter(lambda s: number_of(s) % divisor)] == kept
+    assert list(read.map(number).filter(lambda n: n % divisor > 0)) == kept
+    shuffled = list(read.filter(lambda s: number_of(s) % divisor).shuffle(buffer).map(number))
+    assert sorted(shuffled) == kept
+    batches = list(read.map(number).filter(lambda n: n % divisor > 0).batch(size))
+    assert [int(n) for batch in batches for n in batch] == kept
+
+
+def test_filters_that_draw_numbers_resume_exactly_and_draw_others_than_the_encoder(make_shards: MakeShards) -> None:
+    def drawn(sample: sp.Sample, rng: sp.Rng) -> float:
+        return rng.random()
+
+    read = sp.read(str(make_shards([60, 30])))
+    chain = read.filter(few).shuffle(5).map(number).filter(short).batch(2)
+    assert assert_exact_resume(chain, lanes=4, steps=16, chains=2, world_sizes=(1, 2)) > 16
+    assert max(read.filter(few).map(drawn)) > 0.3  # the same numbers would all be below
+
+
+def test_what_is_left_out_is_counted_apart_from_skips(make_shards: MakeShards) -> None:
+    def odd_or_skip(sample: sp.Sample) -> Any:
+        return sp.Skip("seven") if number_of(sample) == 7 else number_of(sample)
+
+    def odd(sample: sp.Sample) -> bool:
+        return number_of(sample) % 2 == 1
+
+    chain = sp.read(str(make_shards([40])), epochs=1).filter(odd).map(odd_or_skip).filter(short).batch(2)
+    loader = sp.SavableLoader(chain, seed=0, lanes=1)
+    given_ = [int(n) for batch in loader for n in batch]
+    assert sorted(given_) == [n for n in range(40) if n % 2 and n != 7 and n % 5 > 1]
+    stats = loader.stats()
+    assert stats["SampleFilter/filtered"] == 20
+    assert stats["Encode/skipped/seven"] == 1
+    assert stats["ItemFilter/filtered"] == sum(n % 2 and n != 7 and n % 5 <= 1 for n in range(40))
+
+
+def test_excluded_samples_pass_through_untried_and_are_left_out_behind(make_shards: MakeShards, tmp_path: Path) -> None:
+    (tmp_path / "gone").write_text("s000003\n")
+
+    def checked(sample: sp.Sample) -> bool:
+        assert number_of(sample) != 3
+        return number_of(sample) > 1
+
+    chain = sp.read(str(make_shards([6])), exclude=str(tmp_path / "gone")).filter(checked).map(number)
+    assert sorted(chain) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_error_of_the_function_is_raised_or_skipped_and_tried_again(make_shards: MakeShards, after: bool) -> None:
+    broken = {"is": True}
+
+    def tried(value: Any) -> bool:
+        if (value if isinstance(value, int) else number_of(value)) == 4 and broken["is"]:
+            raise RuntimeError("no four")
+        return True
+
+    shards = str(make_shards([9]))
+
+    def chain(**settings: Any) -> Any:
+        read = sp.read(shards, shuffle=False, epochs=1)
+        return read.map(number).filter(tried, **settings) if after else read.filter(tried, **settings).map(number)
+
+    loader = sp.SavableLoader(chain().batch(3), seed=0, lanes=1)
+    assert next(loader).tolist() == [0, 1, 2]  # the fault is met where it is due, though more was read ahead
+    state = loader.state_dict()
+    with pytest.raises(sp.EncodeError, match=r"filter\(.*tried\) raised RuntimeError: no four.*key 's000004'"):
+        next(loader)
+    broken["is"] = False
+    resumed = sp.SavableLoader(chain().batch(3), seed=0, lanes=1)
+    resumed.load_state_dict(state)
+    for each in (loader, resumed):
+        assert [batch.tolist() for batch in each] == [[3, 4, 5], [6, 7, 8]]
+    broken["is"] = True
+    loader = sp.SavableLoader(chain(on_error="skip").batch(3), seed=0, lanes=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 5, 6], [7, 8]]
+    stage = "ItemFilter" if after else "SampleFilter"
+    assert loader.stats()[f"{stage}/skipped/RuntimeError"] == 1
+    assert f"{stage}/filtered" not in loader.stats()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_filter_that_forgets_to_return_is_an_error(make_shards: MakeShards, after: bool) -> None:
+    def forgets(value: Any) -> Any:
+        bool(value)
+
+    read = sp.read(str(make_shards([3])))
+    with pytest.raises(sp.EncodeError, match="returned None; return True or False"):
+        list(read.map(number).filter(forgets) if after else read.filter(forgets))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("epochs", [1, None])
+def test_a_filter_that_keeps_nothing_is_an_error(make_shards: MakeShards, after: bool, epochs: int | None) -> None:
+    def nothing(value: Any) -> bool:
+        return False
+
+    read = sp.read(str(make_shards([8])), epochs=epochs)
+    chain = read.map(number).filter(nothing) if after else read.filter(nothing).map(number)
+    with pytest.raises(sp.EncodeError, match=r"nothing\) left out (a whole pass of 8|the last 124. in a row)"):
+        next(sp.SavableLoader(chain.batch(2), seed=0, lanes=1))
+
+
+def test_a_lane_whose_share_has_nothing_to_keep_is_no_error(make_shards: MakeShards) -> None:
+    def first(sample: sp.Sample) -> bool:
+        return number_of(sample) == 0
+
+    chain = sp.read(str(make_shards([30])), epochs=1, block_size=1).filter(first).map(number).batch(1)
+    given = [[int(n) for batch in chain(sp.Lane(lane, 3)) for n in batch] for lane in range(3)]
+    assert sorted(given) == [[], [], [0]]

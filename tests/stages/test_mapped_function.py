@@ -1,0 +1,100 @@
+"""Functions as encoders: what they may give, and what a saved state says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.testing import assert_exact_resume
+from tests.conftest import MakeShards
+from tests.support.toy_stores import number_of
+
+
+def scaled(sample: sp.Sample, rng: sp.Rng, *, by: int = 2) -> dict[str, Any]:
+    return {"n": number_of(sample) * by, "noise": torch.rand(2), "drawn": rng.random()}
+
+
+def other(sample: sp.Sample) -> dict[str, Any]:
+    return {"n": number_of(sample), "noise": torch.zeros(2), "drawn": 0.0}
+
+
+def parts(sample: sp.Sample) -> Iterator[int]:
+    for part in range(number_of(sample) % 4):
+        yield 10 * number_of(sample) + part
+
+
+def test_a_function_may_give_a_dict_a_generator_or_a_skip(make_shards: MakeShards) -> None:
+    def even(sample: sp.Sample) -> Any:
+        return sp.Skip("odd") if number_of(sample) % 2 else number_of(sample)
+
+    read = sp.read(str(make_shards([6])), shuffle=False)
+    assert list(read.map(parts)) == [10, 20, 21, 30, 31, 32, 50]
+    assert list(read.map(even)) == [0, 2, 4]
+    batch = read.map(scaled).batch(4).take(1)[0]
+    assert batch["n"].tolist() == [0, 2, 4, 6] and batch["noise"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("function", [scaled, parts, partial(scaled, by=3)])
+def test_it_resumes_exactly_with_all_its_random_numbers(make_shards: MakeShards, function: Any) -> None:
+    chain = sp.read(str(make_shards([40, 9]))).shuffle(6).map(function).batch(3)
+    assert assert_exact_resume(chain, lanes=4, steps=12, chains=2) > 12
+
+
+def test_a_state_of_another_function_or_other_bound_arguments_is_refused(make_shards: MakeShards) -> None:
+    read = sp.read(str(make_shards([40])))
+
+    def loader(function: Any) -> sp.SavableLoader:
+        return sp.SavableLoader(read.map(function).batch(2), seed=0, lanes=2)
+
+    state = loader(partial(scaled, by=3)).state_dict()
+    loader(partial(scaled, by=3)).load_state_dict(state)
+    for function, named in [(partial(scaled, by=4), r"function\.by"), (other, r"encoder\.function"), (scaled, "by")]:
+        with pytest.raises(sp.CheckpointMismatchError, match=named):
+            loader(function).load_state_dict(state)
+
+
+def test_a_lambda_is_not_compared_and_the_loader_says_so(
+    make_shards: MakeShards, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = sp.read(str(make_shards([40])))
+    one = sp.SavableLoader(read.map(lambda sample: number_of(sample)).batch(2), seed=0, lanes=2)
+    two = sp.SavableLoader(read.map(lambda sample: -number_of(sample)).batch(2), seed=0, lanes=2)
+    two.load_state_dict(one.state_dict())
+    assert caplog.text.count("a saved state does not compare what is in a lambda") == 2
+    assert next(two).max() <= 0
+
+
+@pytest.mark.parametrize("where", ["map", "filter"])
+def test_a_lambda_cannot_go_to_spawned_workers_and_the_error_says_what_to_do(
+    make_shards: MakeShards, where: str
+) -> None:
+    read = sp.read(str(make_shards([4])))
+    chain = read.map(lambda sample: 1) if where == "map" else read.filter(lambda sample: True).map(number_of)
+    with pytest.raises(ValueError, match=r"a lambda .*give it a name with def"):
+        sp.SavableLoader(chain.batch(1), seed=0, num_workers=1, multiprocessing_context="spawn")
+
+
+class Large(sp.Decoded):
+    def __init__(self) -> None:
+        self.table = bytes(65 << 20)
+
+
+def test_a_large_encoder_sent_to_spawned_workers_is_a_warning_with_the_cure(
+    make_shards: MakeShards, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = sp.read(str(make_shards([4])))
+    settings: Any = {"seed": 0, "lanes": 2, "num_workers": 1, "multiprocessing_context": "spawn"}
+    sp.SavableLoader(read.encode(Large()).batch(1), **settings).close()
+    assert "68.2 MB" in caplog.text and ".encode(make)" in caplog.text
+    caplog.clear()
+    sp.SavableLoader(read.encode(made).batch(1), **settings).close()
+    assert ".encode(make)" not in caplog.text
+
+
+def made() -> sp.TaskEncoder:
+    return Large()

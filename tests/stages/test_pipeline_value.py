@@ -1,0 +1,220 @@
+"""Pipelines as values: what a function of a lane builds by hand, in the order of the data, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import savable_pipeline as sp
+from savable_pipeline.stages.pipeline_value import BatchPipeline, ItemPipeline, SamplePipeline
+from tests.conftest import MakeShards
+from tests.support.toy_chains import toy_chain
+from tests.support.toy_pipelines import toy_pipeline
+from tests.support.toy_stores import READERS, WRITERS, number_of
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"pack": None, "buffer": None},
+    {"blend": "nested", "by": "tokens", "pack": "first_fit_decreasing", "hold": 3},
+    {"blend": "samples", "weights": "step", "pack": "items"},
+    {"pack": "both", "hold": 3, "own": ("samples", "items", "batches"), "too_long": "split"},
+]
+
+
+@pytest.mark.parametrize("chosen", KINDS, ids=str)
+def test_a_chain_and_a_function_give_the_same_and_take_each_others_states(
+    make_shards: MakeShards, chosen: dict[str, Any]
+) -> None:
+    shards = str(make_shards([50, 30, 7]))
+    chain, function = toy_chain(shards, **chosen), partial(toy_pipeline, shards, **chosen)
+    for first, second in [(chain, function), (function, chain)]:
+        one, other = (sp.SavableLoader(each, seed=3, lanes=3) for each in (first, second))
+        for _ in range(7):
+            next(one)
+        other.load_state_dict(one.state_dict())
+        for _ in range(7):
+            assert repr(next(one)) == repr(next(other))
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_files_of_each_kind_are_read_by_their_reader(tmp_path: Path, kind: str) -> None:
+    WRITERS[kind](tmp_path / "data", [9, 4])
+    name, own = READERS[kind]
+    reader = getattr(sp, name)(str(tmp_path / "data"), sp.Lane(), epochs=1, **own)
+    samples = sp.read(tmp_path / "data", **own)
+    assert [number_of(sample) for sample in samples] == [number_of(sample) for sample in reader]
+    assert len(samples) == 13
+    assert type(samples(sp.Lane())) is type(reader)
+
+
+def test_a_value_opens_nothing_and_refuses_an_option_of_other_files_when_it_is_used(tmp_path: Path) -> None:
+    samples = sp.read(tmp_path / "later", columns=["a"])
+    WRITERS["jsonl"](tmp_path / "later", [3])
+    with pytest.raises(ValueError, match=r"jsonl files are read without columns=, which ArrowReader, ParquetReader"):
+        samples.take(1)
+
+
+def test_read_has_the_options_of_all_readers_with_their_defaults() -> None:
+    ours = {name: each for name, each in inspect.signature(sp.read).parameters.items() if name != "path"}
+    readers = [getattr(sp, name) for name, _ in READERS.values()]
+    theirs = [each for reader in readers for each in inspect.signature(reader).parameters.values()]
+    keywords = [each for each in theirs if each.kind is each.KEYWORD_ONLY]
+    assert ours.keys() == {each.name for each in keywords}
+    assert all(ours[each.name].default == each.default for each in keywords if each.name != "cache_bytes")
+
+
+def test_a_store_or_a_function_that_makes_one_is_read_too() -> None:
+    class Numbers(sp.RecordStore):
+        address = "numbers"
+        entries = [sp.ShardEntry("all", size=0, samples=5, digest=1)]  # noqa: RUF012
+
+        def key(self, shard: int, row: int) -> str:
+            return str(row)
+
+        def extensions(self, shard: int, row: int) -> list[str]:
+            return ["json"]
+
+        def read(self, shard: int, row: int, extension: str) -> bytes:
+            return str(row).encode()
+
+    for named in (Numbers, Numbers()):
+        assert sorted(sample.json() for sample in sp.read(named)) == [0, 1, 2, 3, 4]
+
+
+def ident(sample: sp.Sample) -> int:
+    return number_of(sample)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda read: read.pack(9), r"\.pack does not take samples: make items of them first"),
+        (lambda read: read.map(ident).map(ident), r"\.map does not take items: samples are encoded once"),
+        (lambda read: read.map(ident).batch(2).shuffle(3), r"\.shuffle does not take batches: put it before \.batch"),
+        (lambda read: read.shufle(3), "no attribute 'shufle'"),
+    ],
+)
+def test_steps_in_a_wrong_order_are_an_error_at_their_line(build: Any, message: str) -> None:
+    with pytest.raises(AttributeError, match=message):
+        build(sp.read("nowhere"))
+
+
+def test_what_is_no_stage_function_or_encoder_is_refused_at_its_line() -> None:
+    read = sp.read("nowhere")
+    for build, message in [
+        (lambda: read.then(ident), "class of a stage"),
+        (lambda: read.map(sp.Decoded()), r"goes into \.encode"),
+        (lambda: read.map(lambda a, b, c: a), "f(sample, rng)"),
+        (lambda: read.encode(sp.Decoded), "make one of this class"),
+        (lambda: read.encode(ident), r"goes into sp\.read\(…\)\.map"),
+        (lambda: sp.blend({"a": read, "b": read.map(ident)}), "all of samples or all of items"),
+        (lambda: sp.blend({}), "all of samples or all of items"),
+        (lambda: read.filter(lambda a, b, c: True), "takes a function"),
+    ]:
+        with pytest.raises(ValueError, match=message.replace("f(sample, rng)", r"f\(sample, rng\)")):
+            build()
+
+
+@pytest.mark.parametrize("kind", [SamplePipeline, ItemPipeline, BatchPipeline])
+def test_each_step_has_the_defaults_of_the_stage_that_it_makes(kind: type[sp.Pipeline]) -> None:
+    made: dict[str, Any] = {
+        "shuffle": sp.ShuffleBuffer,
+        "encode": sp.Encode,
+        "map": sp.Encode,
+        "pack": sp.OnlinePacker,
+        "balance": sp.Balance,
+        "batch": sp.Batcher,
+        "bucket": sp.BucketBatcher,
+    }
+    for name, stage in made.items():
+        if (method := vars(kind).get(name)) is not None:
+            ours, theirs = (inspect.signature(each).parameters for each in (method, stage))
+            shared = ours.keys() & theirs.keys() - {"self", "source"}
+            assert {each: ours[each].default for each in shared} == {each: theirs[each].default for each in shared}
+            if kind is ItemPipeline:
+                assert theirs.keys() - {"source"} <= ours.keys()
+
+
+def test_a_pass_ends_closes_its_files_and_leaves_the_generators_as_they_are(make_shards: MakeShards) -> None:
+    def drawn(sample: sp.Sample) -> float:
+        return random.random() + float(np.random.rand()) + float(torch.rand(1))
+
+    pipeline = sp.read(str(make_shards([20, 5]))).shuffle(4).map(drawn).batch(4)
+    assert [len(batch) for batch in pipeline] == [4] * 6 + [1]
+    before, states = open_descriptors(), (random.getstate(), torch.get_rng_state())
+    first = pipeline.take(3)
+    assert open_descriptors() == before
+    assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
+    assert all(torch.equal(one, other) for one, other in zip(first, pipeline, strict=False))
+
+
+def test_mixtures_and_blends_of_endless_readers_end_after_a_pass(make_shards: MakeShards, tmp_path: Path) -> None:
+    shards = str(make_shards([10]))
+    (tmp_path / "mix.yaml").write_text(
+        f"sources: {{a: {{path: {shards}, weight: 3}}, b: {{path: {shards}, weight: 1}}}}"
+    )
+    for mixed in (sp.mixture(tmp_path / "mix.yaml"), sp.blend({"a": sp.read(shards), "b": sp.read(shards)})):
+        assert sorted(map(number_of, mixed)) == sorted([*range(10)] * 2)
+        assert mixed(sp.Lane()).info.endless
+
+
+def test_the_length_of_a_pass_is_known_where_nothing_can_be_left_out(make_shards: MakeShards) -> None:
+    read = sp.read(str(make_shards([10, 3])))
+    assert len(read) == 13
+    assert len(read.map(ident, one_to_one=True).batch(4)) == 4
+    assert len(sp.read(str(make_shards([10, 3])), epochs=2)) == 26
+    with pytest.raises(TypeError, match="not known before they are made"):
+        len(read.map(ident))
+    assert read.map(ident)  # and yet true
+
+
+def test_excluded_samples_are_not_given_by_a_pass(make_shards: MakeShards, tmp_path: Path) -> None:
+    (tmp_path / "gone").write_text("s000003\n")
+    read = sp.read(str(make_shards([6])), exclude=str(tmp_path / "gone"))
+    assert sorted(map(number_of, read)) == [0, 1, 2, 4, 5]
+    assert sorted(read.map(ident)) == [0, 1, 2, 4, 5]
+
+
+def made_encoder() -> sp.TaskEncoder:
+    return sp.Decoded()
+
+
+def test_a_value_is_immutable_pickles_and_runs_in_workers_of_every_start_method(make_shards: MakeShards) -> None:
+    pipeline = sp.read(str(make_shards([30])), epochs=1).shuffle(8).encode(made_encoder).batch(5)
+    with pytest.raises(AttributeError):
+        pipeline.step = None  # type: ignore[misc, assignment]
+    assert repr(pickle.loads(pickle.dumps(pipeline))) == repr(pipeline)
+    own = [batch["__key__"] for batch in sp.SavableLoader(pipeline, seed=1, lanes=2)]
+    for method in ("fork", "spawn"):
+        with sp.SavableLoader(pipeline, seed=1, lanes=2, num_workers=1, multiprocessing_context=method) as loader:
+            assert [batch["__key__"] for batch in loader] == own
+
+
+def test_it_prints_as_the_tree_of_its_stages() -> None:
+    web = sp.read("web/", shuffle=False).filter(ident).map(partial(ident))
+    books = sp.read(["a.tar", "b.tar"]).encode(made_encoder)
+    mixed = sp.blend({"web": web, "books": books}, weights={"web": 3, "books": 1})
+    assert repr(mixed.batch(4, drop_last=True)) == "\n".join(
+        [
+            "└─ Batcher(size=4, drop_last=True)",
+            "   └─ Blend(weights={'web': 3, 'books': 1})",
+            "      └─ web: Encode(ident)",
+            "         └─ SampleFilter(ident)",
+            "            └─ read('web/', shuffle=False)",
+            "      └─ books: Encode(made_encoder)",
+            "         └─ read(('a.tar', 'b.tar'))",
+        ]
+    )
