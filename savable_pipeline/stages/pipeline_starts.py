@@ -11,6 +11,7 @@ from savable_pipeline.core.on_error import OnError
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.selection import Subset
+from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.file_kinds import RangeColumns
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.blending.schedule import Schedule
@@ -34,6 +35,7 @@ def read(
     on_error: OnError = "raise",
     quarantine: str | os.PathLike[str] | None = None,
     exclude: str | os.PathLike[str] | None = None,
+    unpacked_bytes: int = UNPACKED_BYTES,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
     columns: Sequence[str] | None = None,
@@ -42,6 +44,7 @@ def read(
     length: int | None = None,
     stride: int | None = None,
     dtype: str | None = None,
+    validate_hash: str | None = None,
 ) -> SamplePipeline:
     """Begin a pipeline: the samples of tars, Parquet, Arrow, JSONL or token files, or of a folder of MDS or LitData.
 
@@ -59,6 +62,7 @@ def read(
         on_error: For missing or unreadable shards: "raise", "skip" or a function.
         quarantine: File that gets a line of JSON for each skipped sample.
         exclude: File that names samples to leave out.
+        unpacked_bytes: Most bytes that a compressed part, or a shard of MDS and LitData, may become.
         cache: Tars behind a URL: the folder of the cache.
         cache_bytes: Its limit; of Parquet, Arrow, MDS and LitData most bytes that are kept unpacked.
         columns: Parquet and Arrow: the columns to read. None: all.
@@ -67,6 +71,7 @@ def read(
         length: Tokens: of a window. None: a sample is a document.
         stride: Tokens from the start of a window to the next.
         dtype: Type of the tokens in flat files, such as "uint16".
+        validate_hash: MDS: the algorithm of the hashes in index.json that shards must have, such as "sha1".
 
     Returns:
         A pipeline of samples. An option that the files do not have is a ValueError when it is used.
