@@ -107,6 +107,7 @@ class LaneRunner:
         stage = self._pipeline(built)
         if not isinstance(stage, Stage):
             raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
+        _check_lane(stage, built)
         if stage.info.gives_excluded:
             raise ValueError(
                 "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
@@ -254,6 +255,18 @@ class LaneRunner:
 
 
 _DRY = object()
+
+
+def _check_lane(last: Stage, lane: Lane) -> None:
+    """Raise ValueError unless all stages were made for this very lane: others would give its samples, too."""
+    for stage in upstream(last):
+        if stage.info.lane is not lane:
+            source = f" of the source {stage.info.branch!r}" if stage.info.branch else ""
+            raise ValueError(
+                f"{type(stage).__name__}{source} was made for {stage.info.lane}, not for {lane}, for which the "
+                "pipeline function was called: several lanes would give the same samples, and a resume others; make "
+                'each reader in the function, with its lane, as in sp.TarShardReader("shards/", lane)'
+            )
 
 
 def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
