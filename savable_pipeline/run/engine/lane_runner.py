@@ -105,19 +105,7 @@ class LaneRunner:
             decisions=decisions,
         )
         stage = self._pipeline(built)
-        if not isinstance(stage, Stage):
-            raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
-        _check_lane(stage, built)
-        if stage.info.gives_excluded:
-            raise ValueError(
-                "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
-                f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
-            )
-        if self._pad and not hasattr(stage, "filler"):
-            raise ValueError(
-                f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
-                f"{type(stage).__name__} has none"
-            )
+        _check_last(stage, built)
         return stage, built
 
     def deliver(
@@ -255,6 +243,23 @@ class LaneRunner:
 
 
 _DRY = object()
+
+
+def _check_last(stage: Any, lane: Lane) -> None:
+    """Raise ValueError unless a pipeline that returned this for a lane can be run."""
+    if not isinstance(stage, Stage):
+        raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
+    _check_lane(stage, lane)
+    if stage.info.gives_excluded:
+        raise ValueError(
+            "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
+            f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
+        )
+    if lane.pad and not hasattr(stage, "filler"):
+        raise ValueError(
+            f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
+            f"{type(stage).__name__} has none"
+        )
 
 
 def _check_lane(last: Stage, lane: Lane) -> None:
