@@ -71,7 +71,8 @@ class CaptioningEncoder(TaskEncoder):
     Example:
         ```python
         from task_encoders import CaptioningEncoder
-        samples = sp.TarShardReader("shards/", sp.Lane())
+        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        samples = sp.TarShardReader("shards/", lane)
         items = sp.Encode(samples, CaptioningEncoder(image_size=32))
         batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
         batch["image"].shape[1:]   # torch.Size([3, 32, 32])

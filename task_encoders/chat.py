@@ -82,7 +82,8 @@ class ChatEncoder(MixedEncoder):
         ```python
         from task_encoders import ChatEncoder, NativeSize, Vision
         encoder = ChatEncoder(vision=Vision(NativeSize(), token=300), max_length=128)
-        items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), encoder)
+        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        items = sp.Encode(sp.TarShardReader("shards/", lane), encoder)
         batch = next(sp.Batcher(items, size=2))
         batch["tokens"].shape                   # torch.Size([2, 128])
         int((batch["tokens"] == 300).sum())     # 8

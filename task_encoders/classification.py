@@ -36,7 +36,8 @@ class ClassificationEncoder(TaskEncoder):
     Example:
         ```python
         from task_encoders import ClassificationEncoder, SquareCrop
-        samples = sp.TarShardReader("shards/", sp.Lane())
+        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        samples = sp.TarShardReader("shards/", lane)
         encoder = ClassificationEncoder(10, crop=SquareCrop(32), mixup=0.2)
         batch = next(sp.Batcher(sp.Encode(samples, encoder), size=4))
         batch["image"].shape    # torch.Size([4, 3, 32, 32])

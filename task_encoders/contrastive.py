@@ -46,7 +46,8 @@ class ContrastiveEncoder(TaskEncoder):
     Example:
         ```python
         from task_encoders import ContrastiveEncoder, SquareCrop
-        samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
+        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        samples = sp.TarShardReader("shards/", lane, shuffle=False)
         batch = next(sp.Batcher(sp.Encode(samples, ContrastiveEncoder(crop=SquareCrop(32))), size=2))
         batch["image"].shape    # torch.Size([2, 3, 32, 32])
         batch["tokens"].shape   # torch.Size([2, 11])

@@ -67,7 +67,8 @@ class InterleavedEncoder(MixedEncoder):
         ```python
         from task_encoders import InterleavedEncoder, NativeSize, Vision
         encoder = InterleavedEncoder(vision=Vision(NativeSize(), token=300))
-        items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), encoder)
+        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        items = sp.Encode(sp.TarShardReader("shards/", lane), encoder)
         batch = next(sp.Batcher(items, size=2))
         batch["image_counts"]     # tensor([1, 1])
         batch["patches"].shape    # torch.Size([32, 3, 14, 14])

@@ -49,7 +49,8 @@ class LanguageModelingEncoder(MixedEncoder):
     Example:
         ```python
         from task_encoders import LanguageModelingEncoder
-        items = sp.Encode(sp.TarShardReader("shards/", sp.Lane()), LanguageModelingEncoder(max_length=64))
+        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        items = sp.Encode(sp.TarShardReader("shards/", lane), LanguageModelingEncoder(max_length=64))
         batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
         batch["tokens"].shape                # torch.Size([2, 64])
         int(batch["cu_seqlens"][-1])         # 128

@@ -63,7 +63,8 @@ class SpeechEncoder(TaskEncoder):
     Example:
         ```python
         from task_encoders import SpeechEncoder
-        items = sp.Encode(sp.TarShardReader("speech/", sp.Lane()), SpeechEncoder())
+        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        items = sp.Encode(sp.TarShardReader("speech/", lane), SpeechEncoder())
         batch = next(sp.Batcher(items, size=2))
         batch["features"].shape   # torch.Size([2, 80, 100])
         batch["frames"]           # tensor([100, 100])

@@ -19,7 +19,8 @@ class Lane:
     """One of the logical workers of a run, for which a pipeline function builds its stages.
 
     All random numbers of a run are keyed by the lane or by the sample, so a lane yields the same batches in any process
-    on any machine. The loader passes the keyword arguments; without a loader, `sp.Lane()` is enough.
+    on any machine. A loader makes them, with the keyword arguments, and calls the pipeline function with each: its
+    stages must be made for that very one. Without a loader, `sp.Lane()` is enough.
 
     Args:
         index: The number of the lane, 0 … count - 1.

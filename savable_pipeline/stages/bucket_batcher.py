@@ -10,16 +10,16 @@ import msgspec
 
 from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.saved_count import SavedCount
-from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.bucket_rule import BucketRule
 from savable_pipeline.stages.bucket_sizes import BatchSize, Bucket, BucketSizes, Group
 from savable_pipeline.stages.capabilities import name_branch
 from savable_pipeline.stages.encoder_batches import EncoderBatches
 from savable_pipeline.stages.held_items import HeldItems
-from savable_pipeline.stages.item_ref import ItemRef, sample_indices
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.setting_rules import OTHER_ORDER, SettingRule, check_function, function_settings
 from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.source_counts import SourceCounts
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
@@ -115,7 +115,7 @@ class BucketBatcher(EncoderBatches):
         self._check_group(group)
         self._buckets: dict[Bucket, HeldItems] = {}  # those that hold items, in the order in which they began
         self._taken = HeldItems(self)  # an item of the source that is in no bucket yet
-        self._row_of_skips = 0
+        self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.hold = same_bucket, hold
         key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # of all lanes
         self._rule = BucketRule(key=key, hold=hold, sizes=self._sizes) if same_bucket else None
@@ -209,7 +209,7 @@ class BucketBatcher(EncoderBatches):
             self._skipped(ref)
             key = None
         elif key is not None:
-            self._row_of_skips = 0
+            self._by_source.kept_one(ref)
             self._put(key, item, ref)
             if self._rule is not None:
                 self._rule.came(key)
@@ -226,11 +226,10 @@ class BucketBatcher(EncoderBatches):
         return group, bucket
 
     def _skipped(self, ref: ItemRef) -> None:
-        self.counts.update(skip_counters("longer than the last bound", next(sample_indices(ref))))
-        self._row_of_skips += 1
-        if self._row_of_skips >= max_empty_samples(self.info.population):
+        _, row = self._by_source.left_out("longer than the last bound", ref)
+        if row >= max_empty_samples(self.info.population):
             raise EncodeError(
-                f"BucketBatcher(bounds={self.bounds}): {self._row_of_skips} items in a row were longer than the last; "
+                f"BucketBatcher(bounds={self.bounds}): {row} items in a row were longer than the last; "
                 "this data will never make a batch"
             )
 

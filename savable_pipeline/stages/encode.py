@@ -17,7 +17,6 @@ from savable_pipeline.errors import CheckpointMismatchError, SavableError
 from savable_pipeline.stages.capabilities import count_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import made_encoder
-from savable_pipeline.stages.excluded_samples import REASON
 from savable_pipeline.stages.held_items import known_refs
 from savable_pipeline.stages.item_ref import MISSING, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
@@ -29,13 +28,12 @@ from savable_pipeline.stages.sample_encoding import (
     SamplesAhead,
     part_of,
 )
-from savable_pipeline.stages.skipped_samples import SkippedSamples
+from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples
 from savable_pipeline.stages.stage import SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_bases import TakesItems
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_rules, encoder_settings
 
-_EXCLUDED = Skip(REASON)
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
@@ -107,7 +105,6 @@ class Encode(TakesItems):
         self.setting_rules = encoder_rules(encoder)
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
-        self._given = 0  # items given since this stage was made
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
     def describe(self) -> StageInfo:
@@ -124,7 +121,7 @@ class Encode(TakesItems):
         items: list[Any] = []
         refs: list[ItemRef] = []
         ahead = self._ahead
-        first, part, before = ahead.next, self._part, self._skipped.begin()
+        first, part, before = ahead.next, self._part, self._skipped.begin(refs, self.info.tags)
         try:
             while len(items) < n:
                 if ahead.next == len(ahead.refs):
@@ -142,7 +139,8 @@ class Encode(TakesItems):
             self._fan = FanOut(self.keyed, ahead.samples[first], given=part) if part else None
             self._skipped.roll_back(before)
             raise
-        self._given += len(items)
+        self._skipped.note_items()
+        self._skipped.end()
         self.counts["items"] += len(items)
         return items, refs
 
@@ -154,7 +152,7 @@ class Encode(TakesItems):
             try:
                 size = self.keyed.told.of(sample)
             except Exception as error:
-                self._skipped.tolerate(sample, error, self._given)
+                self._skipped.tolerate(sample, error)
                 self._ahead.next += 1
                 return
         if size is None:
@@ -184,12 +182,12 @@ class Encode(TakesItems):
                 base = keyed.base(dataset.source)
             index, epoch = sample.index, sample.epoch
             if excluded and index in excluded:
-                self._skipped.skipped(sample, _EXCLUDED, self._given + len(items))
+                self._skipped.skipped(sample, EXCLUDED)
                 continue
             if status is not None:
                 status[1], status[2] = index, epoch
             if avoided and (index, epoch) in avoided:
-                self._skipped.avoided_again(sample, self._given + len(items))
+                self._skipped.avoided_again(sample)
                 continue
             ref = (index, epoch, 0)
             rng = Rng(base, ref)
@@ -198,11 +196,11 @@ class Encode(TakesItems):
             try:
                 item = encode(sample, rng)
             except Exception as error:
-                self._skipped.tolerate(sample, error, self._given + len(items))
+                self._skipped.tolerate(sample, error)
                 continue
             if type(item) not in plain:
                 if type(item) is Skip or item is None or hasattr(item, "__next__"):
-                    if self._fans_out(sample, item, rng, self._given + len(items)):
+                    if self._fans_out(sample, item, rng):
                         return
                     continue
                 plain.add(type(item))
@@ -210,14 +208,14 @@ class Encode(TakesItems):
             refs.append(ref)
         ahead.next += 1
 
-    def _fans_out(self, sample: Sample, item: Any, rng: Rng, given: int) -> bool:
+    def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip` or None, count the sample."""
         if item is None:
-            self._skipped.tolerate(sample, TypeError("it returned None; return an item or Skip(reason)"), given)
+            self._skipped.tolerate(sample, TypeError("it returned None; return an item or Skip(reason)"))
         elif self._encoder.one_to_one:
             raise self._skipped.failed(sample, TypeError(f"it is one_to_one, but returned {item!r}"))
         elif type(item) is Skip:
-            self._skipped.skipped(sample, item, given)
+            self._skipped.skipped(sample, item)
         else:
             self._fan = FanOut(self.keyed, sample, (item, rng))
             return True
@@ -240,18 +238,18 @@ class Encode(TakesItems):
             while len(items) < n:
                 part, item = fan.given, fan.next()
                 if type(item) is Skip:
-                    skipped.skipped(fan.sample, item, self._given + len(items))
+                    skipped.skipped(fan.sample, item)
                 elif item is not DONE:
                     items.append(item)
                     refs.append((fan.sample.index, fan.sample.epoch, part))
                 else:
                     if not part:
-                        skipped.skipped(fan.sample, Skip("an iterator without items"), self._given + len(items))
+                        skipped.skipped(fan.sample, Skip("an iterator without items"))
                     break
             else:
                 return
         except EncoderError as failed:  # the parts before the error count as items; the rest of the sample is skipped
-            skipped.tolerate(fan.sample, failed.error, self._given + len(items))
+            skipped.tolerate(fan.sample, failed.error)
         self._ahead.next, self._fan = self._ahead.next + 1, None
 
     def _report_sample(self, sample: Sample) -> None:
@@ -275,15 +273,15 @@ class Encode(TakesItems):
         """
         sample = self.source.fetch(ref)
         if sample.index in self.info.excluded:
-            return _EXCLUDED
-        lost = self._skipped.lost_before(sample, self._given)
+            return EXCLUDED
+        lost = self._skipped.lost_before(sample)
         if lost is not None:
             return lost
         self._report_sample(sample)
         try:
             return self.keyed.part(sample, part_of(ref))
         except EncoderError as failed:
-            return self._skipped.lose(sample, failed.error, self._given)
+            return self._skipped.lose(sample, failed.error)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""

@@ -15,7 +15,7 @@ from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.held_items import known_refs
-from savable_pipeline.stages.item_ref import sample_indices
+from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.sample_encoding import EncoderError, KeyedEncoder, SamplesAhead
@@ -62,7 +62,7 @@ class SampleFilter(TakesRefs):
             f".filter({mapped_name(keep)})", on_error, 0.1, self.counts, source.info, self._ahead
         )
         self._keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
-        self._kept, self._in_vain = 0, _InVain(self, keep)
+        self._in_vain = _InVain(self, keep)
 
     def take_refs(self, n: int) -> RefArray:
         """The refs of the next samples that stay, 1 to `n` of them: REF (any,); empty only at the end."""
@@ -71,23 +71,27 @@ class SampleFilter(TakesRefs):
             if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, keep=ahead.next):
                 self._in_vain.end()
                 break
-            first, before, kept = ahead.next, self._skipped.begin(), list[bool | None]()
+            refs: list[ItemRef] = []
+            first, before, kept = ahead.next, self._skipped.begin(refs, self.info.tags), list[bool | None]()
             try:
                 chosen = ahead.samples[first : first + n]
                 for ahead.next, sample in enumerate(chosen, first):
                     kept.append(sample.index in excluded or self._keeps(sample))
+                    if kept[-1]:
+                        refs.append((sample.index, sample.epoch, 0))
                 ahead.next += 1
             except SavableError:
-                if not any(kept):
+                if not refs:
                     raise
                 # those before it are given first, as without reading ahead; the next call tries it again
             except BaseException:
                 ahead.next = first  # the call returns no sample: undo it as a whole
                 self._skipped.roll_back(before)
                 raise
-            self._kept += sum(map(bool, kept))
+            self._skipped.note_items()
+            self._skipped.end()
             self._in_vain.count(kept)
-            if any(kept):
+            if refs:
                 left: RefArray = ahead.refs[first : ahead.next][np.array(kept, bool)]
                 return left
         return _NONE
@@ -101,7 +105,7 @@ class SampleFilter(TakesRefs):
             error: Exception = TypeError(_NOTHING)
         except EncoderError as failed:
             error = failed.error
-        self._skipped.tolerate(sample, error, self._kept)
+        self._skipped.tolerate(sample, error)
         return None
 
     def save_state(self) -> State:

@@ -73,3 +73,8 @@ def sample_indices(ref: ItemRef) -> Iterator[int]:
         yield ref[0]
     for part in inner:
         yield from sample_indices(part)
+
+
+def first_sample(ref: ItemRef) -> ItemRef:
+    """(index, epoch, part) of the first sample in an item, a pack or a batch."""
+    return next((first_sample(part) for part in ref if isinstance(part, tuple)), ref)

@@ -12,15 +12,19 @@ import numpy as np
 from savable_pipeline.core.on_error import OnError, check_on_error, is_of_environment, reason_of, skips
 from savable_pipeline.core.open_files import is_out_of_handles
 from savable_pipeline.core.user_frames import described, from_user_code
-from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
+from savable_pipeline.data.dataset.ref import REF, RefArray, count_of_source, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
+from savable_pipeline.stages.excluded_samples import REASON
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.sample_encoding import SamplesAhead
+from savable_pipeline.stages.source_counts import SourceCounts
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip
 
 log = logging.getLogger(__name__)
 
+EXCLUDED = Skip(REASON)
 _ALWAYS = 100  # up to 100 errors of a lane are never too large a share
 _REMEMBERED = 1000  # lost samples, so that a second piece of one is not counted again
 
@@ -30,7 +34,7 @@ class _Snapshot(NamedTuple):
 
     errors: int
     row: int
-    given: int
+    rows: dict[int, int]
 
 
 class SkippedSamples:
@@ -61,40 +65,62 @@ class SkippedSamples:
         self.errors = 0  # samples left out because of an error
         self.avoided: dict[tuple[int, int], str] = {}  # (index, epoch) of samples not to be tried again → reason
         self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason
-        self._row = 0  # samples in a row without an item
-        self._given = 0  # items that had been given when the row began
-        self._counted: list[str] = []  # names of counters raised since the last `begin`
+        self._by_source = SourceCounts(counts)
+        self._row = 0  # samples in a row without an item, of whatever source, excluded ones among them
+        self._refs: list[ItemRef] = []  # of the items of the call since `begin`, of which `_noted` are counted
+        self._tags: frozenset[int] = frozenset()
+        self._noted = 0
+        self._counted: Counter[str] = Counter()  # counters raised since `begin`
 
-    def begin(self) -> _Snapshot:
-        """Snapshot the counts before a call that may fail."""
+    def begin(self, refs: list[ItemRef], tags: frozenset[int]) -> _Snapshot:
+        """Snapshot the counts before a call that may fail, whose items have these refs, of sources with these tags."""
         self._counted.clear()
-        return _Snapshot(self.errors, self._row, self._given)
+        self._refs, self._tags, self._noted = refs, tags, 0
+        return _Snapshot(self.errors, self._row, dict(self._by_source.rows))
 
     def roll_back(self, before: _Snapshot) -> None:
         """Undo the counting of a call that failed."""
         self._counts.subtract(self._counted)
-        self.errors, self._row, self._given = before
+        self.errors, self._row, self._by_source.rows = before
+        self.end()
 
-    def skipped(self, sample: Sample, skip: Skip, given: int) -> None:
-        """Count a skipped sample. Raises `EncodeError` after `max_empty_samples` in a row without an item.
+    def end(self) -> None:
+        """Forget the refs of the call."""
+        self._refs, self._noted = [], 0
 
-        `given` is the number of items that the stage has given so far.
+    def note_items(self) -> None:
+        """Count the items that came since the last time."""
+        fresh = self._refs[self._noted :]
+        if fresh:
+            self._counted.update(self._by_source.kept(fresh, self._tags))
+            self._row, self._noted = 0, len(self._refs)
+
+    def skipped(self, sample: Sample, skip: Skip) -> None:
+        """Count a skipped sample.
+
+        Raises `EncodeError` after `max_empty_samples` in a row without an item, of one source, or of all with those
+        that are excluded: these may be all of a source.
         """
-        names = skip_counters(skip.reason, sample.index)
-        self._counts.update(names)
-        self._counted += names
-        if given != self._given:
-            self._row, self._given = 0, given
+        self.note_items()
         self._row += 1
-        if self._row & 1023 == 0 and self._row.bit_count() == 1:
-            log.warning("%d samples in a row were skipped, the last as %r", self._row, skip.reason)
-        if self._row >= max_empty_samples(self._population):
+        row, of = self._row, ""
+        if skip is EXCLUDED:
+            counted = Counter(skip_counters(skip.reason, sample.index))
+            self._counts.update(counted)
+        else:
+            counted, row = self._by_source.left_out(skip.reason, (sample.index, sample.epoch))
+            source = sample.origin.names.get(tag_of(sample.index))
+            row, of = max(row, self._row), f" of the source {source!r}" if source and row > self._row else ""
+        self._counted.update(counted)
+        if row & 1023 == 0 and row.bit_count() == 1:
+            log.warning("%d samples%s in a row were skipped, the last as %r", row, of, skip.reason)
+        if row >= max_empty_samples(self._population):
             raise EncodeError(
-                f"{self._function} skipped {self._row} samples in a row, the last as {skip.reason!r}: no item "
+                f"{self._function} skipped {row} samples{of} in a row, the last as {skip.reason!r}: no item "
                 "will ever come of this data; mend the encoder's conditions or the data"
             )
 
-    def tolerate(self, sample: Sample, error: Exception, given: int) -> None:
+    def tolerate(self, sample: Sample, error: Exception) -> None:
         """Skip the sample that is next in `ahead` because of an error if `on_error` says so; else raise the error."""
         fault: SavableError
         on_error: OnError
@@ -111,23 +137,23 @@ class SkippedSamples:
         if is_of_environment(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
-        self._lost(sample, reason_of(error), str(fault), given)
+        self._lost(sample, reason_of(error), str(fault))
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
         """Never try this sample again, for this reason."""
         self.avoided[index, epoch] = reason
 
-    def avoided_again(self, sample: Sample, given: int) -> None:
+    def avoided_again(self, sample: Sample) -> None:
         """Skip a sample that is not to be tried again."""
         reason = self.avoided[sample.index, sample.epoch]
-        self._lost(sample, reason, "avoided since it failed before", given)
+        self._lost(sample, reason, "avoided since it failed before")
 
-    def lose(self, sample: Sample, error: Exception, given: int) -> Skip:
+    def lose(self, sample: Sample, error: Exception) -> Skip:
         """The `Skip` of a sample whose item was counted as given and fails now, or raise the error, as `tolerate`."""
-        self.tolerate(sample, error, given)
+        self.tolerate(sample, error)
         return self._uncounted(sample, reason_of(error))
 
-    def lost_before(self, sample: Sample, given: int) -> Skip | None:
+    def lost_before(self, sample: Sample) -> Skip | None:
         """The `Skip` of a sample that is known to be lost, counted if it was not; None if it may be tried."""
         where = sample.index, sample.epoch
         if where in self._lost_reasons:
@@ -135,12 +161,12 @@ class SkippedSamples:
         if where not in self.avoided:
             return None
         skip = self._uncounted(sample, self.avoided[where])
-        self.skipped(sample, skip, given)
+        self.skipped(sample, skip)
         return skip
 
     def _uncounted(self, sample: Sample, reason: str) -> Skip:
         """Count the item of a sample as given no more, and remember it."""
-        self._counts["items"] -= 1
+        self._counts.subtract(["items", count_of_source(sample.index, "items")])
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _REMEMBERED:
             del self._lost_reasons[next(iter(self._lost_reasons))]
@@ -151,7 +177,7 @@ class SkippedSamples:
         for ref in [ref for ref in self.avoided if ref[1] < epoch]:
             del self.avoided[ref]
 
-    def _lost(self, sample: Sample, reason: str, detail: str, given: int) -> None:
+    def _lost(self, sample: Sample, reason: str, detail: str) -> None:
         """Count a sample skipped because of an error, and quarantine it. Raises `EncodeError` if there are too many."""
         log.info("skipping index %d of epoch %d: %s", sample.index, sample.epoch, detail)
         quarantine = sample.origin.quarantine
@@ -166,7 +192,7 @@ class SkippedSamples:
                 f"{self.errors} of the {done} samples of {self._lane} so far were skipped because of errors, "
                 f"more than max_errors={self._max_errors!r} allows; the last: {detail}"
             )
-        self.skipped(sample, Skip(reason), given)
+        self.skipped(sample, Skip(reason))
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
         """The `EncodeError` that says for which sample the encoder raised."""

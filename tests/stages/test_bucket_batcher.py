@@ -66,7 +66,13 @@ def test_a_batch_may_be_as_large_as_its_padded_tokens_allow() -> None:
 def test_what_is_longer_than_the_last_bound_is_left_out_and_counted() -> None:
     stage = batcher([6, 1, 9, 2])
     assert numbers(stage) == [[1, 3]]
-    assert stage.counts == {"skipped/longer than the last bound": 2, "source/0/skipped": 2}
+    assert stage.counts == {
+        "skipped/longer than the last bound": 2,
+        "source/0/skipped": 2,
+        "source/0/skipped/longer than the last bound": 2,
+        "source/0/first": 2,
+        "source/0/items": 2,
+    }
     with pytest.raises(sp.EncodeError, match="100000 items in a row were longer"):
         next(batcher([9] * 200_000))
 

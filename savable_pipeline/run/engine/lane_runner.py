@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from msgspec import UNSET
@@ -16,6 +17,7 @@ from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.run.engine.messages import Delivery, MadeOf, RequestKind
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
+from savable_pipeline.run.state.in_vain import InVain, with_counts
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.run.state.restoring import restoring
 from savable_pipeline.stages.capabilities import FillsUp, HoldsItems, ReadsFiles
@@ -35,6 +37,8 @@ class _Live:
     batches: int
     holding: Sequence[HoldsItems]  # of the stages, as those after
     reading: Sequence[ReadsFiles]
+    in_vain: InVain  # as its state has it
+    counts: Counter[str] = field(default_factory=Counter)  # of its stages, since the last delivery
     state: bytes | None = None  # delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
 
@@ -42,6 +46,12 @@ class _Live:
     def stage(self) -> Stage:
         """The last stage, which yields the batches."""
         return self.stages[-1]
+
+    def collect(self) -> None:
+        """Collect the counters of the stages."""
+        fresh = take_counts(self.stages, {})
+        self.in_vain = with_counts(self.in_vain, fresh)
+        self.counts.update(fresh)
 
 
 class LaneRunner:
@@ -105,18 +115,7 @@ class LaneRunner:
             decisions=decisions,
         )
         stage = self._pipeline(built)
-        if not isinstance(stage, Stage):
-            raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
-        if stage.info.gives_excluded:
-            raise ValueError(
-                "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
-                f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
-            )
-        if self._pad and not hasattr(stage, "filler"):
-            raise ValueError(
-                f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
-                f"{type(stage).__name__} has none"
-            )
+        _check_last(stage, built)
         return stage, built
 
     def deliver(
@@ -138,7 +137,9 @@ class LaneRunner:
             with timed(live.stages) as spent, self._watching(live.stages, start) as seen:
                 batch, ref, more = self._make(live, want)
         self._made += 1
-        counts = take_counts(live.stages, spent)
+        live.collect()
+        counts: dict[str, int | float] = {**live.counts, **{f"{name}/ns": spent_ns for name, spent_ns in spent.items()}}
+        live.counts = Counter()
         self._live[lane] = live
         seconds = time.perf_counter() - start
         held = sum(stage.held_items for stage in live.holding)
@@ -203,7 +204,7 @@ class LaneRunner:
         stages = list(upstream(stage))
         holding = [cast(HoldsItems, each) for each in stages if hasattr(each, "held_items")]
         reading = [cast(ReadsFiles, each) for each in stages if hasattr(each, "verify")]
-        live = _Live(stages, lane, saved.batches, holding, reading)
+        live = _Live(stages, lane, saved.batches, holding, reading, saved.in_vain or {})
         self._stores.update((id(store), store) for each in reading for store in each.stores_read())
         return live
 
@@ -235,9 +236,11 @@ class LaneRunner:
         return live.early[1] if live.early is not None else self._pack(live, more)
 
     def _pack(self, live: _Live, more: bool) -> bytes:
+        live.collect()
         lane = live.lane
         saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.growth or UNSET)
         saved.subset_order, saved.decisions = lane.subset_order or UNSET, lane.decisions or UNSET
+        saved.in_vain = live.in_vain or UNSET
         return pack_state(saved)
 
     def forget(self, lane: int | None = None) -> None:
@@ -254,6 +257,35 @@ class LaneRunner:
 
 
 _DRY = object()
+
+
+def _check_last(stage: Any, lane: Lane) -> None:
+    """Raise ValueError unless a pipeline that returned this for a lane can be run."""
+    if not isinstance(stage, Stage):
+        raise ValueError(f"a pipeline returns its last stage (such as a Batcher), not {type(stage).__name__}")
+    _check_lane(stage, lane)
+    if stage.info.gives_excluded:
+        raise ValueError(
+            "the pipeline would give samples that a reader must exclude: they are left out by Encode, or by "
+            f"a Batcher of samples, and there is neither between that reader and {type(stage).__name__}"
+        )
+    if lane.pad and not hasattr(stage, "filler"):
+        raise ValueError(
+            f"tail='pad' needs a last stage with filler(), to fill up batches, such as a Batcher; "
+            f"{type(stage).__name__} has none"
+        )
+
+
+def _check_lane(last: Stage, lane: Lane) -> None:
+    """Raise ValueError unless all stages were made for this very lane: others would give its samples, too."""
+    for stage in upstream(last):
+        if stage.info.lane is not lane:
+            source = f" of the source {stage.info.branch!r}" if stage.info.branch else ""
+            raise ValueError(
+                f"{type(stage).__name__}{source} was made for {stage.info.lane}, not for {lane}, for which the "
+                "pipeline function was called: several lanes would give the same samples, and a resume others; make "
+                'each reader in the function, with its lane, as in sp.TarShardReader("shards/", lane)'
+            )
 
 
 def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:

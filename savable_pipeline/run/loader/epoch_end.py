@@ -27,6 +27,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.source_losses import SourceLosses
 from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.stages.capabilities import count_of
 
@@ -40,8 +41,16 @@ Voting: TypeAlias = Generator[int, int, T]
 class EpochEnds:
     """Finds out where the epochs of a run end, where need be with the votes of all ranks."""
 
-    def __init__(self, settings: LoaderSettings, local: LocalLanes, prefetcher: Prefetcher, stats: Stats) -> None:
-        self._settings, self._local, self._prefetcher, self._stats = settings, local, prefetcher, stats
+    def __init__(
+        self,
+        settings: LoaderSettings,
+        local: LocalLanes,
+        prefetcher: Prefetcher,
+        stats: Stats,
+        losses: SourceLosses,
+    ) -> None:
+        self._settings, self._local, self._prefetcher = settings, local, prefetcher
+        self._stats, self._losses = stats, losses
         self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
 
     @cached_property
@@ -118,6 +127,7 @@ class EpochEnds:
             peeks = self._prefetcher.find_more(at)
             for found in peeks.values():
                 self._stats.count(found.counts)
+                self._losses.note(found.counts)
             return at.learned(peeks)
         return at.agreed((yield proposed_end(at, self._prefetcher)))
 
@@ -138,7 +148,8 @@ class EpochEnds:
         return min(found.values()) * at.lane_count
 
     def next_epoch(self, over: Position) -> Position:
-        """The position that follows the end of an epoch. Raises `SavableError` if it had no batch."""
+        """The position that follows the end of an epoch. Raises `SavableError` if it, or a source, gave nothing."""
+        self._losses.check_epoch(over)
         warn_unused(over, self._local.last_stage.info.population, self._stats.left_out())
         return over.next_epoch(0 if self._settings.restarts else over.epoch + 1)
 

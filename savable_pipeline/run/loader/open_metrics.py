@@ -85,6 +85,9 @@ def _point(name: str) -> _Point:
         return _Point(_metric(name), "counter", {}, "_total")
     if len(parts) == 1:
         return _Point(_metric(name), "gauge", {})
+    if parts[0] == "source" and "skipped" in parts[:-1]:
+        source, _, reason = name.removeprefix("source/").partition("/skipped/")
+        return _Point("savable_source_skipped_reason", "counter", {"source": source, "reason": reason}, "_total")
     if parts[0] == "source":
         return _Point(_metric(f"source_{parts[-1]}"), "counter", {"source": "/".join(parts[1:-1])}, "_total")
     if parts[0] == "seconds":

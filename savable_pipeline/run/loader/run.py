@@ -26,6 +26,7 @@ from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.loader.source_losses import SourceLosses
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.run.loader.trace import SampleIds, Trace, source_names, traced_rows
@@ -60,7 +61,8 @@ class Run:
         self._asks_ranks = agree is None
         self._agree = agree or partial(self.ranks.agree, smallest=not settings.pad)
         self.states = States(settings, self.ranks, local)
-        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats)
+        self._losses = SourceLosses(local)
+        self._ends = EpochEnds(settings, local, self.prefetcher, self.stats, self._losses)
         self._process = OwnProcess(ranked=settings.rank is not None)
         self._ledger = None if settings.ledger is None else LedgerKeeper(settings.ledger, settings.seed, self.counters)
         self.held_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not given yet
@@ -135,6 +137,7 @@ class Run:
 
     def _prepare(self, delivery: Delivery, after: Position, started: float) -> Any:
         """The batch as the trainer gets it, at the position `after`: record it, and request the next ones."""
+        self._losses.check(delivery.counts, after)
         batch = delivery.batch
         if self.settings.ids or self._ledger is not None:
             delivery = replace(delivery, samples=BatchSamples.of(delivery.samples))  # once for all that asks
@@ -306,6 +309,7 @@ class Run:
             loaded = self.states.loaded(state, allow)
             self.prefetcher.begin_anew()
             self._ends.forget()
+            self._losses.load(state)
             if self._ledger is not None:
                 self._ledger.begin_anew()
             self.position = loaded

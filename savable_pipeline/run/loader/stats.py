@@ -24,6 +24,7 @@ from savable_pipeline.stages.item_ref import ItemRef
 log = logging.getLogger(__name__)
 
 _WINDOW_S = 60.0
+_NOT_SHOWN = {"items", "first", "tokens", "skipped_tokens"}  # of a source: for `SourceLosses`
 _STARVING = 0.25  # the share of a window above which waiting for data is a warning
 
 
@@ -128,7 +129,8 @@ class Stats:
 
     def left_out(self) -> dict[str, int]:
         """How many samples were left out so far, by stage and reason."""
-        return {name: int(number) for name, number in self._counts.items() if "/skipped/" in name}
+        counts = self._counts.items()
+        return {name: int(number) for name, number in counts if "/skipped/" in name and "/source/" not in name}
 
     def totals(self) -> dict[str, int | float]:
         """All counters by name, and percentiles."""
@@ -169,8 +171,8 @@ class Stats:
             found[f"source/{name}/samples"] += self._samples_by_tag()[tag]
         for counter, number in self._counts.items():
             _, _, of_source = counter.partition("/source/")
-            if of_source:
-                numeral, _, what = of_source.partition("/")
+            numeral, _, what = of_source.partition("/")
+            if of_source and what not in _NOT_SHOWN:
                 found[f"source/{self._sources.get(int(numeral), numeral)}/{what}"] += int(number)
         return dict(found)
 

@@ -35,7 +35,8 @@ class LaneState(msgspec.Struct):
 
     `growth` is absent unless shards were added in the run: `Lane.growth`. `cuts` are those of `Lane`, of a lane before
     its first batch of a pass that others have begun: what they read by is in their own `stages`. `subset_order` is that
-    of `Lane`, absent where it is this release's, and `decisions` where there are none.
+    of `Lane`, absent where it is this release's, and `decisions` where there are none. `in_vain`: in_vain.py,
+    absent where no stage counts what it leaves out.
     """
 
     lane: SavedCount
@@ -47,6 +48,7 @@ class LaneState(msgspec.Struct):
     cuts: dict[str, _Cut] | msgspec.UnsetType = msgspec.UNSET
     subset_order: EpochNumber | msgspec.UnsetType = msgspec.UNSET
     decisions: Decisions | msgspec.UnsetType = msgspec.UNSET
+    in_vain: dict[str, dict[str, SavedCount]] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def grown(self) -> Growth:

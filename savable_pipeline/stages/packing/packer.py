@@ -43,7 +43,7 @@ class OnlinePacker(ItemStage):
             "sequential".
         cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
         too_long: Items beyond `max_length`: "skip", counted, "truncate" or "split" by `encoder.cut`. None: "split" with
-            "sequential", else "skip", with a warning.
+            "sequential", else "skip", with a warning above 10 %.
         max_held_bytes: Most bytes of items in all open packs of a process; others are made again.
         encoder: Measures, cuts and packs. None: the one upstream.
 
@@ -119,7 +119,7 @@ class OnlinePacker(ItemStage):
         self.max_cost = max_cost
         self.cost = cost
         self.max_held_bytes = max_held_bytes
-        self.too_long, self._unasked = too_long or ("split" if policy == "sequential" else "skip"), too_long is None
+        self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = 0  # packs given
         self._counts_when_made = False  # packs that were given deferred
         self._row_of_skipped_packs = 0
@@ -142,7 +142,7 @@ class OnlinePacker(ItemStage):
     @cached_property
     def _pieces(self) -> PieceMaker:
         bound = self.max_held_bytes
-        return PieceMaker(self, self._calls, self._packing, self.too_long, warns=self._unasked, max_bytes=bound)
+        return PieceMaker(self, self._calls, self._packing, self.too_long, asked=self._asked, max_bytes=bound)
 
     def describe(self) -> StageInfo:
         """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used.

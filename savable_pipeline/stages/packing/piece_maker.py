@@ -6,7 +6,6 @@ item ──▶ length ──▶ piece [0, 700) ──▶ a pack of the policy
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -23,10 +22,9 @@ from savable_pipeline.stages.item_ref import MISSING, ItemRef, as_ref, sample_in
 from savable_pipeline.stages.memory_budget import BudgetShare, MemoryBudget, size_of
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.source_counts import SourceCounts
 from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
-
-log = logging.getLogger(__name__)
 
 TooLong = Literal["skip", "truncate", "split"]
 _LEAST = 1  # token that an item must have: a pack of empty items would never be full
@@ -42,7 +40,7 @@ class PieceMaker:
         packing: Packing,
         too_long: TooLong,
         *,
-        warns: bool,
+        asked: bool,
         max_bytes: int,
     ) -> None:
         self.taken: Piece | None = None  # an item of the source that is not placed yet, or not to its end
@@ -51,9 +49,9 @@ class PieceMaker:
         self._calls = calls
         self._packing = packing
         self._too_long = too_long
-        self._warns = warns  # of items that are left out since they are too long: nobody asked for it
+        self._asked = asked  # whether the user said what to do about items that are too long
+        self._by_source = SourceCounts(stage.counts)
         self._share = BudgetShare(stage.lane.shared("held items", MemoryBudget), max_bytes=max_bytes)
-        self._row_of_skips = 0
 
     @property
     def _packer(self) -> ItemStage:
@@ -87,8 +85,7 @@ class PieceMaker:
         stop = taken.total = total
         if total > self._packing.max_length:
             if self._too_long == "skip" and not taken.start:
-                self._skipped("longer than max_length", total, total)
-                self._warn_of_skips(total)
+                self._skipped("longer than max_length", total, total, asked=self._asked)
                 return True
             if self._too_long == "truncate":
                 stop = self._packing.max_length
@@ -105,7 +102,7 @@ class PieceMaker:
         if piece.images > self._packing.max_images > 0:
             self._skipped("of more than max_images", piece.length, piece.images)
         else:
-            self._row_of_skips = 0
+            self._by_source.kept_one(taken.ref, piece.length)
             if item is not MISSING:
                 self._hold(piece, item)
             self._packing.add(piece)
@@ -202,28 +199,16 @@ class PieceMaker:
         """Length and images of an item."""
         return self._calls.length(item, least=_LEAST), self._calls.images(item)
 
-    def _skipped(self, why: str, tokens: int, measure: int) -> None:
+    def _skipped(self, why: str, tokens: int, measure: int, *, asked: bool = False) -> None:
         assert self.taken is not None
         stage, packing = self._packer, self._packing
-        self.count_skip(why, self.taken.ref)
+        _, row = self._by_source.left_out(why, self.taken.ref, tokens, asked=asked)
         stage.counts["skipped_tokens"] += tokens
-        self._row_of_skips += 1
-        if self._row_of_skips >= max_empty_samples(stage.info.population):
+        if row >= max_empty_samples(stage.info.population):
             raise EncodeError(
                 f"OnlinePacker(max_length={packing.max_length}, max_images={packing.max_images or None}): "
-                f"{self._row_of_skips} items in a row were {why}, the last {measure}; no pack will ever come of this "
-                "data"
+                f"{row} items in a row were {why}, the last {measure}; no pack will ever come of this data"
             )
-
-    def _warn_of_skips(self, total: int) -> None:
-        """Warn, once a process."""
-        if self._warns:
-            self._warns, longest = False, self._packing.max_length
-            warning = (
-                f"OnlinePacker leaves out items longer than max_length={longest}, the first of {total}: "
-                'too_long="split" or "truncate" keeps them, "skip" says that it is meant; stats() counts them'
-            )
-            self._packer.lane.shared("told of items that are too long", lambda: log.warning(warning))
 
     def count_skip(self, reason: str, ref: ItemRef) -> None:
         """Count an item, or a pack by its first item, as left out."""

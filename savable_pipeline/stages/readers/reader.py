@@ -130,8 +130,9 @@ class RecordReader(FirstStage):
             unpacked_bytes=unpacked_bytes,
         )
         self.epochs, self.shuffles, self.window = check_epochs(type(self).__name__, epochs), shuffle, window
-        self._deals = shuffle and block_size is None and self.dataset.store.row_groups(0) is not None
-        self.block_size = BLOCK if shuffle and block_size is None else block_size
+        self.has_default_blocks = shuffle and block_size is None
+        self._deals = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
+        self.block_size = BLOCK if self.has_default_blocks else block_size
         self._endless = lane if self.epochs is None else None
         self._rows, self._aligned = 1, False  # of a batch downstream
         self._begin_with(lane.growth.get("", ()))

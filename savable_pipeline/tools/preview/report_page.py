@@ -170,7 +170,7 @@ def _skipped(counters: NotedCounters) -> list[tuple[str, str, float]]:
     found: list[tuple[str, str, Any]] = []
     for name, number in counters.totals.items():
         stage, _, reason = name.partition("/skipped/")
-        if reason and number:
+        if reason and number and not stage.startswith("source/"):
             found.append((stage, reason, number))
     return sorted(found, key=lambda row: -row[2])
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline.run.loader import pipeline_hints
 from tests.support.toy_faults import NumberEncoder
 
 
@@ -63,18 +67,106 @@ def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytes
     assert "so of the batches none is full, unless" in caplog.text
 
 
-def test_a_shuffled_pipeline_without_a_buffer_is_told_as_information(
-    make_shards: Any, caplog: pytest.LogCaptureFixture
+class Ids(sp.TaskEncoder):
+    """Numbers of samples, of which 10 fill a pack."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return [sample.ref.index]
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return [each for item in items for each in item]
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return self.pack(items, rng)
+
+
+def neighbours(pipeline: Callable[[sp.Lane], Any]) -> float:
+    """The share of the samples of batches that follow the one before them in their shard."""
+    with sp.SavableLoader(pipeline, seed=0, lanes=2) as own:
+        batches = [next(own) for _ in range(20)]
+    pairs = [pair for batch in batches for pair in pairwise(batch)]
+    return sum(second == first + 1 for first, second in pairs) / len(pairs)
+
+
+def plain(samples: sp.SampleStage) -> sp.Stage:
+    return sp.Batcher(sp.Encode(samples, Ids()), size=16)
+
+
+LEFT_IN_BLOCKS: dict[str, Callable[[Any, sp.Lane], sp.Stage]] = {
+    "alone": lambda root, lane: plain(sp.TarShardReader(root, lane)),
+    "packed": lambda root, lane: sp.Batcher(
+        sp.OnlinePacker(sp.Encode(sp.TarShardReader(root, lane), Ids()), max_length=10), size=2
+    ),
+    "one source of two": lambda root, lane: plain(
+        sp.Blend(
+            {"a": sp.TarShardReader(root, lane), "b": sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=200)},
+            weights={"a": 9, "b": 1},
+        )
+    ),
+}
+MIXED_OR_MEANT: dict[str, Callable[[Any, sp.Lane], sp.Stage]] = {
+    "a buffer of samples": lambda root, lane: plain(sp.ShuffleBuffer(sp.TarShardReader(root, lane), size=200)),
+    "a buffer of items": lambda root, lane: sp.Batcher(
+        sp.ShuffleBuffer(sp.Encode(sp.TarShardReader(root, lane), Ids()), size=200), size=16
+    ),
+    "a buffer after the blend": lambda root, lane: plain(
+        sp.ShuffleBuffer(sp.Blend({"a": sp.TarShardReader(root, lane), "b": sp.TarShardReader(root, lane)}), size=200)
+    ),
+    "blocks that were asked for": lambda root, lane: plain(sp.TarShardReader(root, lane, block_size=8)),
+    "single samples": lambda root, lane: plain(sp.TarShardReader(root, lane, block_size=1)),
+    "file order": lambda root, lane: plain(sp.TarShardReader(root, lane, shuffle=False)),
+    "a pass for evaluation": lambda root, lane: plain(sp.TarShardReader(root, lane, epochs=1)),
+    "a stage of one's own": lambda root, lane: plain(Reordered(sp.TarShardReader(root, lane))),
+}
+
+
+class Reordered(sp.SampleStage):
+    """May mix: it is no filter."""
+
+    def __next__(self) -> sp.Sample:
+        sample: sp.Sample = next(self.source)
+        self.ref = self.source.ref
+        return sample
+
+    ref: Any = ()
+
+
+@pytest.fixture
+def unsaid() -> None:
+    """A process in which nothing was said of blocks yet."""
+    pipeline_hints._warn_of_blocks.cache_clear()
+
+
+@pytest.mark.parametrize("name", LEFT_IN_BLOCKS)
+def test_a_shuffle_that_leaves_neighbours_together_is_warned_of_with_the_cure(
+    make_shards: Any, caplog: pytest.LogCaptureFixture, unsaid: None, name: str
 ) -> None:
-    root = str(make_shards([20]))
-
-    def pipeline(lane: sp.Lane) -> sp.Stage:
-        return sp.Batcher(sp.Encode(sp.TarShardReader(root, lane), NumberEncoder()), size=2)
-
+    pipeline = partial(LEFT_IN_BLOCKS[name], str(make_shards([400, 400])))
+    assert neighbours(pipeline) > 0.3
+    pipeline_hints._warn_of_blocks.cache_clear()
     (told,) = said_of(pipeline, caplog)
-    assert told.startswith(
-        "INFO no ShuffleBuffer: blocks of 8 neighbouring samples of a shard come in the shard's order"
-    )
+    assert told.startswith("WARNING no ShuffleBuffer: with shuffle=True alone, blocks of 8 neighbouring samples")
+    assert "sp.ShuffleBuffer(samples, size=...)" in told and "block_size" in told
+    assert said_of(pipeline, caplog) == []  # once a process
+
+
+@pytest.mark.parametrize("name", MIXED_OR_MEANT)
+def test_a_shuffle_that_mixes_or_blocks_that_are_meant_are_no_matter(
+    make_shards: Any, caplog: pytest.LogCaptureFixture, unsaid: None, name: str
+) -> None:
+    pipeline = partial(MIXED_OR_MEANT[name], str(make_shards([400, 400])))
+    assert said_of(pipeline, caplog) == []
+    if "buffer" in name:
+        assert neighbours(pipeline) < 0.1
+
+
+def test_blocks_of_tokens_and_of_shards_with_a_sample_each_are_no_matter(
+    make_shards: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, unsaid: None
+) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16))
+    assert said_of(lambda lane: plain(sp.TokenReader(tmp_path / "tokens.npy", lane, length=8)), caplog) == []
+    many = str(make_shards([1] * 40))
+    assert said_of(lambda lane: plain(sp.TarShardReader(many, lane)), caplog) == []
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,11 @@ def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
     assert stage.counts == {
         "skipped/longer than max_length": 2,
         "source/0/skipped": 2,
+        "source/0/skipped/longer than max_length": 2,
+        "source/0/first": 2,
+        "source/0/skipped_tokens": 110,
+        "source/0/items": 2,
+        "source/0/tokens": 13,
         "skipped_tokens": 110,
         "packs": 2,
         "items": 2,
@@ -168,15 +173,11 @@ def test_an_item_that_is_too_long_is_left_out_and_counted() -> None:
     }
 
 
-def test_leaving_out_what_is_too_long_is_told_once_to_who_has_not_asked_for_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    list(packer([11, 3, 99, 10]))
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert told.startswith("OnlinePacker leaves out items longer than max_length=10, the first of 11")
-    caplog.clear()
-    list(packer([11, 3, 99, 10], too_long="skip"))
-    assert not caplog.records
+def test_what_is_left_out_as_was_asked_for_is_not_counted_as_lost_of_its_source() -> None:
+    stage = packer([11, 3, 99, 10], too_long="skip")
+    assert list(stage) == [[(3, 10)], [(1, 3)]]
+    assert stage.counts["skipped/longer than max_length"] == stage.counts["source/0/skipped"] == 2
+    assert not [name for name in stage.counts if name.startswith(("source/0/skipped/", "source/0/skipped_tokens"))]
 
 
 def test_nothing_but_items_that_are_too_long_is_an_error_not_a_spin() -> None:

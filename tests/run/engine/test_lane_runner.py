@@ -1,0 +1,93 @@
+"""Whoever builds a pipeline refuses stages that were not made for the lane that it is built for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.run.engine.lane_runner import LaneRunner
+from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.testing import assert_exact_resume
+from savable_pipeline.tools.plan.run_plan import Wanted, plan_run
+from savable_pipeline.tools.preview import preview_pipeline
+from tests.support.toy_faults import NumberEncoder
+
+
+def batches(samples: sp.SampleStage) -> sp.Stage:
+    return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=4), NumberEncoder()), size=2)
+
+
+def of_another_lane(shards: str) -> Callable[[sp.Lane], sp.Stage]:
+    return lambda lane: batches(sp.TarShardReader(shards, sp.Lane()))
+
+
+def made_outside(shards: str) -> Callable[[sp.Lane], sp.Stage]:
+    reader = sp.TarShardReader(shards, sp.Lane())
+    return lambda lane: batches(reader)
+
+
+def kept_from_the_first_lane(shards: str) -> Callable[[sp.Lane], sp.Stage]:
+    kept: list[sp.SampleStage] = []
+
+    def pipeline(lane: sp.Lane) -> sp.Stage:
+        kept[:] = kept or [sp.TarShardReader(shards, lane)]
+        return batches(kept[0])
+
+    return pipeline
+
+
+def sources_of_another_lane(shards: str) -> Callable[[sp.Lane], sp.Stage]:
+    other = sp.Lane()
+    return lambda lane: batches(sp.Blend({name: sp.TarShardReader(shards, other) for name in ("web", "books")}))
+
+
+def by_loader(pipeline: Any, workers: int = 0) -> None:
+    with sp.SavableLoader(pipeline, seed=7, lanes=4, num_workers=workers) as own:
+        for _ in range(8):
+            next(own)
+
+
+def by_runner(pipeline: Any) -> None:
+    runner = LaneRunner(pipeline, seed=7, lanes=4, shared={})
+    for lane in (0, 1):
+        runner.build(lane, 0)
+
+
+DOORS: dict[str, Callable[[Any], Any]] = {
+    "loader": by_loader,
+    "workers": lambda pipeline: by_loader(pipeline, workers=2),
+    "runner": by_runner,
+    "plan": lambda pipeline: plan_run(LoaderSettings(pipeline, seed=7, lanes=4), Wanted(samples=20)),
+    "preview": lambda pipeline: preview_pipeline(pipeline, "p", seed=7, lane=1, lanes=4),
+    "resume": lambda pipeline: assert_exact_resume(pipeline, lanes=4, steps=8),
+}
+
+
+@pytest.mark.parametrize("door", ["loader", "workers", "plan", "preview", "resume"])
+def test_a_lane_of_ones_own_in_the_function_is_refused_by_all_that_build_it(make_shards: Any, door: str) -> None:
+    with pytest.raises(ValueError, match=r"TarShardReader was made for Lane\(0 of 1, seed=0\), not for Lane\(. of 4"):
+        DOORS[door](of_another_lane(str(make_shards([40]))))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (made_outside, "TarShardReader was made for Lane(0 of 1"),
+        (kept_from_the_first_lane, "TarShardReader was made for Lane(0 of 4, seed=7)"),
+        (sources_of_another_lane, "TarShardReader of the source 'books' was made for Lane(0 of 1"),
+    ],
+)
+def test_a_reader_of_another_lane_is_named_with_the_cure(make_shards: Any, make: Any, named: str) -> None:
+    pipeline = make(str(make_shards([40])))
+    with pytest.raises(ValueError, match=f"{re.escape(named)}.*make each reader in the function"):
+        by_runner(pipeline)
+
+
+def test_the_lane_of_the_function_is_taken_from_all(make_shards: Any) -> None:
+    shards = str(make_shards([40]))
+    for door in DOORS.values():
+        door(lambda lane: batches(sp.TarShardReader(shards, lane)))
