@@ -65,12 +65,13 @@ def convert(
         str | None, typer.Option("--as", metavar="KIND", help=f"Do not guess what SRC is: {', '.join(WORDS)}.")
     ] = None,
     key_end: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="first|last",
-            help='The dot of a file\'s name that ends the key: with "last", dots before it become "_".',
+            help='The dot of a file\'s name that ends the key: with "last", dots before it become "_". Default: the '
+            "first, unless that seems to merge samples.",
         ),
-    ] = "first",
+    ] = None,
     key_field: Annotated[
         str | None, typer.Option(help="Records: the field with a sample's key. Default: the number of its record.")
     ] = None,

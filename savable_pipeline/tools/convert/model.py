@@ -24,12 +24,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     allow_outside: bool = False  # take files outside the source that links or JSONL fields lead to
     key_field: str | None = None  # of a record; None: its number is the key
     file_fields: tuple[str, ...] | None = None  # "field" or "field=part"; None: the usual names
-    key_end: Literal["first", "last"] = "first"  # which dot of a file's name ends the key; others become "_"
+    key_end: Literal["first", "last"] | None = None  # the dot of a file's name that ends the key; None: not decided
     split: tuple[tuple[str, str], ...] = ()  # names and shares, as decimals that add up to 1
     only: tuple[str, ...] = ()  # the parts that are kept; none named: all
 
     def __post_init__(self) -> None:
-        if self.key_end not in ("first", "last"):
+        if self.key_end not in ("first", "last", None):
             raise ValueError(f"key_end must be 'first' or 'last', not {self.key_end!r}")
         if self.shard_bytes < 1 or (self.shard_samples is not None and self.shard_samples < 1):
             raise ValueError(

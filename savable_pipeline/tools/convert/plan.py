@@ -80,7 +80,7 @@ def make_plan(found: Input, options: Options, source: str = "") -> Plan:
         samples=len(found.samples),
         shards=len(shards),
         input=_digest(found),
-        options=options,
+        options=msgspec.structs.replace(options, key_end=options.key_end or "first"),  # which gives the same bytes
         place=found.place or place_of(Path(found.root)),
         source=source,
     )

@@ -22,7 +22,7 @@ import msgspec
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.tar_index import TarIndex
-from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.cluster import write_by_cluster
 from savable_pipeline.tools.convert.describe import describe_tables
@@ -104,7 +104,7 @@ def run_conversion(
             if report is None:
                 _write(place, plan, workers or _workers(found), engine, progress)
                 report = _finish(place.folder, plan)
-        warnings = [*_warnings(found), *_subset_warning(source, options)]
+        warnings = [*_warnings(found, options), *_subset_warning(source, options)]
         return replace(report, warnings=warnings, nulls=found.nulls)
 
 
@@ -158,10 +158,12 @@ def _work_in(target: Path) -> Iterator[Path]:
         shutil.rmtree(target / WORK)
 
 
-def _warnings(found: Input) -> list[str]:
+def _warnings(found: Input, options: Options) -> list[str]:
+    """What is odd about the samples; of dots in names nothing, where it was said which of them ends a key."""
     counts = Counter(part.extension for sample in found.samples for part in sample.parts)
     most = max((len(sample.parts) for sample in found.samples), default=0)
-    return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
+    dotted = [] if options.key_end else dotted_parts(len(found.samples), counts, most)
+    return [*found.warnings, *lacking_parts(len(found.samples), counts), *dotted]
 
 
 def _subset_warning(source: Source, options: Options) -> list[str]:
