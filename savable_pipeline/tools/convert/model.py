@@ -25,6 +25,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     key_field: str | None = None  # of a record; None: its number is the key
     file_fields: tuple[str, ...] | None = None  # "field" or "field=part"; None: the usual names
     key_end: Literal["first", "last"] | None = None  # the dot of a file's name that ends the key; None: not decided
+    classes: bool = False  # of a folder: the deepest folder of a sample becomes its part `cls`
     split: tuple[tuple[str, str], ...] = ()  # names and shares, as decimals that add up to 1
     only: tuple[str, ...] = ()  # the parts that are kept; none named: all
 
@@ -106,6 +107,7 @@ class Input:
     texts: frozenset[str] = frozenset()  # JSON fields that are a text in every sample
     warnings: list[str] = field(default_factory=list)
     nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there
+    classes: list[str] = field(default_factory=list)  # names of folders, by the numbers in the parts `cls`
     place: str = ""  # of a source behind a URL: see `place_of`
 
 

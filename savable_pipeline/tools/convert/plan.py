@@ -27,6 +27,7 @@ from savable_pipeline.data.shards.unfinished import CONVERTED
 from savable_pipeline.tools.convert.model import Files, Input, Options, Reject
 
 MANIFEST = CONVERTED
+CLASSES = "classes.json"  # names by number
 REJECTED = f"{META}/savable.rejected.jsonl"
 WORK = f"{META}/savable.convert"  # below it lies what is unfinished
 RECORDS = f"{WORK}/records.jsonl"  # of a source whose records must be unpacked

@@ -95,6 +95,8 @@ def _check_options(reading: Reading) -> None:
         raise ValueError(
             f"{reading.path} is {reading.source.words}: allow_outside is for files that links or records name"
         )
+    if kind != "folder" and options.classes:
+        raise ValueError(f"{reading.path} is no folder of files: classes are the names of folders in one")
     if kind != "folder" and options.key_end == "last":
         raise ValueError(f"{reading.path} is no folder of files: key_end is for the names of files in one")
 

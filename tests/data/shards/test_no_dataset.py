@@ -73,9 +73,9 @@ def test_a_folder_for_shards_that_is_empty_or_missing_names_the_command_that_fil
 
 def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_path: Path) -> None:
     for missing in (tmp_path / "0.tar", tmp_path / "$NONE/shards"):
-        with pytest.raises(sp.ShardError, match="no such shard or folder(?!.*convert)"):
+        with pytest.raises(sp.ShardError, match=r"no such shard or folder(?!.*convert)"):
             sp.TarShardReader(missing, LANE)
-    with pytest.raises(sp.ShardError, match="no such shard or folder$"):
+    with pytest.raises(sp.ShardError, match=r"no such shard or folder$"):
         sp.ParquetReader(tmp_path / "rows", LANE)
 
 

@@ -1,14 +1,19 @@
-"""Folders of files: names whose dots would make one sample of many files."""
+"""Folders of files: names whose dots would make one sample of many, and folders that are classes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+from torchvision.datasets import ImageFolder
 from typer.testing import CliRunner
 
+import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
+from task_encoders import ClassificationEncoder, SquareCrop
+from tests.support.toy_files import fill, jpeg
 
 NAMES = ["2024.05.08_cat_{}.txt", "v1.0_img_{}.txt", "coco.val.{:04d}.txt", "img.{}.txt"]
 
@@ -78,3 +83,75 @@ def test_letters_of_another_case_and_jpeg_are_no_other_part_that_samples_lack(tm
     )
     done = run("convert", "--no-check-images", source, tmp_path / "out")
     assert "warning: 2 of 100 samples have no part txt, which the others have\nnothing rejected" in done.output
+
+
+CLASSES = [f"{split}/{name}/{i}.jpg" for split in ("train", "val") for name in ("dog", "cat", "10") for i in range(4)]
+
+
+def test_the_deepest_folder_of_a_sample_becomes_its_class_as_torchvision_numbers_it(tmp_path: Path) -> None:
+    source = fill(tmp_path / "in", 0, **{name: jpeg(i) for i, name in enumerate(CLASSES)})
+    done = run("convert", "--classes", source, tmp_path / "out")
+    assert done.exit_code == 0 and "warning" not in done.output
+    assert json.loads((tmp_path / "out/classes.json").read_text()) == ["10", "cat", "dog"]
+    samples = sp.open_dataset(tmp_path / "out")
+    expected = {
+        f"{split}/{name}": i
+        for split in ("train", "val")
+        for name, i in ImageFolder(source / split).class_to_idx.items()
+    }
+    assert {sample.key.rpartition("/")[0]: int(sample["cls"]) for sample in samples} == expected
+    assert all(list(sample) == ["cls", "jpg"] for sample in samples)
+    items = sp.Encode(
+        sp.TarShardReader(tmp_path / "out", sp.Lane(), epochs=1), ClassificationEncoder(3, crop=SquareCrop(4))
+    )
+    assert sorted(item["label"] for item in items) == [label for label in range(3) for _ in range(8)]
+    assert "nothing was written" in run("convert", "--classes", source, tmp_path / "out").output
+    again = run("convert", tmp_path / "out", tmp_path / "small", "--reshard", "--shard-samples", "5")
+    assert again.exit_code == 0 and "24 samples in 5 shards" in again.output
+
+
+def test_classes_do_not_change_with_the_parts_and_keys_that_are_kept(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in", *(f"{name}/{i}.{part}" for name in "abc" for i in range(3) for part in ("txt", "md"))
+    )
+    report = sp.convert(source, tmp_path / "out", classes=True, only=["txt"], keys=["c/1", "b/0"])
+    assert report.samples == 2
+    assert {sample.key: (list(sample), sample["cls"]) for sample in sp.open_dataset(tmp_path / "out")} == {
+        "b/0": (["cls", "txt"], b"1"),
+        "c/1": (["cls", "txt"], b"2"),
+    }
+
+
+def test_samples_without_a_folder_or_with_a_class_of_their_own_are_rejected(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", "README.md", "a/0.txt", "a/1.txt", "a/1.cls", "b/0.txt")
+    report = sp.convert(source, tmp_path / "out", classes=True)
+    assert report.samples == 2
+    assert {(reject.key, reject.reason) for reject in report.rejected} == {
+        ("README", "no class"),
+        ("a/1", "two parts with one extension"),
+    }
+
+
+def test_classes_of_anything_but_a_folder_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match="no folder of files: classes are"):
+        sp.convert(tmp_path / "a.jsonl", tmp_path / "out", classes=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "hinted"),
+    [
+        (CLASSES, True),
+        ([f"{name}/{i}.jpg" for name in ("n01440764", "n01443537") for i in range(4)], True),
+        ([f"{digit}/{i}.wav" for digit in range(10) for i in range(4)], True),
+        ([f"{split}/{i}.jpg" for split in ("train", "val", "test") for i in range(4)], False),
+        ([f"{i // 4:05d}/{i}.jpg" for i in range(12)], False),
+        ([f"2024-05-0{i}/{j}.jpg" for i in range(1, 4) for j in range(4)], False),
+        ([f"{name}/{i}.{part}" for name in "ab" for i in range(4) for part in ("jpg", "txt")], False),
+        ([*CLASSES, "loose.jpg"], False),
+        ([f"{i}/image.jpg" for i in range(9)], False),
+    ],
+)
+def test_folders_that_look_like_classes_are_hinted_at(tmp_path: Path, names: list[str], hinted: bool) -> None:
+    done = run("convert", "--no-check-images", write(tmp_path / "in", *names), tmp_path / "out")
+    assert done.exit_code == 0 and ("look like classes: --classes" in flat(done.output)) == hinted
