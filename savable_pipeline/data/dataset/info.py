@@ -16,8 +16,10 @@ from savable_pipeline.data.media.media_totals import MediaTotals
 from savable_pipeline.data.shards.energon_metadata import read_counts, read_split, split_names
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.shards.tar_index import TarIndex
+from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.errors import ShardError
 
 
@@ -48,6 +50,7 @@ class Info:
     looked_at: int  # samples that `parts` counts: all, or some where all would have to be read
     nulls: dict[str, int] = field(default_factory=dict)  # by column: those of them that have a null there
     media: dict[str, MediaTotals] = field(default_factory=dict)  # by extension, where there is a table of media
+    dotted: list[list[str]] = field(default_factory=list)  # of tars: parts of samples that have none without a dot
     faults: list[str] = field(default_factory=list)  # that a reader would raise, and what the store says of its files
 
     @property
@@ -63,8 +66,9 @@ class Info:
     @property
     def warnings(self) -> list[str]:
         """About what readers do not give, and samples that are not as the others."""
-        uneven = uneven_parts(self.looked_at, {extension: part.samples for extension, part in self.parts.items()})
-        return [*self.faults, *uneven]
+        counts = {extension: part.samples for extension, part in self.parts.items()}
+        dotted = dotted_parts(self.looked_at, counts, part_sets=self.dotted)
+        return [*self.faults, *lacking_parts(self.looked_at, counts), *dotted]
 
 
 def dataset_info(shards: Shards) -> Info:
@@ -84,8 +88,17 @@ def dataset_info(shards: Shards) -> Info:
         looked_at,
         nulls,
         media,
+        _dotted(dataset, set(sizes)) if looked_at == dataset.count else [],
         faults + media_faults,
     )
+
+
+def _dotted(dataset: Dataset, parts: set[str]) -> list[list[str]]:
+    """The parts of samples of tars all of which have a dot; of the index, whose other shards may have other `parts`."""
+    index = dataset.store.found.index if isinstance(dataset.store, TarStore) else None
+    layouts = index.layouts if isinstance(index, TarIndex) else []
+    found = {tuple(layout.position) for layout in layouts if all("." in part for part in layout.position)}
+    return [list(each) for each in sorted(found) if parts.issuperset(each)]
 
 
 def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:

@@ -25,6 +25,11 @@ def instead_of_folder(folder: Path) -> str:
     return f"; `savable convert {shlex.quote(str(folder))} DST` makes a dataset of its files" if holds_files else ""
 
 
+def into_folder(folder: str | Path) -> str:
+    """The command that fills a folder for tars, which is empty or missing."""
+    return f"; `savable convert SRC {shlex.quote(str(folder))}` writes shards there of the files or the table SRC"
+
+
 def instead_of_file(path: Path) -> str:
     """The command that makes tars of a table, or of the folder of a picture or a text; "" for any other file."""
     name = path.name.lower()

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from savable_pipeline.core.addresses import clean_address, has_user
 from savable_pipeline.core.open_files import is_out_of_handles, with_handles
 from savable_pipeline.data.shards.braces import expand_braces
-from savable_pipeline.data.shards.no_dataset import instead_of_file, instead_of_folder
+from savable_pipeline.data.shards.no_dataset import instead_of_file, instead_of_folder, into_folder
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -255,8 +255,10 @@ def _expand(spec: str, kind: ShardKind, missing_too: bool, unlistable: Callable[
         elif path.is_file() or (missing_too and path.name.endswith(kind.suffixes)):
             paths.append(path)
         else:
-            unset = "; the environment has no such variable" if "$" in pattern else ""
-            raise ShardError(f"{pattern}: no such shard or folder{unset}", reason=NOT_THERE)
+            why = "; the environment has no such variable" if "$" in pattern else ""
+            if not why and kind is TAR_FILES and not path.suffix:
+                why = into_folder(pattern)
+            raise ShardError(f"{pattern}: no such shard or folder{why}", reason=NOT_THERE)
     for path in paths:
         if path.name.endswith(kind.refused):
             raise ShardError(f"{path}: {kind.compressed[0]} cannot be read at an offset; {kind.cure} it")
@@ -293,7 +295,7 @@ def _files_below(
         instead = f"; {len(compressed)} {kind.compressed[1]} are there: {kind.cure} them" if compressed else ""
         if lance:
             instead += f"; {lance} has files of Lance, which is not read here: {LANCE_CURE}"
-        instead = instead or instead_of_folder(root)
+        instead = instead or instead_of_folder(root) or (into_folder(root) if kind is TAR_FILES else "")
         raise ShardError(
             f"{root}: no {' or '.join(kind.suffixes)} file in this folder or below it{instead}", reason=NO_SHARD
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections import Counter
@@ -21,7 +22,7 @@ from savable_pipeline.data.shards.paths import Shards, find_shards, is_remote
 from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_links import links_warning
-from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.unfinished import unfinished
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check.file_check import Problem, ShardReport
@@ -95,7 +96,8 @@ def check(
         parts.update(report.parts)
         empty.update(report.empty)
         nulls.update(report.nulls)
-    warnings = uneven_parts(samples, parts, max((report.most_parts for report in reports), default=0))
+    most, dotted = max((report.most_parts for report in reports), default=0), [r.dotted for r in reports]
+    warnings = [*lacking_parts(samples, parts), *dotted_parts(samples, parts, most, itertools.chain(*dotted))]
     links = [(report.name, report.links) for report in reports if report.links is not None and report.links.count]
     if links:
         count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])

@@ -31,6 +31,7 @@ from savable_pipeline.data.shards.part_types import (
     part_type,
     utf8_error,
 )
+from savable_pipeline.data.shards.paths import TAR_FILES
 from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
 from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.indexed_files import IndexedFiles
@@ -65,6 +66,7 @@ class ShardReport(msgspec.Struct):
     problems: list[Problem]
     parts: dict[str, int] = {}  # samples that have each part
     most_parts: int = 0  # of one sample
+    dotted: list[tuple[str, ...]] = []  # of a tar: the parts of samples that have none without a dot
     with_alpha: int = 0  # images that have alpha
     empty: dict[str, int] = {}  # samples that have each part without a byte in it
     nulls: dict[str, int] = {}  # samples that have a null in each column
@@ -105,6 +107,7 @@ def check_file(root: Path, name: str, share: float = 1.0) -> ShardReport:
         problems,
         dict(found.parts),
         found.most,
+        sorted(found.dotted) if form.kind is TAR_FILES else [],
         found.counts[ALPHA],
         dict(found.empty),
         dict(found.nulls),
@@ -150,6 +153,7 @@ class _Found:
         self.named = Counter[str]()  # rows that name a file without its bytes
         self.counts = Counter[str]()  # of `part_fault` and `_media_fault`
         self.most = 0  # parts of one sample
+        self.dotted: set[tuple[str, ...]] = set()
 
 
 def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[Problem]:
@@ -180,6 +184,8 @@ def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iter
     extensions = store.extensions(0, row)
     found.most = max(found.most, len(extensions))
     found.parts.update(extensions)
+    if all("." in extension for extension in extensions):
+        found.dotted.add(tuple(extensions))
     if isinstance(store, ColumnarStore):
         found.nulls.update(store.nulls(0, row))
         found.named.update({file.column for file in store.named_files(0, row)})

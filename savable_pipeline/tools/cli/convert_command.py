@@ -68,12 +68,19 @@ def convert(
         str | None, typer.Option("--as", metavar="KIND", help=f"Do not guess what SRC is: {', '.join(WORDS)}.")
     ] = None,
     key_end: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="first|last",
-            help='The dot of a file\'s name that ends the key: with "last", dots before it become "_".',
+            help='The dot of a file\'s name that ends the key: with "last", dots before it become "_". Default: the '
+            "first, unless that seems to merge samples.",
         ),
-    ] = "first",
+    ] = None,
+    classes: Annotated[
+        bool,
+        typer.Option(
+            "--classes", help="A folder's samples get the part cls: the number of their deepest folder in classes.json."
+        ),
+    ] = False,
     key_field: Annotated[
         str | None, typer.Option(help="Records: the field with a sample's key. Default: the number of its record.")
     ] = None,
@@ -129,6 +136,7 @@ def convert(
             check_images=check_images,
             allow_outside=allow_outside,
             key_field=key_field,
+            classes=classes,
             key_end=key_end,  # type: ignore[arg-type]  # Options checks it
             file_fields=() if no_files else tuple(file_field) if file_field else None,
             split=tuple(_share(share) for share in split or ()),

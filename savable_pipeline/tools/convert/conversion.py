@@ -28,7 +28,8 @@ def convert(
     check_images: bool = True,
     allow_outside: bool = False,
     key_field: str | None = None,
-    key_end: Literal["first", "last"] = "first",
+    key_end: Literal["first", "last"] | None = None,
+    classes: bool = False,
     file_fields: Iterable[str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     split: Mapping[str, float | str] | None = None,
@@ -56,7 +57,10 @@ def convert(
             installed; those that fail are rejected.
         allow_outside: Whether files outside the source that links or fields lead to are taken.
         key_field: Of records, the field with a sample's key. Default: the number of its record.
-        key_end: The dot of a file's name that ends the key; with "last", dots before it become "_".
+        key_end: The dot of a file's name that ends the key; with "last", dots before it become "_". None: the first,
+            and an error where that seems to merge files that are samples of their own.
+        classes: Of a folder, whether the name of a sample's deepest folder becomes its part `cls`, as a number: the
+            place of the name in `classes.json`, a list that is written beside the shards.
         file_fields: Of records, the fields that name files, as "field" or "field=part"; none if empty. Default: the
             usual names.
         files_from: The folder that these fields are relative to, or that has the files which rows of Parquet and
@@ -97,6 +101,7 @@ def convert(
         allow_outside=allow_outside,
         key_field=key_field,
         key_end=key_end,
+        classes=classes,
         file_fields=_listed("file_fields", file_fields),
         split=tuple((name, _share(share)) for name, share in (split or {}).items()),
         only=_parts(only),

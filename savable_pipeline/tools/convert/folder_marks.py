@@ -10,6 +10,7 @@ from pathlib import Path
 
 from savable_pipeline.data.stores.file_kinds import kind_in
 from savable_pipeline.tools.convert.names import is_hidden, is_tar
+from savable_pipeline.tools.convert.plan import CLASSES
 
 _COMPANIONS = (".json", ".jsonl", ".parquet", ".idx", ".csv", ".txt", ".log", ".sqlite")  # of tars, by tools
 _BESIDE_TABLES = (
@@ -92,7 +93,7 @@ def add_names(marks: FolderMarks, names: Iterable[str]) -> None:
 def _beside_tars(name: str, group: list[str]) -> bool:
     """Whether a file is a tar, or lies beside tars without being a sample: with a tar's name, or for people."""
     base = name.rpartition("/")[2].lower()
-    if ".tar" in base or is_tar(base) or base.startswith(_OF_PEOPLE):
+    if ".tar" in base or is_tar(base) or base.startswith(_OF_PEOPLE) or base == CLASSES:
         return True
     return base.endswith(_COMPANIONS) and (any(".tar" in other for other in group) or "stats" in base)
 

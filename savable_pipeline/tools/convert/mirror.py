@@ -24,7 +24,7 @@ from savable_pipeline.data.remote.bucket import SCHEMES, Bucket, Found, close_bu
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.plan import MANIFEST, RECORDS, WORK
+from savable_pipeline.tools.convert.plan import CLASSES, MANIFEST, RECORDS, WORK
 from savable_pipeline.tools.convert.shard_job import make_hole
 from savable_pipeline.tools.convert.writer_processes import claimed, locked
 
@@ -60,7 +60,11 @@ class Target:
     def pull(self, bucket: Bucket) -> None:
         """Make the folder what the bucket is."""
         found = bucket.listing()
-        metadata = [each for each in found if each.name.startswith(f"{META}/") and each.name != RECORDS]
+        metadata = [
+            each
+            for each in found
+            if each.name == CLASSES or (each.name.startswith(f"{META}/") and each.name != RECORDS)
+        ]
         bucket.fetch(metadata, self.folder)
         self.pulled.update(self._metadata())
         for each in found:
@@ -77,8 +81,10 @@ class Target:
         bucket.erase([found.name for found in bucket.listing() if found.name.startswith(f"{WORK}/")])
 
     def _metadata(self) -> dict[str, str]:
-        files = sorted(path for path in (self.folder / META).glob("*") if path.is_file())
-        return {f"{META}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        files = [path for path in (self.folder / CLASSES, *sorted((self.folder / META).glob("*"))) if path.is_file()]
+        return {
+            path.relative_to(self.folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+        }
 
 
 @contextlib.contextmanager

@@ -25,13 +25,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     allow_outside: bool = False  # take files outside the source that links or JSONL fields lead to
     key_field: str | None = None  # of a record; None: its number is the key
     file_fields: tuple[str, ...] | None = None  # "field" or "field=part"; None: the usual names
-    key_end: Literal["first", "last"] = "first"  # which dot of a file's name ends the key; others become "_"
+    key_end: Literal["first", "last"] | None = None  # the dot of a file's name that ends the key; None: not decided
+    classes: bool = False  # of a folder: the deepest folder of a sample becomes its part `cls`
     split: tuple[tuple[str, str], ...] = ()  # names and shares, as decimals that add up to 1
     only: tuple[str, ...] = ()  # the parts that are kept; none named: all
     unpacked_bytes: int = UNPACKED_BYTES  # that what is compressed may become in memory
 
     def __post_init__(self) -> None:
-        if self.key_end not in ("first", "last"):
+        if self.key_end not in ("first", "last", None):
             raise ValueError(f"key_end must be 'first' or 'last', not {self.key_end!r}")
         if self.shard_bytes < 1 or (self.shard_samples is not None and self.shard_samples < 1):
             raise ValueError(
@@ -108,6 +109,7 @@ class Input:
     texts: frozenset[str] = frozenset()  # JSON fields that are a text in every sample
     warnings: list[str] = field(default_factory=list)
     nulls: dict[str, int] = field(default_factory=dict)  # by column: the rows that have nothing there
+    classes: list[str] = field(default_factory=list)  # names of folders, by the numbers in the parts `cls`
     place: str = ""  # of a source behind a URL: see `place_of`
 
 

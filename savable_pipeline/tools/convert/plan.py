@@ -27,6 +27,7 @@ from savable_pipeline.data.shards.unfinished import CONVERTED
 from savable_pipeline.tools.convert.model import Files, Input, Options, Reject
 
 MANIFEST = CONVERTED
+CLASSES = "classes.json"  # names by number
 REJECTED = f"{META}/savable.rejected.jsonl"
 WORK = f"{META}/savable.convert"  # below it lies what is unfinished
 RECORDS = f"{WORK}/records.jsonl"  # of a source whose records must be unpacked
@@ -80,7 +81,7 @@ def make_plan(found: Input, options: Options, source: str = "") -> Plan:
         samples=len(found.samples),
         shards=len(shards),
         input=_digest(found),
-        options=options,
+        options=msgspec.structs.replace(options, key_end=options.key_end or "first"),  # which gives the same bytes
         place=found.place or place_of(Path(found.root)),
         source=source,
     )

@@ -95,7 +95,9 @@ def _check_options(reading: Reading) -> None:
         raise ValueError(
             f"{reading.path} is {reading.source.words}: allow_outside is for files that links or records name"
         )
-    if kind != "folder" and options.key_end != "first":
+    if kind != "folder" and options.classes:
+        raise ValueError(f"{reading.path} is no folder of files: classes are the names of folders in one")
+    if kind != "folder" and options.key_end == "last":
         raise ValueError(f"{reading.path} is no folder of files: key_end is for the names of files in one")
 
 

@@ -9,6 +9,7 @@ there is not written again.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections import Counter
@@ -19,11 +20,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from savable_pipeline.core.files import replace_file
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.energon_metadata import META
 from savable_pipeline.data.shards.tar_index import TarIndex
-from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.shards.uneven_parts import dotted_parts, lacking_parts
 from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.convert.classes import add_classes, classes_hint
 from savable_pipeline.tools.convert.cluster import write_by_cluster
 from savable_pipeline.tools.convert.describe import describe_tables
 from savable_pipeline.tools.convert.file_reader import records_behind
@@ -31,6 +34,7 @@ from savable_pipeline.tools.convert.linked_tars import holds_links
 from savable_pipeline.tools.convert.mirror import Target, target_at
 from savable_pipeline.tools.convert.model import Input, Options, Report
 from savable_pipeline.tools.convert.plan import (
+    CLASSES,
     MANIFEST,
     RECORDS,
     WORK,
@@ -97,6 +101,8 @@ def run_conversion(
             found = read_source(Reading(source, options, files_from, place.folder / RECORDS))
             if options.only:
                 keep_parts(found, options.only)
+            if options.classes:
+                add_classes(found)
             if keys is not None:
                 keep_keys(found, keys)
             plan = make_plan(found, options, source_name(source.path))
@@ -104,7 +110,8 @@ def run_conversion(
             if report is None:
                 _write(place, plan, workers or _workers(found), engine, progress)
                 report = _finish(place.folder, plan)
-        warnings = [*_warnings(found), *_subset_warning(source, options)]
+        hint = classes_hint(found.samples) if source.kind == "folder" and not options.classes else []
+        warnings = [*_warnings(found, options), *_subset_warning(source, options), *hint]
         return replace(report, warnings=warnings, nulls=found.nulls)
 
 
@@ -158,10 +165,12 @@ def _work_in(target: Path) -> Iterator[Path]:
         shutil.rmtree(target / WORK)
 
 
-def _warnings(found: Input) -> list[str]:
+def _warnings(found: Input, options: Options) -> list[str]:
+    """What is odd about the samples; of dots in names nothing, where it was said which of them ends a key."""
     counts = Counter(part.extension for sample in found.samples for part in sample.parts)
     most = max((len(sample.parts) for sample in found.samples), default=0)
-    return [*found.warnings, *uneven_parts(len(found.samples), counts, most)]
+    dotted = [] if options.key_end else dotted_parts(len(found.samples), counts, most)
+    return [*found.warnings, *lacking_parts(len(found.samples), counts), *dotted]
 
 
 def _subset_warning(source: Source, options: Options) -> list[str]:
@@ -247,6 +256,8 @@ def _finish(folder: Path, plan: Plan) -> Report:
         tables = (TarIndex(work / f"{name}.index").table(0) for name in sorted(counts))
         splits = tuple(name for name, _ in plan.options.split)
         describe_tables(folder, work, tables, counts, plan.input.texts, splits)
+    if plan.input.classes:
+        replace_file(folder / CLASSES, [json.dumps(plan.input.classes, ensure_ascii=False).encode()], sync=True)
     write_manifest(folder, msgspec.structs.replace(plan.manifest, done=True))
     size = sum(written.size for written in shards.values())
     return Report(sum(counts.values()), len(counts), size, rejected, plan.input.hidden)

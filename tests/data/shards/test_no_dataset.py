@@ -56,11 +56,27 @@ def test_files_of_another_reader_are_named_with_it(tmp_path: Path) -> None:
         sp.ParquetReader(tmp_path, LANE)
 
 
-def test_what_is_hidden_or_missing_is_nothing_to_convert(tmp_path: Path) -> None:
-    (tmp_path / ".cache").mkdir()
-    (tmp_path / ".cache/a.png").touch()
-    with pytest.raises(sp.ShardError, match=r"in this folder or below it$"):
-        sp.open_dataset(tmp_path)
+@pytest.mark.parametrize("opened", [lambda path: sp.TarShardReader(path, LANE), sp.open_dataset])
+def test_a_folder_for_shards_that_is_empty_or_missing_names_the_command_that_fills_it(
+    tmp_path: Path, opened: Callable[[str], Any]
+) -> None:
+    (tmp_path / "new shards/.cache").mkdir(parents=True)
+    (tmp_path / "new shards/.cache/a.png").touch()
+    for name, fault in (("new shards", "in this folder or below it"), ("none", "no such shard or folder")):
+        with pytest.raises(sp.ShardError) as caught:
+            opened(f"{tmp_path / name}")
+        folder = f"'{tmp_path / name}'" if " " in name else tmp_path / name
+        assert str(caught.value).endswith(
+            f"{fault}; `savable convert SRC {folder}` writes shards there of the files or the table SRC"
+        )
+
+
+def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_path: Path) -> None:
+    for missing in (tmp_path / "0.tar", tmp_path / "$NONE/shards"):
+        with pytest.raises(sp.ShardError, match=r"no such shard or folder(?!.*convert)"):
+            sp.TarShardReader(missing, LANE)
+    with pytest.raises(sp.ShardError, match=r"no such shard or folder$"):
+        sp.ParquetReader(tmp_path / "rows", LANE)
 
 
 @pytest.mark.parametrize("name", ["captions.csv", "captions.tsv.gz", "llava.json"])

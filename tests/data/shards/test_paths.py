@@ -88,7 +88,7 @@ def test_a_shard_named_twice_is_an_error(root: Path) -> None:
 def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="the list of shards is empty"):
         find_shards([])
-    with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it$"):
+    with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it; `savable convert"):
         find_shards(tmp_path)
 
 

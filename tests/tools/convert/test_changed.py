@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from savable_pipeline.data.shards.uneven_parts import uneven_parts
+from savable_pipeline.data.shards.uneven_parts import dotted_parts
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
@@ -152,12 +152,12 @@ def dotted(folder: Path) -> Path:
 
 def test_names_with_dots_are_a_warning_and_have_a_cure(tmp_path: Path) -> None:
     source = dotted(tmp_path / "in")
-    run = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "first")])
-    assert "1 sample in 1 shard" in run.output
-    assert "warning: one sample has 1200 parts; a key ends at the first dot" in run.output
+    run = CliRunner().invoke(app, ["convert", "--key-end", "first", str(source), str(tmp_path / "first")])
+    assert "1 sample in 1 shard" in run.output and "warning" not in run.output
     for command in ("info", "check"):
         told = CliRunner().invoke(app, [command, str(tmp_path / "first")]).output
         assert command == "info" or "warning: one sample has 1200 parts" in told
+        assert "warning: 1 sample has only parts with a dot, most of them in no other sample" in told
     run = CliRunner().invoke(app, ["convert", "--key-end", "last", str(source), str(tmp_path / "last")])
     assert "1,200 samples in 1 shard" in run.output and "warning" not in run.output
     with tarfile.open(tmp_path / "last/000000.tar") as tar:
@@ -186,9 +186,9 @@ def test_samples_that_lack_a_part_that_nearly_all_have_are_counted(tmp_path: Pat
 
 
 def test_rare_dotted_parts_are_named_and_numbered_ones_are_not() -> None:
-    assert not uneven_parts(100, {"json": 100, **{f"{i}.jpg": 100 // (i + 1) for i in range(300)}})
-    assert not uneven_parts(100, {"jpg": 50, "png": 50, "seg.png": 50})
-    (warning,) = uneven_parts(100, {f"{i:04d}.jpg": 1 for i in range(100)})
+    assert not dotted_parts(100, {"json": 100, **{f"{i}.jpg": 100 // (i + 1) for i in range(300)}})
+    assert not dotted_parts(100, {"jpg": 50, "png": 50, "seg.png": 50})
+    (warning,) = dotted_parts(100, {f"{i:04d}.jpg": 1 for i in range(100)})
     assert warning.startswith("100 parts are in hardly any sample: 0000.jpg, 0001.jpg, ")
 
 

@@ -21,7 +21,7 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
     [
         ("x.jpg", b"no image", UNREADABLE),
         ("x.jpg", jpeg(3, side=256)[:-400], UNREADABLE),
-        ("x.seg.PNG", jpeg(3)[:90], UNREADABLE),
+        ("000.seg.PNG", jpeg(3)[:90], UNREADABLE),
         ("x.jpg", b"", "empty file"),
         ("x.json", b"{", "malformed JSON"),
         ("README", b"x", "no extension"),
@@ -40,7 +40,7 @@ def test_a_bad_file_of_a_folder_is_rejected_with_its_reason(
     report = run_conversion(fill(tmp_path / "in", 4, **{name: content}), tmp_path / "out", SMALL)
     assert [reject.reason for reject in report.rejected] == [reason]
     assert list(reasons(tmp_path / "out").values()) == [reason]
-    assert report.samples == (3 if name == "000.TXT" else 4)
+    assert report.samples == (3 if name.startswith("000.") else 4)
     assert len(tar_files(tmp_path / "out")) == 2 * report.samples
 
 

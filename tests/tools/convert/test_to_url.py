@@ -24,7 +24,7 @@ from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
 from tests.support.processes import run_until_killed
 from tests.support.real_servers import bucket_of
 from tests.support.toy_engine import ToyEngine
-from tests.support.toy_files import SMALL, fill, snapshot
+from tests.support.toy_files import SMALL, fill, jpeg, snapshot
 from tests.support.toy_sources import HALVES, ONE_A_READER, SOURCES, packed_tars
 
 URL = "s3://data/out"
@@ -63,6 +63,16 @@ def test_the_objects_are_the_files_of_a_folder(tmp_path: Path, bucket: Any, kind
     assert run_conversion(source, URL, HALVES, reshard=reshard, workers=1) == local
     assert objects(bucket) == snapshot(tmp_path / "out")
     assert not left_behind(tmp_path)
+
+
+def test_the_names_of_classes_lie_beside_the_shards(tmp_path: Path, bucket: Any) -> None:
+    source = fill(tmp_path / "in", 0, **{f"{name}/{i}.jpg": jpeg(i) for name in ("a", "b") for i in range(4)})
+    options = Options(shard_samples=3, classes=True)
+    local = run_conversion(source, tmp_path / "out", options)
+    for _ in range(2):  # to be written, and there already
+        assert run_conversion(source, URL, options, engine=ToyEngine(tmp_path / "elsewhere")) == local
+        assert objects(bucket) == snapshot(tmp_path / "out")
+    assert (tmp_path / "out/classes.json").read_bytes() == b'["a", "b"]'
 
 
 def test_processes_and_other_machines_write_the_same_objects(tmp_path: Path, bucket: Any) -> None:
