@@ -240,7 +240,8 @@ class LaneRunner:
         lane = live.lane
         saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.growth or UNSET)
         saved.subset_order, saved.decisions = lane.subset_order or UNSET, lane.decisions or UNSET
-        saved.in_vain = live.in_vain or UNSET
+        several = len(live.stage.info.tags) > 1  # else a batch says that the source has given something
+        saved.in_vain = live.in_vain if several or any(live.in_vain.values()) else UNSET
         return pack_state(saved)
 
     def forget(self, lane: int | None = None) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.stores.token_store import TokenStore
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.weighted_sources import WeightedSources
 from savable_pipeline.stages.class_checks import gives
@@ -18,6 +17,7 @@ from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.epoch_orders import BLOCK
 from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.readers.readers import TokenReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import BatchStage, SampleStage, Stage
 from savable_pipeline.stages.stage_bases import PassThrough
@@ -57,7 +57,7 @@ def _leaves_blocks(stage: Stage) -> bool:
     if not isinstance(stage, RecordReader):
         return isinstance(stage, _IN_ORDER) and any(map(_leaves_blocks, stage.sources))
     is_of_neighbours = stage.population >= 2 * len(stage.dataset.entries)  # else a block is of many shards
-    is_sorted = is_of_neighbours and not isinstance(stage.dataset.store, TokenStore)
+    is_sorted = is_of_neighbours and not isinstance(stage, TokenReader)
     return stage.has_default_blocks and stage.epochs is None and is_sorted
 
 

@@ -116,7 +116,7 @@ class SourceLosses:
         for number, lane in at.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")
             of_lane = (saved.in_vain or {}).get(key)
-            if of_lane == {} or (saved.batches and not saved.in_vain):  # or a state of before there was `in_vain`
+            if of_lane == {} or (saved.batches and not saved.in_vain):  # else all have
                 self._kept[key, "items"] += 1
                 return Counter()
             found.update(of_lane or {})

@@ -36,7 +36,7 @@ class LaneState(msgspec.Struct):
     `growth` is absent unless shards were added in the run: `Lane.growth`. `cuts` are those of `Lane`, of a lane before
     its first batch of a pass that others have begun: what they read by is in their own `stages`. `subset_order` is that
     of `Lane`, absent where it is this release's, and `decisions` where there are none. `in_vain`: in_vain.py,
-    absent where no stage counts what it leaves out.
+    absent where all is known to have given something, as the one source of a lane with batches.
     """
 
     lane: SavedCount
