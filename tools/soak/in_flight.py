@@ -281,7 +281,7 @@ def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int
     """The batch of each slot, from a run without acknowledgements in which the same was decided."""
     found = {}
     left = list(plan)
-    with DecidingRun(replace(settings, acknowledge=False, rank=0, world_size=1)) as run:
+    with (run := DecidingRun(replace(settings, acknowledge=False, rank=0, world_size=1))):
         for _ in range(slots):
             while left and left[0][0] == run.position.place:
                 run.decide(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
