@@ -1,6 +1,7 @@
 """Random histories of rows in flight, against an oracle that is a list: nothing lost, nothing twice in a saved model.
 
-    take a step │ done, dropped, again, on any rank │ save, merged or by each rank │ kill │ resume on other ranks
+    take a step │ done, dropped, again, on any rank │ exclude samples │ save, merged or by each rank │ kill │ resume on
+                                                                                                       other ranks
 
 All ranks run in this process, at the level of `Run`.
 """
@@ -21,12 +22,14 @@ from report import Row
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader.acknowledged_run import AcknowledgedRun
+from savable_pipeline.run.loader.deciding import DecidingRun
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 LANES, WORLD_SIZES = 4, (1, 2, 4)
 Receipt = tuple[int, int]
+Plan = tuple[tuple[int, tuple[int, ...]], ...]  # places, and the samples that were excluded there
 
 
 class Numbers(sp.TaskEncoder):
@@ -64,6 +67,9 @@ class Oracle:
     done: list[Receipt] = field(default_factory=list)
     open: list[Receipt] = field(default_factory=list)  # given and not acknowledged, the oldest first
     coming: list[Receipt] = field(default_factory=list)  # of these, those that must come again
+    gone: set[int] = field(default_factory=set)  # samples that were excluded
+    closed: set[Receipt] = field(default_factory=set)  # rows of nothing else that were open then
+    plan: Plan = ()
 
     def give(self, receipt: Receipt) -> None:
         """A row is given: one that is to come again, or a new one."""
@@ -79,9 +85,24 @@ class Oracle:
             self.open.remove(receipt)
             self.done.append(receipt)
 
+    def exclude(self, place: int, numbers: Sequence[int], made_of: dict[Receipt, set[int]]) -> None:
+        """These samples come no more; `made_of`: those of each row."""
+        self.plan += ((place, tuple(numbers)),)
+        self.gone |= set(numbers)
+        self.closed |= {receipt for receipt in self.open if made_of[receipt] <= self.gone}
+        self.open = [receipt for receipt in self.open if receipt not in self.closed]
+        self.coming = [receipt for receipt in self.coming if receipt not in self.closed]
+
+    def left_of(self, item: Any) -> Any:
+        """An item or a pack without what was excluded; None if nothing is left."""
+        if isinstance(item[0], int):
+            return None if item[0] in self.gone else item
+        left = [each for each in item[0] if each[0] not in self.gone]
+        return (left, item[1]) if left else None
+
     def resumed(self) -> Oracle:
         """The one of a saved model: all that was in flight comes again."""
-        return Oracle(list(self.done), list(self.open), list(self.open))
+        return replace(copy.deepcopy(self), coming=list(self.open))
 
 
 class History:
@@ -89,7 +110,8 @@ class History:
 
     def __init__(self, draw: random.Random, settings: LoaderSettings, slots: int) -> None:
         self._draw, self._settings, self._slots = draw, settings, slots
-        self._expected = expected(settings, slots + 4 * LANES)
+        self._given: dict[Receipt, Any] = {}  # batches by epoch and slot
+        self._made_of: dict[Receipt, set[int]] = {}  # the samples of each row
         self.oracle, self._saved_oracle = Oracle(), Oracle()
         self._saved: dict[str, Any] | None = None
         self._files: list[dict[str, Any]] = []  # of each rank
@@ -98,6 +120,10 @@ class History:
         self._whole: dict[int, list[Any]] = {}  # those of whole batches, as each rank was handed them
         self._runs = self._started(1)
         self.counts: Counter[str] = Counter()
+
+    @property
+    def _expected(self) -> dict[Receipt, Any]:
+        return expected(self._settings, self._slots + 4 * LANES, self.oracle.plan)
 
     def _started(self, world_size: int) -> list[AcknowledgedRun]:
         self._passed = {rank: [] for rank in range(world_size)}
@@ -127,18 +153,33 @@ class History:
             receipts = [tuple(each) for each in run.receipts.tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
             real = [each for each in receipts if each[0] >= 0]
-            if not came_again or real:
-                found = place if not came_again else divmod(real[0][0], 1 << 40)
-                self._compare(found, batch)
-                if not came_again:
-                    assert {each[0] for each in real} <= {place[0] << 40 | place[1]}
+            if not came_again:
+                self._compare(place, batch)
+                assert {each[0] for each in real} <= {place[0] << 40 | place[1]}
+                self._made_of |= {each: _numbers(batch["items"][each[1]]) for each in real}
+            elif real:
+                self._compare_again(divmod(real[0][0], 1 << 40), batch, receipts)
             for receipt in real:
                 self.oracle.give(receipt)
             self._passed[run.ranks.rank] += real
             self._whole[run.ranks.rank].append(run.receipts)
             self.counts["batches"] += 1
 
+    def _compare_again(self, place: tuple[int, int], batch: Any, receipts: list[Receipt]) -> None:
+        """With the batch that was given, without what is excluded, and with what was to come."""
+        given, slot = self._given[place], place[0] << 40 | place[1]
+        rows = len(given["items"]) if "valid" not in given else int(given["valid"].sum())
+        left = {row: item for row in range(rows) if (item := self.oracle.left_of(given["items"][row])) is not None}
+        fill = len(given["items"]) - len(left) if "valid" in given else 0
+        assert batch["items"] == [*left.values(), *[next(iter(left.values()))] * fill], f"{place}: other rows"
+        assert "valid" not in given or batch["valid"].tolist() == [True] * len(left) + [False] * fill
+        coming = [(slot, row) if (slot, row) in self.oracle.coming else (-1, -1) for row in left]
+        assert receipts == coming + [(-1, -1)] * fill, f"{place}: other receipts"
+        assert batch["drawn"] == given["drawn"]
+        self.counts["shorter"] += len(left) < rows
+
     def _compare(self, place: tuple[int, int], batch: Any) -> None:
+        self._given[place] = batch
         expected = self._expected.get(place)
         if expected is not None:
             found = {name: part for name, part in batch.items() if name != "receipts"}
@@ -168,6 +209,21 @@ class History:
         self.oracle.end(chosen)
         self.counts["rows"] += len(chosen)
 
+    def exclude(self) -> None:
+        """Samples of rows in flight, or others, come no more from here on."""
+        self._even()
+        numbers = sorted(set().union(*(self._made_of[each] for each in self.oracle.open)) - self.oracle.gone)
+        chosen = self._draw.sample(numbers, min(len(numbers), self._draw.randint(0, 3))) or [self._draw.randrange(107)]
+        (place,) = {run.decide(exclude=[f"s{number:06d}" for number in chosen]) for run in self._runs}
+        self.oracle.exclude(place, chosen, self._made_of)
+        if len(self._runs) == 1:  # else a rank may not know yet what another acknowledged
+            self._check_open()
+        self.counts["excluded"] += len(chosen)
+
+    def _check_open(self) -> None:
+        rows = sum(run.table.in_flight().rows for run in self._runs)
+        assert rows == len(self.oracle.open), f"{rows} rows in flight, which are {len(self.oracle.open)}"
+
     def save(self) -> None:
         """The state of all ranks, merged from files or gathered."""
         self._even()
@@ -190,6 +246,7 @@ class History:
             if state is not None:
                 run.load_state_dict(state)
         self.oracle = self._saved_oracle.resumed()
+        self._check_open()
         self.counts["kills"] += 1
 
     def end(self) -> None:
@@ -204,7 +261,8 @@ class History:
             valid = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["items"])
             place = epoch << 40 | slot
             for row, counts in enumerate(valid):
-                assert not counts or (place, row) in seen, f"{(epoch, slot, row)} is lost: {len(slots)} slots"
+                found = (place, row) in seen or (place, row) in self.oracle.closed
+                assert not counts or found, f"{(epoch, slot, row)} is lost: {len(slots)} slots"
 
     @property
     def _place(self) -> int:
@@ -219,15 +277,23 @@ class History:
 
 
 @lru_cache
-def expected(settings: LoaderSettings, slots: int) -> dict[tuple[int, int], Any]:
-    """The batch of each slot, from a run without acknowledgements."""
+def expected(settings: LoaderSettings, slots: int, plan: Plan) -> dict[tuple[int, int], Any]:
+    """The batch of each slot, from a run without acknowledgements in which the same was decided."""
     found = {}
-    with Run(replace(settings, acknowledge=False, rank=0, world_size=1)) as run:
+    left = list(plan)
+    with (run := DecidingRun(replace(settings, acknowledge=False, rank=0, world_size=1))):
         for _ in range(slots):
+            while left and left[0][0] == run.position.place:
+                run.decide(exclude=[f"s{number:06d}" for number in left.pop(0)[1]])
             batch = next(iter(run))
             at = run.position.previous or run.position
             found[at.epoch, at.slot - 1] = batch
     return found
+
+
+def _numbers(item: Any) -> set[int]:
+    """The samples of an item or a pack."""
+    return {item[0]} if isinstance(item[0], int) else {each[0] for each in item[0]}
 
 
 def voted_step(runs: Sequence[Run]) -> list[Any]:
@@ -262,6 +328,7 @@ def history(seed: int, shards: str, slots: int = 40) -> Counter[str]:
     settings = settings_of(shards, pack, 1 if finite else None, size, tail, order)
     found = History(draw, settings, slots)
     moves = [found.step] * 7 + [found.acknowledge] * 9 + [found.save] * 2 + [found.kill]
+    moves += [found.exclude] * draw.choice([0, 1, 2])
     try:
         for _ in range(draw.randint(10, 60)):
             draw.choice(moves)()
@@ -278,7 +345,7 @@ def in_flight(folder: Path, histories: int) -> Iterator[Row]:
     """So many random histories, on shards of their own in this folder."""
     with sp.ShardWriter(folder, max_samples=40) as writer:
         for number in range(107):
-            writer.write({"__key__": f"{number:06d}", "json": {"id": number}})
+            writer.write({"__key__": f"s{number:06d}", "json": {"id": number}})
     total, wrong = Counter[str](), ""
     logging.disable(logging.WARNING)  # of slots that an epoch's end leaves out
     try:
@@ -288,5 +355,5 @@ def in_flight(folder: Path, histories: int) -> Iterator[Row]:
         wrong = f"{error} {' '.join(error.__notes__)}"
     finally:
         logging.disable(logging.NOTSET)
-    done = f"{histories} histories, {total['kills']} kills"
+    done = f"{histories} histories, {total['kills']} kills, {total['excluded']} exclusions"
     yield Row("in_flight", "1, 2 and 4 ranks", done, f"{total['batches']} batches, {total['rows']} rows", wrong)
