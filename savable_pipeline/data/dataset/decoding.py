@@ -16,6 +16,7 @@ from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.jpeg_pixels import jpeg_pixels
 from savable_pipeline.data.dataset.transparency import converted
 from savable_pipeline.data.shards.energon_metadata import FieldMap
+from savable_pipeline.data.shards.orientation import to_be_turned, turned, turned_pixels
 from savable_pipeline.data.shards.part_types import (
     IMAGE_PARTS,
     JSON_PARTS,
@@ -51,17 +52,19 @@ def unpacked(extension: str, data: bytes) -> bytes:
     return bytes(found)
 
 
-def decoded_part(extension: str, data: bytes) -> Any:
-    """A part by the last word of its extension: of "seg.png" an image. Raises what the decoders raise."""
+def decoded_part(extension: str, data: bytes, *, exif: bool = True) -> Any:
+    """A part by the last word of its extension: of "seg.png" an image, turned with `exif`. Raises what they raise."""
     kind = part_type(extension)
     if kind in JSON_PARTS:
         return decoded_json(data)
     if kind in TEXT_PARTS or kind in SUBTITLE_PARTS:
         return data.decode()
     if kind in IMAGE_PARTS:
-        opened = open_image(data, extension)
+        opened, orientation = to_be_turned(open_image(data, extension), exif=exif)
         pixels = jpeg_pixels(opened, data)
-        return np.array(converted(opened, "RGB", "white")) if pixels is None else pixels
+        if pixels is None:
+            return np.array(converted(turned(opened, orientation), "RGB", "white"))
+        return turned_pixels(pixels, orientation)
     if kind == "npy":
         return _array(data)
     return _arrays(data) if kind == "npz" else data
